@@ -66,7 +66,7 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 	$(PY) -m benchmarks.dev.launches
 
 bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
-	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv $(ARGS)
+	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
 
 cost-model: $(STAMP) ## cost model, not measured: the estimate of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m benchmarks.model $(ARGS)

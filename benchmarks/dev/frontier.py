@@ -24,7 +24,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import ckptkern
 from ckptkern.extras import missing
-from ckptkern.memory import peak_memory
+from ckptkern.memory import format_size, parse_size, peak_memory
+
+from . import counted
 
 MIB = 2**20
 CHECKPOINTING = "gradient checkpointing"
@@ -43,13 +45,39 @@ def llama(vocabulary: int, layers: int, width: int, heads: int) -> nn.Module:
     return LlamaForCausalLM(config).train()
 
 
+def gpt2(vocabulary: int, layers: int, width: int, heads: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads, n_positions=2**13, use_cache=False, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).train()
+
+
+def qwen3_moe(vocabulary: int, layers: int, width: int, heads: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=3 * width, moe_intermediate_size=width,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=width // heads,
+        num_experts=8, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).train()
+
+
+OTHERS = {"GPT-2": gpt2, "Qwen3-MoE": qwen3_moe}
+
+
 def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
 def chunked_loss(model: nn.Module, ids: Tensor, chunks: int = 16) -> Tensor:
     """The loss in checkpointed chunks of tokens, as users of torch before 2.15 write it."""
-    hidden = model.model(input_ids=ids).last_hidden_state[0, :-1]
+    hidden = model.base_model(input_ids=ids).last_hidden_state[0, :-1]
     target = ids[0, 1:]
 
     def part(hidden: Tensor, target: Tensor) -> Tensor:
@@ -61,7 +89,7 @@ def chunked_loss(model: nn.Module, ids: Tensor, chunks: int = 16) -> Tensor:
 
 def torchs_loss(model: nn.Module, ids: Tensor) -> Tensor:
     """torch 2.15's own chunked loss."""
-    hidden = model.model(input_ids=ids).last_hidden_state[0, :-1]
+    hidden = model.base_model(input_ids=ids).last_hidden_state[0, :-1]
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, model.lm_head.weight, ids[0, 1:], options=options)
 
@@ -86,7 +114,7 @@ def stacked(model: nn.Module, every: int) -> nn.Module:
     return model
 
 
-def variants(make: Callable[[], nn.Module], ids: Tensor) -> dict[str, Step]:
+def variants(make: Callable[[], nn.Module], ids: Tensor, stacks: bool = True) -> dict[str, Step]:
     sdpa = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
     found = {
         "eager": (make(), whole_loss),
@@ -96,9 +124,10 @@ def variants(make: Callable[[], nn.Module], ids: Tensor) -> dict[str, Step]:
         "ckptkern.convert, defaults": (converted(make(), ids), whole_loss),
         'ckptkern.convert, "full"': (converted(make(), ids, recompute="full"), whole_loss),
         'ckptkern.convert, "full", 4 MiB': (converted(make(), ids, recompute="full", workspace="4MiB"), whole_loss),
-        'ckptkern.convert, "full", LayerStack of 2': (stacked(converted(make(), ids, recompute="full"), 2), whole_loss),
-        'ckptkern.convert, "full", LayerStack of 3': (stacked(converted(make(), ids, recompute="full"), 3), whole_loss),
     }
+    for every in (2, 3) if stacks else ():
+        model = stacked(converted(make(), ids, recompute="full", workspace="4MiB"), every)
+        found[f'ckptkern.convert, "full", 4 MiB, LayerStack of {every}'] = (model, whole_loss)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found["checkpointing, torch's chunked loss"] = (checkpointed(make()), torchs_loss)
     for model, _ in found.values():
@@ -107,7 +136,8 @@ def variants(make: Callable[[], nn.Module], ids: Tensor) -> dict[str, Step]:
     return {name: functools.partial(loss, model) for name, (model, loss) in found.items()}
 
 
-def measured(steps: dict[str, Step], ids: Tensor, rounds: int) -> list[dict[str, object]]:
+def measured(model: str, steps: dict[str, Step], ids: Tensor, rounds: int) -> list[dict[str, object]]:
+    """Rows of the peaks, and of the times if there are rounds."""
     peaks, seconds = {}, {name: [] for name in steps}
     for name, step in steps.items():
         with peak_memory("cpu") as peak:
@@ -119,29 +149,79 @@ def measured(steps: dict[str, Step], ids: Tensor, rounds: int) -> list[dict[str,
             start = time.thread_time()
             step(ids).backward()
             seconds[name].append(time.thread_time() - start)
-    medians = {name: statistics.median(one) for name, one in seconds.items()}
-    return [
-        {"variant": name, "tokens": ids.shape[1], "peak_bytes": peaks[name],
-         "seconds": round(medians[name], 3), "ratio": round(medians[name] / medians[CHECKPOINTING], 3)}
-        for name in steps
-    ]  # fmt: skip
+    rows = [{"model": model, "variant": name, "tokens": ids.shape[1], "peak_bytes": peaks[name]} for name in steps]
+    if rounds:
+        medians = {name: statistics.median(one) for name, one in seconds.items()}
+        for row in rows:
+            seconds = medians[row["variant"]]
+            row |= {"seconds": round(seconds, 3), "ratio": round(seconds / medians[CHECKPOINTING], 3)}
+    return rows
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    lengths = sorted({row["tokens"] for row in rows})
-    cells = {(row["variant"], row["tokens"]): row for row in rows}
-    last = " | ".join(f"{n:,} tokens, MiB" for n in lengths)
-    lines = [f"| | {last} | KiB a token | time |", "|---" + "|---:" * (len(lengths) + 2) + "|"]
-    for name in dict.fromkeys(row["variant"] for row in rows):
-        of = [cells[name, n] for n in lengths]
-        grown = (
-            ""
-            if len(of) == 1
-            else f"{(of[-1]['peak_bytes'] - of[-2]['peak_bytes']) / (lengths[-1] - lengths[-2]) / 1024:.1f}"
-        )
-        peaks = " | ".join(f"{row['peak_bytes'] / MIB:.0f}" for row in of)
-        lines.append(f"| {name} | {peaks} | {grown} | {of[-1]['ratio']:.2f} |")
-    return "\n".join(lines)
+def growth(of: list[dict[str, object]]) -> float:
+    """Bytes of a token, between the last two lengths."""
+    before, last = of[-2:]
+    return (last["peak_bytes"] - before["peak_bytes"]) / (last["tokens"] - before["tokens"])
+
+
+def longest(of: list[dict[str, object]], budget: int) -> int:
+    """The tokens at which the line through the last two lengths meets the budget: computed, not run."""
+    return int(of[-1]["tokens"] + (budget - of[-1]["peak_bytes"]) / growth(of))
+
+
+def grouped(rows: list[dict[str, object]]) -> dict[tuple[str, str], list[dict[str, object]]]:
+    found: dict[tuple[str, str], list[dict[str, object]]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["variant"]), []).append(row)
+    return found
+
+
+def table(rows: list[dict[str, object]], budget: int) -> str:
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = {variant: of for (one, variant), of in grouped(rows).items() if one == model}
+        lengths = [row["tokens"] for row in next(iter(of_model.values()))]
+        limit = budget if model not in counted.SHAPES else counted.BUDGET
+        heads = [f"{n:,} tokens, MiB" for n in lengths]
+        if len(lengths) > 1:
+            heads += ["KiB a token", f"longest in {format_size(limit)}"]
+        timed = any(row.get("ratio") for of in of_model.values() for row in of)
+        heads += ["time"] * timed
+        lines += ["", f"| {model} | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
+        for variant, of in of_model.items():
+            cells = [f"{row['peak_bytes'] / MIB:,.0f}" for row in of]
+            if len(lengths) > 1:
+                cells += [f"{growth(of) / 1024:,.1f}", f"{longest(of, limit):,}"]
+            if timed:
+                cells.append(next((f"{row['ratio']:.2f}" for row in of if row.get("ratio")), ""))
+            lines.append(f"| {variant} | " + " | ".join(cells) + " |")
+    return "\n".join(lines).strip()
+
+
+def picture(rows: list[dict[str, object]], model: str, path: Path) -> None:
+    """The peak of each variant over the length of the sequence."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for (one, variant), of in grouped(rows).items():
+        if one == model:
+            style = "-" if variant.startswith("ckptkern") else "--"
+            axes.plot(
+                [row["tokens"] for row in of],
+                [row["peak_bytes"] / MIB for row in of],
+                style,
+                marker="o",
+                ms=3,
+                label=variant,
+            )
+    axes.set(xlabel="tokens", ylabel="peak of a step, MiB", yscale="log", title=model)
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 def main() -> None:
@@ -157,27 +237,54 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each variant, of which the median counts")
+    parser.add_argument("--rounds", type=int, default=2, help="timed steps of each variant, of which the median counts")
+    parser.add_argument("--timed", type=int, default=2048, help="the length whose steps are timed (default: 2048)")
+    parser.add_argument("--budget", default="1GiB", help="of the longest sequence (default: 1GiB)")
+    parser.add_argument("--only-llama", action="store_true", help="leave out the other models and what is counted")
     parser.add_argument("--out", type=Path, help="the CSV to write")
+    parser.add_argument("--picture", type=Path, help="the picture of the Llama's peaks to write")
     given = parser.parse_args()
+    budget = parse_size(given.budget)
+    if budget is None:
+        parser.error(f"--budget: wanted a size such as 1GiB, not {given.budget}")
     if hint := missing("transformers"):
         parser.error(hint)
     torch.set_num_threads(1)
+    name = f"Llama, {given.layers} layers of {given.width}, {given.vocabulary:,} classes"
+    sizes = given.vocabulary, given.layers, given.width, given.heads
     rows = []
     for tokens in given.tokens:
-        ids = torch.randint(0, given.vocabulary, (1, tokens), generator=torch.Generator().manual_seed(1))
-        make = functools.partial(llama, given.vocabulary, given.layers, given.width, given.heads)
-        rows += measured(variants(make, ids), ids, given.rounds)
-        print(f"{tokens} tokens: done", file=sys.stderr, flush=True)
-        if given.out:
-            with given.out.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-    print(
-        f"torch {torch.__version__}, {given.layers} layers, width {given.width}, {given.vocabulary:,} classes, float32"
-    )
-    print(table(rows))
+        make = functools.partial(llama, *sizes)
+        ids = random_ids(given.vocabulary, tokens)
+        rows += measured(name, variants(make, ids), ids, given.rounds if tokens == given.timed else 0)
+        written(rows, given.out, f"{tokens} tokens")
+    for other, build in {} if given.only_llama else OTHERS.items():
+        for tokens in (1024, 2048):
+            ids = random_ids(given.vocabulary, tokens)
+            steps = variants(functools.partial(build, given.vocabulary, 4, *sizes[2:]), ids, stacks=False)
+            rows += measured(f"{other}, 4 layers of {given.width}", steps, ids, 0)
+        written(rows, given.out, other)
+    if not given.only_llama:
+        rows += counted.counted()
+        written(rows, given.out, "counted")
+    if given.picture:
+        picture(rows, name, given.picture)
+    print(f"torch {torch.__version__}, float32; counted: bfloat16")
+    print(table(rows, budget))
+
+
+def random_ids(classes: int, tokens: int) -> Tensor:
+    return torch.randint(0, classes, (1, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def written(rows: list[dict[str, object]], out: Path | None, done: str) -> None:
+    """The rows so far, in the CSV."""
+    print(f"{done}: done", file=sys.stderr, flush=True)
+    if out:
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["model", "variant", "tokens", "peak_bytes", "seconds", "ratio"])
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":
