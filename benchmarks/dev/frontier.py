@@ -50,8 +50,8 @@ def gpt2(vocabulary: int, layers: int, width: int, heads: int) -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads, n_positions=2**13, use_cache=False, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads, n_positions=2**13, use_cache=False,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     return GPT2LMHeadModel(config).train()
 
@@ -164,9 +164,12 @@ def growth(of: list[dict[str, object]]) -> float:
     return (last["peak_bytes"] - before["peak_bytes"]) / (last["tokens"] - before["tokens"])
 
 
-def longest(of: list[dict[str, object]], budget: int) -> int:
-    """The tokens at which the line through the last two lengths meets the budget: computed, not run."""
-    return int(of[-1]["tokens"] + (budget - of[-1]["peak_bytes"]) / growth(of))
+def longest(of: list[dict[str, object]], budget: int) -> str:
+    """The tokens at which the line through the last two lengths meets the budget: computed, not run, so not further than four
+    times the last length, from which on another part of the step may decide."""
+    last = of[-1]["tokens"]
+    found = int(last + (budget - of[-1]["peak_bytes"]) / growth(of))
+    return f"{found:,}" if found <= 4 * last else f"> {4 * last:,}"
 
 
 def grouped(rows: list[dict[str, object]]) -> dict[tuple[str, str], list[dict[str, object]]]:
@@ -191,7 +194,7 @@ def table(rows: list[dict[str, object]], budget: int) -> str:
         for variant, of in of_model.items():
             cells = [f"{row['peak_bytes'] / MIB:,.0f}" for row in of]
             if len(lengths) > 1:
-                cells += [f"{growth(of) / 1024:,.1f}", f"{longest(of, limit):,}"]
+                cells += [f"{growth(of) / 1024:,.1f}", longest(of, limit)]
             if timed:
                 cells.append(next((f"{row['ratio']:.2f}" for row in of if row.get("ratio")), ""))
             lines.append(f"| {variant} | " + " | ".join(cells) + " |")
@@ -259,10 +262,9 @@ def main() -> None:
         rows += measured(name, variants(make, ids), ids, given.rounds if tokens == given.timed else 0)
         written(rows, given.out, f"{tokens} tokens")
     for other, build in {} if given.only_llama else OTHERS.items():
-        for tokens in (1024, 2048):
-            ids = random_ids(given.vocabulary, tokens)
-            steps = variants(functools.partial(build, given.vocabulary, 4, *sizes[2:]), ids, stacks=False)
-            rows += measured(f"{other}, 4 layers of {given.width}", steps, ids, 0)
+        ids = random_ids(given.vocabulary, given.timed)
+        steps = variants(functools.partial(build, given.vocabulary, 4, *sizes[2:]), ids, stacks=False)
+        rows += measured(f"{other}, 4 layers of {given.width}", steps, ids, 0)
         written(rows, given.out, other)
     if not given.only_llama:
         rows += counted.counted()
