@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import gpu_runs
 import pytest
 import torch
-from outside import ROOT, TRITON_CACHE
+from support import gpu_runs
+from support.outside import ROOT, TRITON_CACHE
 
 if TYPE_CHECKING:
-    from ranks import Ranks
+    from support.ranks import Ranks
 
 sys.path.append(
     str(ROOT)
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
     elif not on_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
         if importlib.util.find_spec("triton"):
-            from interpreter import check_masks, quicken
+            from support.interpreter import check_masks, quicken
 
             quicken()
             check_masks()
@@ -150,7 +150,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes for the tests of torch.distributed; none is started before it is used."""
-    from ranks import Ranks
+    from support.ranks import Ranks
 
     with Ranks() as ranks:
         yield ranks

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import ids
-from cases import MODES, SEED, P, Tensors, assert_same, assert_same_within_rounding, check_exactness, gradients
+from support.architectures import ids
+from support.cases import MODES, SEED, P, Tensors, assert_same, assert_same_within_rounding, check_exactness, gradients
+from support.training import build
 from torch import Tensor, nn
-from training import build
 
 import ckptkern
 

@@ -66,8 +66,8 @@ def elsewhere(tmp_path, monkeypatch):
     environment = dict(os.environ)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "tests"])
-    for helper in (ROOT / "tests").glob("*.py"):  # what another test of this process has imported
-        monkeypatch.delitem(sys.modules, helper.stem, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "support"]:  # of another test here
+        monkeypatch.delitem(sys.modules, name)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -110,6 +110,6 @@ def test_a_wrong_block_and_a_wrong_output_are_noticed(tmp_path, monkeypatch, els
         check(page)
     monkeypatch.setattr(torch, "__version__", "1.0")
     check(page)
-    page.write_text("<!-- skip: next -->\n```python\n1 / 0\n```\n\n```python\nimport cases\n```\n")
-    with pytest.raises(ModuleNotFoundError, match="cases"):
+    page.write_text("<!-- skip: next -->\n```python\n1 / 0\n```\n\n```python\nfrom support import cases\n```\n")
+    with pytest.raises(ModuleNotFoundError, match="support"):
         check(page)

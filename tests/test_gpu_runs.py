@@ -1,12 +1,12 @@
-"""tests/gpu_runs.py: which tests a GPU run has, in which order, and what stays on the disk when it ends."""
+"""tests/support/gpu_runs.py: which tests a GPU run has, in which order, and what stays on the disk when it ends."""
 
 import csv
 import subprocess
 import sys
 from pathlib import Path
 
-import gpu_runs
 import pytest
+from support import gpu_runs
 
 TESTS = Path(__file__).parent
 
@@ -57,7 +57,8 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(workers, tmp_path):
     """In two runs: first one test fails; the second, after it is mended, runs it and what was skipped, and nothing else."""
     if workers:
         pytest.importorskip("xdist")
-    for name in ("conftest.py", "gpu_runs.py", "outside.py", "interpreter.py"):
+    (tmp_path / "support").mkdir()
+    for name in ("conftest.py", "support/gpu_runs.py", "support/outside.py", "support/interpreter.py"):
         (tmp_path / name).write_text((TESTS / name).read_text())
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = ["gpu", "long"]')

@@ -21,14 +21,6 @@ from . import frontier
 MIB = 2**20
 
 
-class LiveOnDevice(Live):
-    """Without placeholders on the meta device, which lazy logits have."""
-
-    def note(self, tensor: Tensor, func) -> None:
-        if not tensor.is_meta:
-            super().note(tensor, func)
-
-
 def recorded(model: nn.Module, ids: Tensor) -> Timeline:
     with memory_timeline("cpu") as timeline:
         loss = model(input_ids=ids, labels=ids).loss
@@ -42,7 +34,7 @@ def standing(model: nn.Module, ids: Tensor, count: int = 6) -> list[str]:
     from ckptkern.ops.registration.functions import bodies_seen
 
     there = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), ids]
-    step = Step(LiveOnDevice(there))
+    step = Step(Live(there))
     with bodies_seen(), step.live:
         model(input_ids=ids, labels=ids).loss.backward()
     alike: dict[str, list[int]] = {}

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 import torch
-from architectures import ARCHITECTURES, ids
+from support.architectures import ARCHITECTURES, ids
 from torch import nn
 
 from benchmarks.conversion import families, measure

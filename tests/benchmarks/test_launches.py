@@ -3,8 +3,8 @@
 import re
 import subprocess
 
-import outside
 import pytest
+from support import outside
 
 from benchmarks.dev import launches
 

@@ -10,9 +10,9 @@ import types
 from collections import Counter
 from pathlib import Path
 
-import outside
 import pytest
 import torch
+from support import outside
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -413,7 +413,8 @@ def outcome(tmp_path_factory):
     """What a process without the interpreter traced, said and wrote."""
     folder = tmp_path_factory.mktemp("model")
     process = outside.start(
-        str(outside.ROOT / "tests" / "modelled.py"), str(folder / "launched.json"), "--cases", "linear_act-relu/d4096x128",
+        str(outside.ROOT / "tests" / "support" / "modelled.py"), str(folder / "launched.json"),
+        "--cases", "linear_act-relu/d4096x128",
         "--modes", "selective,full", "--explain", "ckptkern full", "--workers", "1", "--out", str(folder),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip

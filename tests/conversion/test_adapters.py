@@ -7,8 +7,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, WIDTH, LoRA, adapted, fused_of, ids, over_inputs, results, saved, with_tables
-from cases import assert_as_exact
+from support.architectures import (
+    ARCHITECTURES,
+    WIDTH,
+    LoRA,
+    adapted,
+    fused_of,
+    ids,
+    over_inputs,
+    results,
+    saved,
+    with_tables,
+)
+from support.cases import assert_as_exact
 from torch import Tensor, nn
 
 import ckptkern

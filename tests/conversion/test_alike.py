@@ -6,7 +6,18 @@ import functools
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, WIDTH, Attention, Llama, RMSNorm, Stack, adapted, fused_of, ids, results
+from support.architectures import (
+    ARCHITECTURES,
+    WIDTH,
+    Attention,
+    Llama,
+    RMSNorm,
+    Stack,
+    adapted,
+    fused_of,
+    ids,
+    results,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from architectures import WIDTH, Gated, Llama, RMSNorm, Stack, fused_of, ids, results, with_tables
+from support.architectures import WIDTH, Gated, Llama, RMSNorm, Stack, fused_of, ids, results, with_tables
 from torch import Tensor, nn
 
 import ckptkern

@@ -6,7 +6,7 @@ from typing import TypedDict
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, ids
+from support.architectures import ARCHITECTURES, ids
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack

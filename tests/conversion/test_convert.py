@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import (
+from support.architectures import (
     ARCHITECTURES,
     HEADS,
     WIDTH,
@@ -26,7 +26,7 @@ from architectures import (
     with_mask,
     with_tables,
 )
-from cases import assert_as_exact
+from support.cases import assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import assert_as_exact
 from conversion.test_convert import by_deepcopy, by_pickle
 from ops.test_experts import moe
+from support.cases import assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from architectures import LoRA
-from cases import assert_as_exact
 from conversion.test_convert import Scaled, by_deepcopy, by_pickle
+from support.architectures import LoRA
+from support.cases import assert_as_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 

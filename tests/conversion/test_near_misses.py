@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import HEADS, WIDTH, D, rotary, rotated
+from support.architectures import HEADS, WIDTH, D, rotary, rotated
 from torch import Tensor, nn
 from torch.nn import functional as F
 

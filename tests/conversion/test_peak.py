@@ -3,8 +3,8 @@ workspace."""
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, WIDTH, Stack
-from cases import MODES, output_gradient
+from support.architectures import ARCHITECTURES, WIDTH, Stack
+from support.cases import MODES, output_gradient
 
 import ckptkern
 from ckptkern.conversion.binding import Fused

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ARCHITECTURES, ids
+from support.architectures import ARCHITECTURES, ids
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -5,9 +5,9 @@ import copy
 
 import pytest
 import torch
-from architectures import ids
+from support.architectures import ids
+from support.training import KINDS, alone, build, check, convert, reference
 from torch.nn.parallel import DistributedDataParallel
-from training import KINDS, alone, build, check, convert, reference
 
 import ckptkern
 

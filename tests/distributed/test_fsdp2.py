@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, GPT, ids
+from support.architectures import ARCHITECTURES, GPT, ids
+from support.training import KINDS, Cast, Network, alone, build, check, convert, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from training import KINDS, Cast, Network, alone, build, check, convert, reference
 
 import ckptkern
 

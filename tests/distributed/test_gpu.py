@@ -8,13 +8,13 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ids
+from support.architectures import ids
+from support.training import KINDS, Cast, Network, alone, build, check, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from training import KINDS, Cast, Network, alone, build, check, reference
 
 import ckptkern
 

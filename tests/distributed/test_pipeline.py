@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from architectures import GPT, HEADS, HIDDEN, WIDTH, B, Bert, S, ids
+from support.architectures import GPT, HEADS, HIDDEN, WIDTH, B, Bert, S, ids
+from support.training import KINDS, STEPS, Segment, optimizer_of
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -12,7 +13,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.nn import functional as F
-from training import KINDS, STEPS, Segment, optimizer_of
 
 import ckptkern
 

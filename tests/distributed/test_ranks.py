@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, Ranks
+from support.ranks import RankError, Ranks
 
 
 def _sum(rank, factor):

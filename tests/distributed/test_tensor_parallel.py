@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import ARCHITECTURES, DropPath, adapted, ids
-from interpreter import quicken
-from ranks import Ranks
+from support.architectures import ARCHITECTURES, DropPath, adapted, ids
+from support.interpreter import quicken
+from support.ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

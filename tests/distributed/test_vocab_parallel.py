@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_same_within_rounding
-from interpreter import quicken
+from support.cases import assert_same_within_rounding
+from support.interpreter import quicken
 
 import ckptkern
 from ckptkern.memory import saved_tensors

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from architectures import ids
+from support.architectures import ids
+from support.training import KINDS, alone, build, check, reference
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -15,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import KINDS, alone, build, check, reference
 
 import ckptkern
 from ckptkern.memory import saved_tensors

@@ -5,7 +5,7 @@ import re
 import emulator
 import numpy as np
 import pytest
-from snippets import ptx_of, run
+from support.snippets import ptx_of, run
 
 # a thread's place in a tensor of 32 bits (%rd10) and in shared memory (%r10); that of the thread 32 further on (%r12)
 PLACE = """

@@ -1,11 +1,11 @@
-"""Bugs in compiled kernels (tests/injected.py) are found, each as what it is."""
+"""Bugs in compiled kernels (tests/support/injected.py) are found, each as what it is."""
 
 import json
 import subprocess
 from collections import Counter
 
-import outside
 import pytest
+from support import outside
 
 from ckptkern.triton_kernels import fences
 
@@ -43,7 +43,9 @@ def wrong(bug: str, kernel: str, arch: int, seen: Counter) -> str | None:
 
 @pytest.mark.long
 def test_injected_faults_are_found_as_what_they_are():
-    process = outside.start(str(outside.ROOT / "tests" / "injected.py"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = outside.start(
+        str(outside.ROOT / "tests" / "support" / "injected.py"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     out, error = process.communicate()
     assert process.returncode == 0, error
     found = {name: Counter(kinds) for name, kinds in json.loads(out).items()}

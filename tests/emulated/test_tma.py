@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from emulator import Fault, Tensor, TensorMap, Unknown
 from emulator.numerics import from_bf16, high_half_of_64, to_bf16
-from outside import start
+from support.outside import start
 
 THREADS, BYTES, BARRIER = 256, 1024, 2048  # a box has a word for each thread; the mbarrier comes after two boxes
 IN, OUT = 1 << 44, 2 << 44
@@ -455,7 +455,7 @@ def kernels(tmp_path_factory) -> dict[str, dict]:
     if metadata.version("triton") < "3.7":
         pytest.skip("written in the Gluon of Triton 3.7 and later")
     path = tmp_path_factory.mktemp("tma") / "kernels.json"
-    process = start("tma_kernels.py", str(path))
+    process = start("support/tma_kernels.py", str(path))
     assert process.wait() == 0
     return json.loads(path.read_text())
 

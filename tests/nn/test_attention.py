@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from drop_ins import (
+from support.drop_ins import (
     B,
     E,
     H,

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from support.wrappers import Int8Weight
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint as torchs
-from wrappers import Int8Weight
 
 import ckptkern
 from ckptkern.memory import saved_tensors

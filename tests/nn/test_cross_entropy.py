@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Watch, assert_same_within_rounding
+from support.cases import Watch, assert_same_within_rounding
 from torch import nn
 from torch.nn.utils import parametrize
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SEED, expected_mask
+from support.cases import SEED, expected_mask
 from torch import nn
 
 import ckptkern

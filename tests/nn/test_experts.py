@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import check_exactness, gradients
 from ops.test_experts import moe, routing
+from support.cases import check_exactness, gradients
 from torch import nn
 
 import ckptkern

@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from cases import assert_as_exact
-from drop_ins import dropout_is_one_mask, pairwise, run
+from support.cases import assert_as_exact
+from support.drop_ins import dropout_is_one_mask, pairwise, run
 from torch.nn import functional as F
 
 import ckptkern

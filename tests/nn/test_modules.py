@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, MODES, SEED, assert_same, assert_same_within_rounding, expected_mask
-from drop_ins import raised
+from support.cases import ACTIVATIONS, MODES, SEED, assert_same, assert_same_within_rounding, expected_mask
+from support.drop_ins import raised
 from torch import Tensor, nn
 
 import ckptkern

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from drop_ins import raised
+from support.drop_ins import raised
 from torch import nn
 
 import ckptkern

@@ -5,9 +5,9 @@ import logging
 
 import pytest
 import torch
-from cases import assert_same_within_rounding, gradients
+from support.cases import assert_same_within_rounding, gradients
+from support.wrappers import Int8Weight
 from torch.nn.attention import bias
-from wrappers import Int8Weight
 
 from ckptkern import nn
 from ckptkern.ops.dispatch import choices as _choices

@@ -2,8 +2,22 @@
 
 import pytest
 import torch
-from cases import MODES, assert_as_exact
-from drop_ins import ATTENTION, DECODER, ENCODER, HIDDEN, B, E, H, S, T, dropout_is_one_mask, padding_mask, raised, run
+from support.cases import MODES, assert_as_exact
+from support.drop_ins import (
+    ATTENTION,
+    DECODER,
+    ENCODER,
+    HIDDEN,
+    B,
+    E,
+    H,
+    S,
+    T,
+    dropout_is_one_mask,
+    padding_mask,
+    raised,
+    run,
+)
 
 import ckptkern
 from ckptkern.memory import saved_tensors

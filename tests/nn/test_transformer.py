@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from drop_ins import (
+from support.drop_ins import (
     DECODER,
     ENCODER,
     HIDDEN,

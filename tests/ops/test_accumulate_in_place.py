@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import assert_same_within_rounding
+from support.cases import assert_same_within_rounding
 from torch import nn
 
 import ckptkern

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import BOOL, CALLS, CU_K, CU_Q, MASKS, Attention, Block, heads, rng_states, unfused_attention
-from cases import (
+from support.blocks import BOOL, CALLS, CU_K, CU_Q, MASKS, Attention, Block, heads, rng_states, unfused_attention
+from support.cases import (
     DTYPES,
     MODES,
     SEED,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import (
+from support.blocks import (
     ALL,
     BATCH,
     BLOCKS,
@@ -22,7 +22,7 @@ from blocks import (
     unfused_attention,
     variants,
 )
-from cases import (
+from support.cases import (
     DTYPES,
     MODES,
     SAMPLES,

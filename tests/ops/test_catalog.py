@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import MODES, SEED, assert_same_within_rounding, output_gradient, seeded
+from support.cases import MODES, SEED, assert_same_within_rounding, output_gradient, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from triton.runtime.interpreter import InterpretedFunction

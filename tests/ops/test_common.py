@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import (
+from support.cases import (
     ACTIVATIONS,
     LAYERS,
     MODES,

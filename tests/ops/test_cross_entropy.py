@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from support.cases import (
     DTYPES,
     MODES,
     Saved,
@@ -21,7 +21,7 @@ from cases import (
     through_export,
     with_saved_transposed,
 )
-from drop_ins import pairwise
+from support.drop_ins import pairwise
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode

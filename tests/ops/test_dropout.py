@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from cases import MODES, SEED, P, Setup, Sizes, assert_same, expected_mask, gradients, make, setups
+from support.cases import MODES, SEED, P, Setup, Sizes, assert_same, expected_mask, gradients, make, setups
 
 import ckptkern
 from ckptkern import state

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from ops import test_op, test_transforms
+from support.cases import (
     DTYPES,
     MODES,
     Op,
@@ -16,9 +17,8 @@ from cases import (
     gradients,
     output_gradient,
 )
-from ops import test_op, test_transforms
+from support.wrappers import Logged
 from torch.utils.flop_counter import FlopCounterMode
-from wrappers import Logged
 
 import ckptkern
 from ckptkern import eager

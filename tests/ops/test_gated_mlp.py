@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import MODES
+from support.cases import MODES
 
 import ckptkern
 

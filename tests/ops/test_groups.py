@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from blocks import BATCH, BLOCKS, HEADS, LENGTH, VARIANTS, Attention, Block, in_turn, joined_biases
-from cases import (
+from support.blocks import BATCH, BLOCKS, HEADS, LENGTH, VARIANTS, Attention, Block, in_turn, joined_biases
+from support.cases import (
     DTYPES,
     MODES,
     SAMPLES,

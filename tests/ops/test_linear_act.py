@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, MODES
+from support.cases import ACTIVATIONS, MODES
 
 import ckptkern
 

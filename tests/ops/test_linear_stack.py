@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, MODES, SEED, check_exactness, gradients
+from support.cases import ACTIVATIONS, MODES, SEED, check_exactness, gradients
 
 import ckptkern
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import MLP, Attention, Block
-from cases import SAMPLES, SEED, assert_as_exact, assert_same, assert_same_within_rounding, gradients
+from support.blocks import MLP, Attention, Block
+from support.cases import SAMPLES, SEED, assert_as_exact, assert_same, assert_same_within_rounding, gradients
 
 import ckptkern
 from ckptkern import LoRA

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 import torch
-from blocks import TWICE, blocks, calls, in_turn, joined_biases, variants
-from cases import (
+from support.blocks import TWICE, blocks, calls, in_turn, joined_biases, variants
+from support.cases import (
     DTYPES,
     LAYERS,
     MODES,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from blocks import rng_states, unfused_attention
-from cases import SEED, assert_as_exact, clone, gradients, output_gradient
+from support.blocks import rng_states, unfused_attention
+from support.cases import SEED, assert_as_exact, clone, gradients, output_gradient
 
 import ckptkern
 from ckptkern import eager

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from cases import assert_same, assert_same_within_rounding, gradients
+from support.cases import assert_same, assert_same_within_rounding, gradients
+from support.wrappers import Int8Weight, Logged, Named
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import bias
-from wrappers import Int8Weight, Logged, Named
 
 import ckptkern
 from ckptkern import subclasses

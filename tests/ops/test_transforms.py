@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from blocks import BLOCKS, COMPILED, Block, blocks, calls, in_turn, variants
-from cases import (
+from support.blocks import BLOCKS, COMPILED, Block, blocks, calls, in_turn, variants
+from support.cases import (
     LAYERS,
     MODES,
     SEED,

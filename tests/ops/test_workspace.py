@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import DTYPES, MODES, SEED, assert_same, assert_same_within_rounding, gradients, output_gradient
+from support.cases import DTYPES, MODES, SEED, assert_same, assert_same_within_rounding, gradients, output_gradient
 from torch._dynamo.backends.common import aot_autograd
 
 import ckptkern

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from planned import model_of
+from support.planned import model_of
 from torch import Tensor, nn
 
 import ckptkern

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ids
-from planned import MODELS, Convolutions, model_of
+from support.architectures import ids
+from support.planned import MODELS, Convolutions, model_of
 from torch import Tensor, nn
 
 import ckptkern

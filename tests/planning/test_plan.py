@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from architectures import ids
-from planned import MODELS, NAMES, Convolutions, model_of
-from ranks import Ranks
+from support.architectures import ids
+from support.planned import MODELS, NAMES, Convolutions, model_of
+from support.ranks import Ranks
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

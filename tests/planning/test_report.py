@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, ids
+from support.architectures import ARCHITECTURES, ids
 from torch import Tensor, nn
 
 import ckptkern

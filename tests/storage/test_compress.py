@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from stores import gradients, through, unfused, watch
+from support.stores import gradients, through, unfused, watch
 from torch import nn
 
 import ckptkern

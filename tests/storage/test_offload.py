@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from stores import gradients, unfused
+from support.stores import gradients, unfused
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckptkern.storage import offload, store

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from stores import Fused, gradients, through, watch
+from support.stores import Fused, gradients, through, watch
 
 from ckptkern.memory import saved_tensors
 from ckptkern.storage import compress, offload, partition

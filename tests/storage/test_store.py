@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from stores import Fused, Save, gradients, through, unfused, watch
+from support.stores import Fused, Save, gradients, through, unfused, watch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 

@@ -9,9 +9,9 @@ import types
 import warnings
 from unittest import mock
 
-import outside
 import pytest
 import torch
+from support import outside
 
 import ckptkern
 from ckptkern import triton_kernels
@@ -249,7 +249,7 @@ def test_tiles_that_spill_or_do_not_fit_are_not_run(monkeypatch):
 @functools.cache
 def learned(what: str) -> dict:
     """From a process whose kernels can be compiled."""
-    process = outside.start(str(outside.ROOT / "tests" / "compiled.py"), what, stdout=subprocess.PIPE)
+    process = outside.start(str(outside.ROOT / "tests" / "support" / "compiled.py"), what, stdout=subprocess.PIPE)
     out, _ = process.communicate()
     assert process.returncode == 0
     return json.loads(out)

@@ -5,9 +5,9 @@ import re
 import subprocess
 
 import emulator
-import outside
 import pytest
 import torch
+from support import outside
 
 from ckptkern import eager, ops, state
 from ckptkern.tools import selftest

@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
-from outside import start
+from support.outside import start
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from drop_ins import pairwise
-from kernel_cases import DTYPES, assert_accurate, assert_equal, dropout_of
+from support.drop_ins import pairwise
+from support.kernel_cases import DTYPES, assert_accurate, assert_equal, dropout_of
 
 from ckptkern import eager, state, triton_kernels
 from ckptkern.eager import AttentionCore

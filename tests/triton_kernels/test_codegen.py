@@ -7,8 +7,8 @@ import re
 import subprocess
 from importlib import metadata
 
-import outside
 import pytest
+from support import outside
 
 from benchmarks.codegen import cases, sass, spills
 from ckptkern.triton_kernels.tile import TILES
@@ -22,7 +22,7 @@ def outcome(*command: str) -> tuple[int, str, str]:
 
 
 def learned(what: str) -> dict:
-    status, out, error = outcome(str(outside.ROOT / "tests" / "compiled.py"), what)
+    status, out, error = outcome(str(outside.ROOT / "tests" / "support" / "compiled.py"), what)
     assert status == 0, error
     return json.loads(out)
 

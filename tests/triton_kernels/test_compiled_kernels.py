@@ -10,7 +10,7 @@ import emulator
 import pytest
 import torch
 from emulator.emulated import emulated
-from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
+from support.kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
 
 import ckptkern
 from benchmarks.codegen.cases import ARCHS, PERSISTENT_OPS

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from drop_ins import pairwise
-from kernel_cases import DTYPES, EPS, assert_accurate
+from support.drop_ins import pairwise
+from support.kernel_cases import DTYPES, EPS, assert_accurate
 
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels.cross_entropy import combine

@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import LAUNCHERS, MATMULS, STATE, assert_accurate
+from support.kernel_cases import LAUNCHERS, MATMULS, STATE, assert_accurate
 from torch import Tensor
 
 from benchmarks.codegen.cases import (

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import triton
-from kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, dropout_of, inputs_of, kernel
+from support.kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, dropout_of, inputs_of, kernel
 
 from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory

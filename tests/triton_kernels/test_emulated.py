@@ -3,9 +3,9 @@
 import re
 import subprocess
 
-import outside
 import pytest
 import triton
+from support import outside
 
 # file, and what of it
 PARTS = {

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from cases import Watch
-from kernel_cases import ACTIVATIONS, DTYPES, assert_accurate, assert_equal, far_apart
 from ops import test_experts as shared
 from ops.test_experts import gradients, ours_of, routing, tensors_of, theirs_of
+from support.cases import Watch
+from support.kernel_cases import ACTIVATIONS, DTYPES, assert_accurate, assert_equal, far_apart
 from torch import Tensor
 
 import ckptkern

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from cases import (
+from support.cases import (
     P,
     Sizes,
     check_against_float64,

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from cases import SAMPLES, every_other, padded_rows, resampled, transposed
-from drop_ins import pairwise
-from kernel_cases import (
+from support.cases import SAMPLES, every_other, padded_rows, resampled, transposed
+from support.drop_ins import pairwise
+from support.kernel_cases import (
     ACTIVATIONS,
     DROPPING,
     DTYPES,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, assert_equal, dropout_of, inputs_of, kernel
+from support.kernel_cases import ACTIVATIONS, DTYPES, LAUNCHERS, assert_equal, dropout_of, inputs_of, kernel
 
 from ckptkern import triton_kernels
 

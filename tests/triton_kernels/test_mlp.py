@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import (
+from support.kernel_cases import (
     ACTIVATIONS_AND_DTYPES,
     DTYPES,
     LAUNCHERS,

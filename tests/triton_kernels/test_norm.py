@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from cases import every_other, padded_rows, transposed
-from kernel_cases import DTYPES, SUMS_OF_ROWS, assert_accurate, assert_equal, far_apart
+from support.cases import every_other, padded_rows, transposed
+from support.kernel_cases import DTYPES, SUMS_OF_ROWS, assert_accurate, assert_equal, far_apart
 
 from ckptkern import eager
 from ckptkern.triton_kernels import norm

@@ -7,12 +7,23 @@ Probes that make a hidden quantity visible, bit for bit, through the public func
 
 from collections.abc import Iterator
 
-import cases
 import pytest
 import torch
-from cases import DTYPES, P, Sizes, Watch, assert_same, check_against_float64, expected_mask, gradients, make, setups
-from drop_ins import pairwise
-from kernel_cases import ACTIVATIONS_AND_DTYPES
+from support import cases
+from support.cases import (
+    DTYPES,
+    P,
+    Sizes,
+    Watch,
+    assert_same,
+    check_against_float64,
+    expected_mask,
+    gradients,
+    make,
+    setups,
+)
+from support.drop_ins import pairwise
+from support.kernel_cases import ACTIVATIONS_AND_DTYPES
 
 import ckptkern
 from ckptkern import state, triton_kernels

@@ -9,8 +9,8 @@ import re
 import pytest
 import torch
 import triton
-from cases import Sizes, gradients, make, setups, whole_numbers
-from kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
+from support.cases import Sizes, gradients, make, setups, whole_numbers
+from support.kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel
 
 import ckptkern
 from ckptkern import state

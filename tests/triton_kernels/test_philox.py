@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import DROPPING, STATE, dropout_of, inputs_of, kernel
+from support.kernel_cases import DROPPING, STATE, dropout_of, inputs_of, kernel
 
 from ckptkern import state, triton_kernels
 from ckptkern.triton_kernels.tile import Tile

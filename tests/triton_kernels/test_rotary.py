@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from cases import every_other
-from drop_ins import pairwise
-from kernel_cases import DTYPES, assert_equal
+from support.cases import every_other
+from support.drop_ins import pairwise
+from support.kernel_cases import DTYPES, assert_equal
 
 from ckptkern import eager
 from ckptkern.triton_kernels import rotary

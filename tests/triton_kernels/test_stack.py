@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import ACTIVATIONS, DTYPES, assert_accurate, assert_equal
+from support.kernel_cases import ACTIVATIONS, DTYPES, assert_accurate, assert_equal
 
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels import pack_stack, stack_bwd, stack_fwd, stack_width

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_cases import DTYPES, error
+from support.kernel_cases import DTYPES, error
 
 from ckptkern import eager
 from ckptkern.ops.dispatch import implementations as _impls

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TRITON_CACHE = str(ROOT / "build" / "triton")  # what the gate and the emulator compile
 
 
@@ -17,5 +17,7 @@ def start(*command: str, **streams) -> subprocess.Popen:
     installed = Path(importlib.util.find_spec("ckptkern").origin).parents[
         1
     ]  # before the checkout and its uninstalled tools
-    environment["PYTHONPATH"] = os.pathsep.join([str(installed), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(installed), str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     return subprocess.Popen([sys.executable, *command], env=environment, text=True, cwd=ROOT / "tests", **streams)

@@ -13,7 +13,7 @@ from fractions import Fraction
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import ACTIVATIONS, MODES, SEED, Tensors
+from support.cases import ACTIVATIONS, MODES, SEED, Tensors
 from torch import Tensor
 
 import ckptkern

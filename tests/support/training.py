@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-from architectures import GPT, HEADS, HIDDEN, WIDTH, Bert, Stack, ids
+from support.architectures import GPT, HEADS, HIDDEN, WIDTH, Bert, Stack, ids
 from torch import Tensor, nn
 from torch.nn import functional as F
 

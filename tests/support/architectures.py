@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import SAMPLES
+from support.cases import SAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import torch
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS)]
+sys.path.append(str(TESTS.parent))  # for the tools that are not installed; last, as in conftest.py
 HEADER = (
     "kernel",
     "architecture",
@@ -44,7 +46,7 @@ def explained(op: str, case: str) -> tuple[str, float]:
 
 def default_tiles():
     """tests/triton_kernels/test_default_tiles.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("default_tiles", HERE / "triton_kernels" / "test_default_tiles.py")
+    spec = importlib.util.spec_from_file_location("default_tiles", TESTS / "triton_kernels" / "test_default_tiles.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

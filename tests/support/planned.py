@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from architectures import ARCHITECTURES, ids
+from support.architectures import ARCHITECTURES, ids
 from torch import Tensor, nn
 
 import ckptkern
