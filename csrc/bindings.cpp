@@ -126,12 +126,14 @@ bool plain(const at::Tensor& tensor) {
 // (x, weight, bias, in_features) -> are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for
 // what it does not read: subclasses, symbolic sizes.
 PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  if (count != 4 || !THPVariable_CheckExact(given[0]) || !THPVariable_CheckExact(given[1]) || !PyLong_CheckExact(given[3])) {
+  if (count != 4 || !THPVariable_CheckExact(given[0]) || !THPVariable_CheckExact(given[1]) ||
+      !PyLong_CheckExact(given[3])) {
     Py_RETURN_FALSE;
   }
   const auto& weight = THPVariable_Unpack(given[1]);
   const auto device = THPVariable_Unpack(given[0]).device();
-  bool fits = plain(weight) && weight.device() == device && weight.dim() == 2 && weight.size(1) == PyLong_AsLongLong(given[3]);
+  bool fits =
+      plain(weight) && weight.device() == device && weight.dim() == 2 && weight.size(1) == PyLong_AsLongLong(given[3]);
   if (fits && given[2] != Py_None) {
     fits = THPVariable_CheckExact(given[2]);
     if (fits) {
