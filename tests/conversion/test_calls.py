@@ -103,7 +103,7 @@ class WithLoss(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_workspace_of_every_op(monkeypatch, compiled):
-    """Layers, and the head with its loss, in an eager and in a compiled call."""
+    """Layers, and the head with its loss, in an eager call and, from torch 2.13 on, in a compiled one."""
     seen: dict[str, set] = {}
 
     def spied(name, op):
@@ -123,7 +123,8 @@ def test_the_workspace_of_every_op(monkeypatch, compiled):
         (torch.compile(model, backend="eager") if compiled else model)(*example).backward()
         return dict(seen)
 
-    names = ("transformer_layer", "linear_cross_entropy")
+    traced = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    names = ("transformer_layer", "linear_cross_entropy") if traced or not compiled else ("transformer_layer",)
     assert chosen(workspace="16MiB") == {name: {"16MiB"} for name in names}
     assert chosen() == {name: {None} for name in names}
     assert chosen(workspace=2**20, recompute="full") == {name: {2**20} for name in names}

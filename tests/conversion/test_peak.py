@@ -44,7 +44,9 @@ def test_the_peak_of_a_converted_layer(name, mode):
     torch.manual_seed(0)
     x = torch.randn(SHAPE, requires_grad=True)
     layer, arguments = layer_of(name, x.detach())
-    least, whole = (max(transient(layer, arguments, x, mode, size)) for size in (1, 2**40))
+    # with 2^17 bytes attention's core is torch's kernel, whose own buffers a smaller one has no room for
+    least = max(*transient(layer, arguments, x, mode, 1), *transient(layer, arguments, x, mode, 2**17))
+    whole = max(transient(layer, arguments, x, mode, 2**40))
     for workspace in (int(1.95 * least), int(2.9 * least)):
         found = transient(layer, arguments, x, mode, workspace)
         assert max(found) <= workspace, f"forward and backward: {found}"

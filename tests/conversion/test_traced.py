@@ -22,6 +22,12 @@ INSIDE = (
 READ = ("permuted", "with an added buffer", "of each token")  # computed with values, which the graph forms
 
 
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="torch 2.11's Dynamo says of every compiled call that it is exported, and a head then has logits",
+)
+
+
 @pytest.fixture(autouse=True)
 def no_graphs_of_others():
     torch._dynamo.reset()

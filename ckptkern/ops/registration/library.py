@@ -120,14 +120,29 @@ def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
 
 
 _addmm_flops._get_raw = True  # tensors, not their shapes
+
+
+def _of_all_heads(formula: Callable, query: int) -> Callable:
+    """The formula of an attention whose arguments from place `query` are q, k and v, of fewer heads of k and v, too: in torch
+    2.11 it refuses them."""
+
+    def flops(*args, **kwargs) -> int:
+        heads, given = args[query].shape[1], list(args)
+        for place in (query + 1, query + 2):
+            given[place] = args[place][:, :1].expand(-1, heads, -1, -1)
+        return formula(*given, **kwargs)
+
+    return flops
+
+
 FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch lacks these
     torch.ops.aten.addmm_: _addmm_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention
-    ],
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        torch.ops.aten._scaled_dot_product_flash_attention_backward
-    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
+        flop_registry[torch.ops.aten._scaled_dot_product_flash_attention], query=0
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_all_heads(
+        flop_registry[torch.ops.aten._scaled_dot_product_flash_attention_backward], query=1
+    ),
 }
 
 
