@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from ..nn.unmodified import runs_class_forward
 from .binding import General, without_caches
 from .calls import Call
-from .check import TOLERANCE, difference, results, unmoved, was_written
+from .check import TOLERANCE, difference, random_parameters, results, unmoved, was_written, wide
 from .fuse import saved_bytes
 from .report import Row
-from .trace import is_leaf, leaves_of, recomputed, settings
+from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, settings
 
 
 def is_member(name: str, module: nn.Module) -> bool:
@@ -32,8 +31,18 @@ def is_layer(name: str, module: nn.Module) -> bool:
     )
 
 
+def held_by(module: nn.Module) -> list[dict[str, Any]]:
+    """The plain attributes of each module in it, and the lengths of its lists, dicts and sets."""
+    lengths = (
+        {name: len(value) for name, value in m.__dict__.items() if type(value) in (list, dict, set)}
+        for m in module.modules()
+    )
+    return [plain | counts for plain, counts in zip(settings(module), lengths, strict=True)]
+
+
 class Around:
-    """A layer before what is inside it is converted: what a training call of it saves."""
+    """A layer before what is inside it is converted: what a training call of it saves. Raises what that call raises, and
+    StopIteration for a call without a floating-point input."""
 
     def __init__(self, module: nn.Module, call: Call):
         self.module, self.call = module, without_caches(*call)
@@ -48,53 +57,60 @@ class Around:
         module = self.module
         with unmoved(module), torch.no_grad():
             module.train()
-            before, buffers = settings(module), [(b, b._version, b.detach().clone()) for b in module.buffers()]
+            before, buffers = held_by(module), [(b, b._version, b.detach().clone()) for b in module.buffers()]
             module.forward(*self.call[0], **self.call[1])
-            for was, now in zip(before, settings(module), strict=True):
+            for was, now in zip(before, held_by(module), strict=True):
                 if was != now:
                     return f"the attribute {next(iter(dict(was.items() ^ now.items())))}"
             return "a buffer" if any(was_written(*one) for one in buffers) else ""
 
     def results(self, run: Callable) -> list[Tensor | None]:
-        """Output and gradients of a training step of it, from one random state."""
+        """All outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
+        and with the same random parameters each time."""
 
-        def first(flat: list[Any]) -> Tensor:
-            args, kwargs = recomputed(self.call, iter(flat))
+        def outputs(flat: list[Any]) -> Tensor:
+            args, kwargs = recomputed(call, iter(flat))
             found = leaves_of(run(*args, **kwargs))
-            return next(one for one in found if isinstance(one, Tensor) and one.requires_grad)
+            return torch.cat([one.flatten() for one in found if isinstance(one, Tensor) and one.requires_grad])
 
         with unmoved(self.module):
-            self.module.train()
             torch.manual_seed(0)
-            trained = [p for p in self.module.parameters() if p.requires_grad]
-            return results(first, leaves_of(self.call), [self.x], trained)
+            with random_parameters(self.module):
+                self.module.train()
+                call = mapped(wide, self.call)
+                trained = [p for p in self.module.parameters() if p.requires_grad]
+                return results(outputs, leaves_of(call), [self.x], trained)
 
-    def checkpointed(self, row: Row, recompute: str, inner: list[Row]) -> General | None:
-        """The layer's forward as an activation checkpoint, if it saves less than what is fused inside, and gives the same
-        numbers; None, with the reason in the row. inner: the rows of what is inside, whose bytes are then the layer's."""
+    def checkpointed(self, recompute: str) -> tuple[General, int, float]:
+        """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). Raises Unreadable if
+        it does not save less than what is fused inside, or is not the same."""
         made = General(self.module, recompute)
-        inside, after = self.saved(self.module.forward), self.saved(made)
-        if after >= inside:
-            return None
-        if changed := self.changes():
-            row.reason += f"; no activation checkpoint either: its forward changes {changed}"
-            return None
-        error = difference(self.results(made), self.results(self.module.forward))
+        try:
+            inside, after = self.saved(self.module.forward), self.saved(made)
+            if after >= inside:
+                raise Unreadable("an activation checkpoint saves no less")
+            if changed := self.changes():
+                raise Unreadable(f"no activation checkpoint either: its forward changes {changed}")
+            error = difference(self.results(made), self.results(self.module.forward))
+        except Unreadable:
+            raise
+        except Exception as problem:  # whatever a forward makes of it: the layer stays as it is, and the table says why
+            raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
         if not error <= TOLERANCE:
-            row.reason += f"; as an activation checkpoint it gives other numbers ({error:.1e})"
-            return None
+            raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
+        return made, after, error
+
+    def note(self, row: Row, after: int, error: float, inner: list[Row]) -> None:
+        """The checkpoint in the layer's row. inner: the rows of what is inside, whose bytes are then the layer's."""
         row.replaced_by, row.saved_before, row.saved_after, row.error = "checkpoint", self.before, after, error
-        row.reason = f"no fused op: {row.reason}" if row.reason else "no fused op"
+        row.reason = f"no fused op: {row.reason}"
         for one in inner:
             one.saved_before = one.saved_after = None
-        return made
 
 
 def around(module: nn.Module, calls: list[Call]) -> Around | None:
-    """None for a layer that no training call can be measured of."""
-    for call in itertools.islice(calls, 1):
-        try:
-            return Around(module, call)
-        except Exception:  # whatever a forward makes of a call in training; StopIteration: no floating-point input
-            return None
-    return None
+    """None for a layer that was not called, or whose call cannot be measured."""
+    try:
+        return Around(module, calls[0]) if calls else None
+    except Exception:  # whatever a forward makes of a call in training, without its cache: the layer stays as it is
+        return None

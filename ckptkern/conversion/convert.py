@@ -159,14 +159,25 @@ class _Conversion:
             start = len(self.rows)
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
-            if layer is not None and (made := layer.checkpointed(found.rows[-1], self.recompute, self.rows[start:])):
-                self.set(module, made)
+            self.surround(module, layer, found.rows, self.rows[start:])
 
     def layer(self, name: str, module: nn.Module) -> Around | None:
         """The layer, if an activation checkpoint may stand around it."""
         if self.otherwise == "leave" or self.recompute == "none" or module in self.hooked or holds_sharded(module):
             return None
         return around(module, self.calls.get(module, [])) if is_layer(name, module) else None
+
+    def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
+        """Puts an activation checkpoint around the layer, if all ranks find that it can be."""
+        made = None
+        if layer is not None:
+            try:
+                made, *measured = layer.checkpointed(self.recompute)
+            except Unreadable as reason:
+                rows[-1].reason += f"; {reason}"
+        if self.shards.agree(made is not None) and made is not None:
+            layer.note(rows[-1], *measured, inner)
+            self.set(module, made)
 
     def drop_in(self, name: str, module: nn.Module) -> Found | None:
         drop_in = DROP_INS.get(class_of(module))

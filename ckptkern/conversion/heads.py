@@ -168,9 +168,8 @@ class Heads:
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         candidates = [m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes]
         self.logs: dict[nn.Module, list[Wanted]] = {}
-        self.norms: dict[
-            nn.Module, Tensor
-        ] = {}  # whose results heads read that become one op with their loss; their inputs
+        # inputs of the norms whose results such heads read that become one op with their loss
+        self.norms: dict[nn.Module, Tensor] = {}
         self.refused = ""
         if candidates := [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]:
             try:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import memory
 from ..conversion import Conversion, Row, convert
+from ..conversion.convert import OTHERWISE
 
 MODES = ("none", "selective", "full")
 
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--include", action="append", help="only modules of this name, wildcards allowed; may be repeated"
     )
     parser.add_argument("--exclude", action="append", help="no modules of this name; may be repeated")
+    parser.add_argument(
+        "--otherwise", choices=OTHERWISE, default="checkpoint",
+        help="what becomes of a layer that is not one fused op: an activation checkpoint where that saves less, or left "
+        "(default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--csv", type=Path, help="write a row for each module to this file")
 
 
@@ -113,6 +119,7 @@ def main(args: argparse.Namespace) -> int:
     before = saved(model, given, named) if given or named else None
     conversion = convert(
         model, *given, recompute=args.recompute, workspace=args.workspace, include=args.include, exclude=args.exclude,
+        otherwise=args.otherwise,
         **named,
     )  # fmt: skip
     print(conversion)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -40,6 +41,35 @@ class Counting(Scaled):
     def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
         self.calls += 1
         return super().forward(x, tables, attention_mask) * self.calls
+
+
+class Logging(Scaled):
+    """Which collects what it computes, as routers collect their losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        self.losses.append(float(x.detach().sum()))
+        return super().forward(x, tables, attention_mask)
+
+
+class Growing(Scaled):
+    """Whose recompute has other shapes than its forward."""
+
+    calls = itertools.count()
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, tables, attention_mask) + torch.sin(x.repeat(next(self.calls) + 1, 1, 1)).sum(0)
+
+
+class Telling(Scaled):
+    """A second output with a graph, such as a router's logits."""
+
+    def forward(self, x: Tensor, tables=None) -> tuple[Tensor, Tensor]:
+        y = super().forward(x, tables)
+        return y, torch.sigmoid(y.sum(-1))
 
 
 class Normed(Scaled):
@@ -127,12 +157,38 @@ def test_it_saves_what_gradient_checkpointing_saves() -> None:
 def test_a_layer_is_left_where_a_recompute_would_be_wrong() -> None:
     for layer, reason in (
         (Counting, "its forward changes the attribute calls"),
+        (Logging, "its forward changes the attribute losses"),
         (Normed, "its forward changes a buffer"),
+        (Growing, "as an activation checkpoint it raises"),
     ):
         conversion = ckptkern.convert(model_of(layer), ids(), recompute="full")
         found = [row for row in conversion if row.name == "layers.0"]
         assert [row.replaced_by for row in found] == [None], layer
         assert reason in found[0].reason
+
+
+def test_every_output_is_compared() -> None:
+    layer, x = Telling(), torch.randn(2, 6, WIDTH)
+    found = _around.around(layer, [((x,), with_tables(x))])
+    whole = found.results(layer.forward)
+    assert whole[0].shape == (2 * 6 * (WIDTH + 1),)
+    other = found.results(lambda *args, **kwargs: (layer(*args, **kwargs)[0], torch.sigmoid(args[0].sum(-1))))
+    assert not torch.allclose(whole[0], other[0])
+
+
+def test_a_16_bit_layer_is_compared_in_float32() -> None:
+    model = model_of(Scaled).bfloat16()
+    conversion = ckptkern.convert(model, ids(), recompute="full")
+    assert [row.replaced_by for row in conversion if row.name in ("layers.0", "layers.1")] == ["checkpoint"] * 2
+    assert all(p.dtype is torch.bfloat16 for p in model.parameters())
+
+
+def test_a_plan_and_a_report_of_checkpoints_around_fused_ops() -> None:
+    model = model_of(Scaled)
+    ckptkern.convert(model, ids(), recompute="full")
+    assert "checkpoint" in str(ckptkern.report(model, ids()))
+    plan = ckptkern.plan(model, ids(), saved="1GiB")
+    assert set(map(str, plan.strategies.values())) <= {"none", "full"}
 
 
 def test_the_innermost_layers_are_checkpoints() -> None:

@@ -96,7 +96,7 @@ def raised(call: Callable[[], Any]) -> tuple[type, str] | None:
     """The class and the message of what call() raises; None if it returns."""
     try:
         call()
-    except Exception as error:
+    except Exception as error:  # whatever it is: what torch's module raises is compared with it
         return type(error), str(error)
     return None
 

@@ -20,6 +20,17 @@ def keywords():
 def alone():
     return nn.TransformerEncoderLayer(32, 4)
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x):
+        return x + torch.tanh(self.mlp(x))
+
+def layers():
+    return nn.Sequential(Layer(), Layer()), torch.randn(4, 8)
+
 def nothing():
     return 3
 """
@@ -51,6 +62,13 @@ def test_the_table_of_a_users_model(file: Path, tmp_path: Path, capsys: pytest.C
 def test_other_forms_of_inputs(function: str, file: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["convert", f"{file}:{function}"]) == 0
     assert "converted" in capsys.readouterr().out
+
+
+def test_what_becomes_of_a_layer_that_is_no_op(file: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["convert", f"{file}:layers"]) == 0
+    assert "checkpoint" in capsys.readouterr().out
+    assert main(["convert", f"{file}:layers", "--otherwise", "leave"]) == 0
+    assert "checkpoint" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
