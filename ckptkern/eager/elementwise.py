@@ -135,6 +135,8 @@ def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
 
 def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor:
     """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded."""
+    if dy.dtype is wanted and wanted.itemsize >= 4:
+        return dy.sum(0)
     if dy.dtype.itemsize >= 4:
         return rounded(dy.sum(0), wanted)
     if not dy.is_cpu:  # a GPU adds 16-bit numbers in float32, but to a third dtype it would round them first

@@ -26,7 +26,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None)
 
     A keyword costs a tenth of a small matmul's host time, out=None too.
     """
-    if x.is_cpu and upcasts(x.dtype):
+    if x.dtype is not torch.float32 and x.is_cpu and upcasts(x.dtype):
         result = linear(x.float(), w.float(), None if b is None else b.float())
         return result.to(x.dtype) if out is None else out.copy_(result)
     if out is None:
@@ -36,7 +36,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None)
 
 def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
     """a b, written to `out`, or added to what it holds."""
-    if a.is_cpu and upcasts(a.dtype):
+    if a.dtype is not torch.float32 and a.is_cpu and upcasts(a.dtype):
         result = torch.mm(a.float(), b.float())
         if out is None:
             return result.to(a.dtype)

@@ -363,7 +363,7 @@ def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
 def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
     """x in the compute dtype."""
     dtype = compute_dtype(op, x, *weights)
-    return x if x.dtype == dtype else x.to(dtype)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 # Bytes, where no GPU says how much memory it has; the loss takes no more time with less. benchmarks/NOTES.md has the times.

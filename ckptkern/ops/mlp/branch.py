@@ -65,21 +65,15 @@ class MLPBranch:
         self.copies: dict[str, Tensor] = {}
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
-        self.first = LAYERS[:2] if self.gated else LAYERS[1:2]  # the layers that read x
+        self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS} if o.lora else {}
 
     def inner(self) -> tuple[Tensor | None, ...]:
         """Weight and bias of each layer that reads x, in the compute dtype."""
-        up = self.weight("up"), self.bias("up")
-        return (self.weight("gate"), self.bias("gate"), *up) if self.gated else up
+        up = self.parameter("up_weight"), self.parameter("up_bias")
+        return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
-    def weight(self, layer: str) -> Tensor:
-        return self.parameter(WEIGHT[layer])
-
-    def bias(self, layer: str) -> Tensor | None:
-        return self.parameter(BIAS[layer])
-
-    def parameter(self, name: str) -> Tensor | None:
+    def parameter(self, name: str) -> Any:
         """In the compute dtype, cast once for all chunks and matmuls."""
         parameter = getattr(self.t, name)
         if parameter is None or parameter.dtype is self.dtype:
@@ -91,7 +85,7 @@ class MLPBranch:
     # -- forward
 
     def linear(self, layer: str, x: Tensor, start: int, out: Tensor | None = None) -> Tensor:
-        given = x, self.weight(layer), self.bias(layer)
+        given = x, self.parameter(WEIGHT[layer]), self.parameter(BIAS[layer])
         y = self.p.linear(*given) if out is None else self.p.linear(*given, out=out)
         update = self.updates.get(layer)
         return y if update is None else update.add(self.p, y, x, start)
@@ -180,10 +174,10 @@ class MLPBranch:
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.bias_part("up")
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
-            arguments = dy, self.weight("down"), *before, o.activation, o.precision
+            arguments = dy, self.parameter("down_weight"), *before, o.activation, o.precision
         else:
             launcher = p.gated_bwd if self.gated else p.mlp_bwd
-            arguments = x, *self.inner(), dy, self.weight("down"), o.activation, o.precision
+            arguments = x, *self.inner(), dy, self.parameter("down_weight"), o.activation, o.precision
         if self.gated:
             gate = sums.bias_part("gate")
             dg, du, made, *parts = launcher(
@@ -256,7 +250,7 @@ class MLPBranch:
         self, layer: str, dy: Tensor, du: Tensor | None, out: Tensor | None, start: int, *, add: bool = False
     ) -> Tensor:
         """What dy gives for the layer's input, in or added to `out`."""
-        dx = self.p.mm(dy, self.weight(layer), out=out, add=add)
+        dx = self.p.mm(dy, self.parameter(WEIGHT[layer]), out=out, add=add)
         if du is not None:
             self.updates[layer].add_input_gradient(self.p, du, dx, start)
         return dx

@@ -188,8 +188,9 @@ def _eager_function(registered: Registered, gradients) -> type:
         jvp = _no_jvp(op)
 
         @staticmethod
-        def forward(ctx, options, needs, seen, *tensors):
-            """seen: what `observe` saw of the tensors."""
+        def forward(ctx, call, *tensors):
+            """call: (options, needs, what `observe` saw of the tensors), one argument because each costs the host time."""
+            options, needs, seen = call
             if seen & DISPATCHED and not _Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:
@@ -206,7 +207,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                return (None, None, None, *gradients(dy, flat, options, needs))
+                return (None, *gradients(dy, flat, options, needs))
 
     return named(Eager, op, "")
 
@@ -217,8 +218,9 @@ def _bare_function(registered: Registered, eager: type) -> type:
 
     class Bare(eager):
         @staticmethod
-        def forward(ctx, made, options, needs, *tensors):
-            """`made` receives what the op returns besides y."""
+        def forward(ctx, call, *tensors):
+            """call: (options, needs, a list that receives what the op returns besides y)."""
+            options, needs, made = call
             with torch._C._AutoDispatchBelowAutograd():
                 results = call_forward(registered, tensors, options)
             made += results[1:]
@@ -239,7 +241,7 @@ def _autograd_kernel(registered: Registered, bare: type):
     def kernel(tensors, *lists):
         if needs := wanted(tensors):
             made: list[Tensor] = []
-            return [bare.apply(made, _codec.unpack(layout, lists), needs, *tensors), *made]
+            return [bare.apply((_codec.unpack(layout, lists), needs, made), *tensors), *made]
         with torch._C._AutoDispatchBelowAutograd():
             return fwd(tensors, *lists)
 
@@ -305,7 +307,7 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
             seen = state.observe(tensors)
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
-        return apply_eager(options if needs else for_inference(options), needs, seen, *tensors)
+        return apply_eager((options if needs else for_inference(options), needs, seen), *tensors)
 
     apply.for_inference = for_inference
     return apply

@@ -34,7 +34,12 @@ def mask(kind: type, *names: str) -> int:
 
 def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
     """Gradients by name as a list of the same order; None where not needed."""
-    return [grads[name] if needs >> i & 1 else None for i, name in enumerate(("x", *kind._fields))]
+    return [None if name is None else grads[name] for name in _named_in_order(kind, needs)]
+
+
+@functools.cache
+def _named_in_order(kind: type, needs: int) -> tuple[str | None, ...]:
+    return tuple(name if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields)))
 
 
 def split(needs: int) -> list[int]:
