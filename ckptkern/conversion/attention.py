@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .leaves import Weight, in_training
+from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
 from .trace import Node, Unreadable
 
@@ -46,6 +47,7 @@ class Core:
     is_causal: bool
     scale: float
     softcap: float | None = None
+    window: int | None = None  # of transformers: how many keys a row sees at most
 
 
 @dataclass
@@ -80,6 +82,8 @@ def read_attention(steps: Steps, node: Node) -> Part:
     arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
+    if core.window is not None:
+        arguments["window_size"] = window_of(core.window)
     return Part(arguments, x, choices + rotary_choices)
 
 
@@ -94,10 +98,11 @@ def read_core(steps: Steps, node: Node) -> Core:
             call["query"], call["key"], call["value"], [] if mask is None else [mask], in_training(call.get("dropout_p", 0.0)),
             bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
         )  # fmt: skip
-    if node.is_function("padded_causal_attention"):
-        query, key, value, mask, dropout_p, scale = node.args
+    if node.is_function("causal_attention"):
+        query, key, value, mask, dropout_p, scale, window = node.args
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        return Core(query, key, value, [mask], in_training(dropout_p), True, scale)
+        masks = [] if mask is None else [mask]
+        return Core(query, key, value, masks, in_training(dropout_p), True, scale, window=window)
     if node.is_function(*PRODUCT):
         return _written_out(steps, node)
     raise steps.refuse("no core attention but", node)

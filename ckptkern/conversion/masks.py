@@ -2,7 +2,8 @@
 
 transformers makes of a padding mask one that is causal, too, [B, 1, S, S], before the first layer; under torch.compile it makes
 one where nothing is padded. Under the name NAME, which `convert` sets in a model's configuration and `revert` takes out, layers
-get the padding mask itself, and are causal without a mask. All else is as under "sdpa", whose place it takes.
+get the padding mask itself, and are causal without a mask, within the window that they hand on as `sliding_window`, as for
+flash attention. All else is as under "sdpa", whose place it takes.
 """
 
 from __future__ import annotations
@@ -24,40 +25,58 @@ NAME, REPLACED = "ckptkern", "sdpa"
 OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which rows there are
 
 
-def padded_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p: float, scale: float | None
-) -> Tensor:
-    """o [B, H, S, D] of causal attention; attn_mask [B, 1, 1, S], True = seen.
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, dropout_p: float, scale: float | None,
+    window: int | None,
+) -> Tensor:  # fmt: skip
+    """o [B, H, S, D] of causal attention; padding [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
+    among them.
 
     Modes of torch functions see it as they see torch's own, so that a trace has it as one node.
     """
-    tensors = (query, key, value, attn_mask)
+    tensors = (query, key, value, padding)
     if has_torch_function(tensors):
-        return handle_torch_function(padded_causal_attention, tensors, *tensors, dropout_p, scale)
+        return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window)
     return ops.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=True, window_size=(-1, 0)
+        query, key, value, padding, dropout_p, scale=scale, enable_gqa=True, window_size=window_of(window)
     )
+
+
+def window_of(window: int | None) -> tuple[int, int]:
+    """window_size of ops, for that of transformers."""
+    return -1 if window is None else window - 1, 0
 
 
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, **kwargs: Any,
+    scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention function: as that of "sdpa", and causal with a padding mask [B, S]."""
+    """transformers' attention function: as that of "sdpa", and causal with a padding mask [B, S] or a window."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    padded = attention_mask is not None and attention_mask.dim() == 2
-    usual = all(kwargs.get(name) is None for name in ("softcap", "position_bias", "cache"))
-    if padded and not (usual and not in_context_parallel()):
-        rows = torch.arange(query.shape[2], device=query.device)[:, None]
-        attention_mask = attention_mask[:, None, None] & (rows >= torch.arange(key.shape[2], device=key.device))
-        padded = False
-    if not padded:
+    S, padding = query.shape[2], None
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        ours = sliding_window is not None and causal and S == key.shape[2]
+    elif ours := attention_mask.dim() == 2:
+        padding = attention_mask[:, None, None]
+    unusual = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+    if ours and (unusual or in_context_parallel()):
+        attention_mask, ours = _square(padding, sliding_window, S, query.device), False
+    if not ours:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    out = padded_causal_attention(query, key, value, attention_mask[:, None, None], dropout, scaling)
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window,
+            is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    out = causal_attention(query, key, value, padding, dropout, scaling, sliding_window)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _square(padding: Tensor | None, window: int | None, S: int, device: torch.device) -> Tensor:
+    """The mask [B or 1, 1, S, S] that says the same."""
+    behind = torch.arange(S, device=device)[:, None] - torch.arange(S, device=device)
+    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    return seen[None, None] if padding is None else padding & seen
 
 
 def mask_function(
@@ -65,12 +84,12 @@ def mask_function(
     allow_is_causal_skip: bool = True, use_vmap: bool = False, **kwargs: Any,
 ) -> Tensor | None:  # fmt: skip
     """transformers' mask function: that of "sdpa", but the padding mask [B, S], or None if nothing is padded, for a mask that
-    is causal and no more, of keys that are the queries' own."""
+    is causal, within the configuration's window too, and no more, of keys that are the queries' own."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    usual = kwargs.get("mask_function", causal_mask_function) is causal_mask_function and not use_vmap
+    usual = kwargs.get("mask_function", causal_mask_function) is causal_mask_function or _is_window(**kwargs)
     whole = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
-    if usual and allow_is_causal_skip and whole:
+    if usual and not use_vmap and allow_is_causal_skip and whole:
         if attention_mask is None:
             return None
         if attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length:
@@ -80,6 +99,12 @@ def mask_function(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs,
     )  # fmt: skip
+
+
+def _is_window(config: Any = None, local_size: int | None = None, **kwargs: Any) -> bool:
+    """Is a mask of this local size that of the window which layers hand on? Chunks of attention have a local size, too."""
+    own = getattr(config, "sliding_window", None)
+    return own is not None and own == local_size and getattr(config, "attention_chunk_size", None) is None
 
 
 class Unpacked:
@@ -113,7 +138,7 @@ class Unpacked:
 
 def _takes_padding(model: nn.Module) -> bool:
     """Do all attention layers of this model of transformers hand the mask on, as they must for flash attention's, which is
-    [B, S], too? Not if its source asks whether the implementation is the one that is replaced."""
+    [B, S], too, and their window? Not if its source asks whether the implementation is the one that is replaced."""
     kind = type(model)
     if not (getattr(kind, "_supports_flash_attn", False) and getattr(kind, "_supports_attention_backend", False)):
         return False
@@ -121,7 +146,13 @@ def _takes_padding(model: nn.Module) -> bool:
         source = inspect.getsource(sys.modules[kind.__module__])
     except (OSError, TypeError, KeyError):
         return False
-    return "ALL_ATTENTION_FUNCTIONS" in source and not re.search(rf"_attn_implementation\W.*{REPLACED}", source)
+    if "ALL_ATTENTION_FUNCTIONS" not in source or re.search(rf"_attn_implementation\W.*{REPLACED}", source):
+        return False
+    window = getattr(model.config, "sliding_window", None)
+    if window is None or "create_sliding_window_causal_mask" not in source:
+        return True
+    own = {m.sliding_window for m in model.modules() if hasattr(m, "sliding_window")}
+    return "sliding_window=" in source and own <= {window, None}
 
 
 def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:

@@ -37,6 +37,12 @@ MODELS = {
     "PhiForCausalLM": ("PhiConfig", BASE),
     "Qwen3ForCausalLM": ("Qwen3Config", BASE | dict(head_dim=8)),
     "MistralForCausalLM": ("MistralConfig", BASE | dict(sliding_window=5)),
+    "Qwen2ForCausalLM": ("Qwen2Config", BASE | dict(use_sliding_window=True, sliding_window=5, max_window_layers=1)),
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        BASE | dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "Phi3ForCausalLM": ("Phi3Config", BASE | dict(sliding_window=20)),
 }
 
 
@@ -98,16 +104,13 @@ def test_padding_stays_two_dimensional(name: str, masks_of_layers) -> None:
     theirs = model_of(name)
     ours = converted(theirs)
     assert ours.config._attn_implementation == masks.NAME
-    windowed = name.startswith("Mistral")
     for kwargs, wanted in (
-        (batch(1), (2, S)), (batch(2, length=17), (2, 17)), (batch(3, padded=False), None),
+        (batch(1), (2, S)), (batch(2, length=27), (2, 27)), (batch(3, padded=False), None),
+        (batch(4, padded=False, length=29), None),
     ):  # fmt: skip
         masks_of_layers.clear()
         assert_same(step(ours, **kwargs), step(theirs, **kwargs))
-        if not windowed:
-            assert set(masks_of_layers) == ({wanted} if wanted else set())
-    if windowed:  # its masks are more than causal, so they are transformers' own
-        assert {len(shape) for shape in masks_of_layers} == {4}
+        assert set(masks_of_layers) == ({wanted} if wanted else set())
 
 
 @pytest.mark.parametrize("changes", [
@@ -121,6 +124,13 @@ def test_what_is_more_than_causal_is_transformers_own(changes: dict) -> None:
     assert torch.equal(masks.mask_function(**arguments), sdpa_mask(**arguments))
     usual = dict(batch_size=2, q_length=10, kv_length=10, attention_mask=torch.rand(2, 10) > 0.5)
     assert masks.mask_function(**usual) is usual["attention_mask"]
+    windowed = usual | dict(mask_function=sliding_window_causal_mask_function(4), local_size=4)
+    config = transformers.MistralConfig(sliding_window=4)
+    assert masks.mask_function(**windowed, config=config) is usual["attention_mask"]
+    for other in (transformers.MistralConfig(sliding_window=5), transformers.LlamaConfig()):
+        assert torch.equal(masks.mask_function(**windowed, config=other), sdpa_mask(**windowed))
+    config.attention_chunk_size = 4
+    assert torch.equal(masks.mask_function(**windowed, config=config), sdpa_mask(**windowed))
 
 
 def test_no_square_is_written(monkeypatch) -> None:

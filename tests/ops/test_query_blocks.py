@@ -262,6 +262,22 @@ def test_window_reads_what_it_sees(monkeypatch):
     assert sum(read) < 0.13 * 2048**2
 
 
+@pytest.mark.parametrize("S, found", [(10, (None, 0)), (11, (9, 0))])
+def test_window_that_hides_nothing_is_none(monkeypatch, S, found):
+    """The core of causal attention is quicker than that of a window."""
+    seen, own = [], eager.attn_fwd
+
+    def attn_fwd(q, k, v, core, **options):
+        seen.append(core.window)
+        return own(q, k, v, core, **options)
+
+    monkeypatch.setattr(eager, "attn_fwd", attn_fwd)
+    q, w = torch.randn(1, 2, S, 8), torch.randn(16, 16)
+    ckptkern.scaled_dot_product_attention(q, q, q, window_size=(9, 0))
+    ckptkern.attention_block(torch.randn(1, S, 16), [w, w, w], None, w, None, 2, window_size=(9, 0))
+    assert seen == [found, found]
+
+
 def test_workspace_is_checked():
     tensors = heads()
     with pytest.raises(ValueError, match="workspace must be a positive number of bytes"):

@@ -30,7 +30,7 @@ from ..dispatch.choices import (
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .core import check_softcap, check_whole_sequence, fused_core
-from .masks import as_mask, as_slopes, check_window, diagonal_of, within
+from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
@@ -237,7 +237,7 @@ def gather(
         )
     padding = padding if second is None else second
     left, right = check_window(op, window_size)
-    right = within(within(right, diagonal), 0 if is_causal else None)
+    left, right = left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
     other = "key_padding_mask" if second is None else "the second attn_mask"
     for name, tensor in ((other, padding), ("alibi_slopes", alibi_slopes)):

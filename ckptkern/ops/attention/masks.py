@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
 from ..dispatch.checks import check_tensor
+from ..dispatch.choices import surely
 
 
 def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:
@@ -21,6 +22,11 @@ def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | No
         raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
     left, right = window_size
     return None if left == -1 else int(left), None if right == -1 else int(right)
+
+
+def left_bound(left: int | None, rows: int) -> int | None:
+    """The left bound of a window; None if it hides nothing from so many rows, for which no window is looked up."""
+    return None if left is not None and surely(left >= rows - 1) else left
 
 
 def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:

@@ -36,7 +36,7 @@ from .core import (
     core_of,
     fused_core,
 )
-from .masks import as_mask, as_slopes, check_window, diagonal_of, within
+from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 
 Q, K, V, MASK, SLOPES = range(5)
 OTHERS = len(CoreTensors._fields)
@@ -169,7 +169,7 @@ def scaled_dot_product_attention(
     if D_v != D:  # zeros add nothing to a score and make columns that are cut off again
         query, key = F.pad(query, (0, max(D_v - D, 0))), F.pad(key, (0, max(D_v - D, 0)))
         value = F.pad(value, (0, max(D - D_v, 0)))
-    right = within(right, 0 if is_causal else diagonal)
+    left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
     out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap, workspace)

@@ -180,14 +180,14 @@ def _constant_impl(*key) -> tuple[int, str, str]:
 _constant_impl._dynamo_marked_constant = True  # as _constant_device_reason
 
 
-def _surely(few: bool) -> bool:
-    """Are rows few? In a graph for any number of rows nothing is sure: it has the implementation of many, and no guard
-    that splits the range of torch.export's Dim."""
+def surely(comparison: bool) -> bool:
+    """Does a comparison with a number of rows hold? In a graph for any number nothing is sure: it has what is right for all,
+    and no guard that splits the range of torch.export's Dim."""
     if not torch.compiler.is_compiling():
-        return few
+        return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    return statically_known_true(few)
+    return statically_known_true(comparison)
 
 
 def choose_impl(
@@ -208,7 +208,7 @@ def choose_impl(
         return _choice.impl
     size = _impls.size_class(max(features, out))
     rows, few, impl = _constant_impl(name or op, backend, x.device.type, x.device.index, x.dtype, size)
-    if few != impl and _surely((x.numel() if elements is None else elements) <= rows * features):
+    if few != impl and surely((x.numel() if elements is None else elements) <= rows * features):
         impl = few
     return "triton" if impl == "library" and kernels_alone() else impl
 
