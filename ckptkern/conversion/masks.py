@@ -57,7 +57,7 @@ def attention_forward(
     S, padding = query.shape[2], None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        ours = sliding_window is not None and causal and S == key.shape[2]
+        ours = sliding_window is not None and causal and key.shape[2] == S
     elif ours := attention_mask.dim() == 2:
         padding = attention_mask[:, None, None]
     unusual = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))

@@ -262,7 +262,7 @@ def test_window_reads_what_it_sees(monkeypatch):
     assert sum(read) < 0.13 * 2048**2
 
 
-@pytest.mark.parametrize("S, found", [(10, (None, 0)), (11, (9, 0))])
+@pytest.mark.parametrize(("S", "found"), [(10, (None, 0)), (11, (9, 0))])
 def test_window_that_hides_nothing_is_none(monkeypatch, S, found):
     """The core of causal attention is quicker than that of a window."""
     seen, own = [], eager.attn_fwd
