@@ -24,6 +24,7 @@ from .ops import (
 )  # fmt: skip
 from .planning import Frontier, Plan, Report, frontier, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
+from .segments.decisions import saved_decisions
 from .segments.patch import patch_torch, unpatch_torch
 from .segments.sequential import checkpoint_sequential
 from .segments.tiled import tiled
@@ -34,6 +35,7 @@ __all__ = [
     "ACTIVATIONS", "Conversion", "Frontier", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
     "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "frontier",
     "gated_mlp", "grouped_gated_mlp", "linear_act", "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block",
-    "moe_mlp", "nn", "patch_torch", "plan", "register_experts", "report", "revert", "scaled_dot_product_attention",
-    "storage", "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
+    "moe_mlp", "nn", "patch_torch", "plan", "register_experts", "report", "revert", "saved_decisions",
+    "scaled_dot_product_attention", "storage", "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up",
+    "workspace",
 ]  # fmt: skip

@@ -114,7 +114,27 @@ def stacked(model: nn.Module, every: int) -> nn.Module:
     return model
 
 
-def variants(make: Callable[[], nn.Module], ids: Tensor, stacks: bool = True) -> dict[str, Step]:
+def tiled(model: nn.Module) -> nn.Module:
+    """MLPs by Liger's TiledMLP, with the shards that it chooses. Its kernels need a GPU; this function calls none."""
+    from liger_kernel.ops.tiled_mlp import apply_tiled_mlp
+
+    def forward(mlp: nn.Module, x: Tensor) -> Tensor:
+        return apply_tiled_mlp(type(mlp).forward, mlp, x)
+
+    for layer in model.model.layers:
+        layer.mlp.forward = functools.partial(forward, layer.mlp)
+    return model
+
+
+def planned(model: nn.Module, ids: Tensor, budget: int) -> nn.Module:
+    """The quickest choice of modes and workspace whose step stays within the budget."""
+    ckptkern.plan(model, input_ids=ids, labels=ids, budget=budget)
+    return model
+
+
+def variants(
+    make: Callable[[], nn.Module], ids: Tensor, stacks: bool = True, planned_for: int | None = None
+) -> dict[str, Step]:
     sdpa = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,)
     found = {
         "eager": (make(), whole_loss),
@@ -130,10 +150,20 @@ def variants(make: Callable[[], nn.Module], ids: Tensor, stacks: bool = True) ->
         found[f'ckptkern.convert, "full", 4 MiB, LayerStack of {every}'] = (model, whole_loss)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found["checkpointing, torch's chunked loss"] = (checkpointed(make()), torchs_loss)
+    if stacks:
+        found["checkpointing, Liger's TiledMLP, loss in chunks"] = (checkpointed(tiled(make())), chunked_loss)
     for model, _ in found.values():
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        with_gradients(model)
+    if planned_for is not None:
+        name = f"ckptkern.plan, {format_size(planned_for)}"
+        found[name] = (planned(with_gradients(make()), ids, planned_for), whole_loss)
     return {name: functools.partial(loss, model) for name, (model, loss) in found.items()}
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
 
 
 def measured(model: str, steps: dict[str, Step], ids: Tensor, rounds: int) -> list[dict[str, object]]:
@@ -243,15 +273,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="timed steps of each variant, of which the median counts")
     parser.add_argument("--timed", type=int, default=2048, help="the length whose steps are timed (default: 2048)")
     parser.add_argument("--budget", default="1GiB", help="of the longest sequence (default: 1GiB)")
+    parser.add_argument(
+        "--planned", default="96MiB", help="of the planned Llama's step at each length (default: 96MiB)"
+    )
     parser.add_argument("--only-llama", action="store_true", help="leave out the other models and what is counted")
     parser.add_argument("--out", type=Path, help="the CSV to write")
     parser.add_argument("--picture", type=Path, help="the picture of the Llama's peaks to write")
     given = parser.parse_args()
     budget = parse_size(given.budget)
-    if budget is None:
-        parser.error(f"--budget: wanted a size such as 1GiB, not {given.budget}")
-    if hint := missing("transformers"):
-        parser.error(hint)
+    planned_for = parse_size(given.planned)
+    for option, found in (("budget", budget), ("planned", planned_for)):
+        if found is None:
+            parser.error(f"--{option}: wanted a size such as 1GiB, not {getattr(given, option)}")
+    for needed in ("transformers", "scipy", "liger_kernel"):
+        if hint := missing(needed):
+            parser.error(hint)
     torch.set_num_threads(1)
     name = f"Llama, {given.layers} layers of {given.width}, {given.vocabulary:,} classes"
     sizes = given.vocabulary, given.layers, given.width, given.heads
@@ -259,7 +295,9 @@ def main() -> None:
     for tokens in given.tokens:
         make = functools.partial(llama, *sizes)
         ids = random_ids(given.vocabulary, tokens)
-        rows += measured(name, variants(make, ids), ids, given.rounds if tokens == given.timed else 0)
+        rows += measured(
+            name, variants(make, ids, planned_for=planned_for), ids, given.rounds if tokens == given.timed else 0
+        )
         written(rows, given.out, f"{tokens} tokens")
     for other, build in {} if given.only_llama else OTHERS.items():
         ids = random_ids(given.vocabulary, given.timed)

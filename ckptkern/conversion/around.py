@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.unmodified import runs_class_forward
+from ..segments.decisions import decides
 from .binding import General, without_caches
 from .calls import Call
 from .check import TOLERANCE, difference, random_parameters, results, unmoved, was_written, wide
 from .fuse import saved_bytes
 from .report import Row
+from .sharding import holds_sharded
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, settings
 
 
@@ -38,6 +40,19 @@ def held_by(module: nn.Module) -> list[dict[str, Any]]:
         for m in module.modules()
     )
     return [plain | counts for plain, counts in zip(settings(module), lengths, strict=True)]
+
+
+def general(module: nn.Module, recompute: str, call: Call) -> General:
+    """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
+    if holds_sharded(module):  # a forward that no backward follows would leave their state open
+        return General(module, recompute, decides=True)
+    args, kwargs = without_caches(*call)
+    try:
+        with unmoved(module), torch.no_grad():
+            module.train()
+            return General(module, recompute, decides(module.forward, *args, **kwargs))
+    except Exception:  # whatever a forward makes of its call in training
+        return General(module, recompute, decides=True)
 
 
 class Around:
@@ -84,7 +99,7 @@ class Around:
     def checkpointed(self, recompute: str) -> tuple[General, int, float]:
         """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). Raises Unreadable if
         it does not save less than what is fused inside, or is not the same."""
-        made = General(self.module, recompute)
+        made = general(self.module, recompute, self.call)
         try:
             inside, after = self.saved(self.module.forward), self.saved(made)
             if after >= inside:

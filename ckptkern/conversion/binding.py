@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
 from ..errors import DtypeError, ShapeError
 from ..ops.attention.core import in_context_parallel
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
+from ..segments.decisions import saved_decisions
 from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
 from .guard import Watch
@@ -374,7 +376,11 @@ def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str
 
 class General(Forward):
     """The class's forward as an activation checkpoint, or as it is at recompute="none". Caches stay empty in training, as under
-    any checkpointing: a recompute would fill them twice."""
+    any checkpointing: a recompute would fill them twice. decides: what its forward decides is saved (`saved_decisions`)."""
+
+    def __init__(self, module: nn.Module, recompute: str, decides: bool):
+        super().__init__(module, recompute)
+        self.context_fn = saved_decisions if decides else noop_context_fn
 
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":
@@ -385,7 +391,9 @@ class General(Forward):
                 return self.original(*args, **kwargs)
             _warn_of_cache()
             args, kwargs = without_caches(args, kwargs)
-        return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+        return checkpoint(
+            MethodType(type(self.module).forward, self.module), *args, context_fn=self.context_fn, **kwargs
+        )
 
 
 class Own(Forward):

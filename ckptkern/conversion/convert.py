@@ -20,8 +20,8 @@ from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
 from . import masks
 from .alike import Checked
-from .around import Around, around, is_layer
-from .binding import Forward, General, Runs
+from .around import Around, around, general, is_layer
+from .binding import Forward, Runs
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
 from .experts import is_experts
@@ -229,7 +229,7 @@ class _Conversion:
                 return found
             if is_block(name, module) and (why := why_general(module)):
                 row.replaced_by, row.reason = "checkpoint", f"{why}: {reason}"
-                return Found([row], lambda: self.bind(row, General(module, self.recompute), calls[0]))
+                return Found([row], lambda: self.bind(row, general(module, self.recompute, calls[0]), calls[0]))
             return Found([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
+from .decisions import contexts_of
 
 __all__ = ["checkpoint", "checkpointed"]
 
@@ -376,10 +377,11 @@ def checkpoint(
     error), 2.5 KiB of random state, a little more for each GPU, and the precision settings.
 
     preserve_rng_state: recompute samples the same random numbers, on the CPU and every device that the arguments live on.
-    context_fn: returns the context managers of forward and recompute; torch's `create_selective_checkpoint_contexts`
-    works. determinism_check: "default" compares shapes, dtypes and devices of what is recomputed, "none" nothing, and
-    "values" also 64-bit checksums of every saved tensor; the device is read once at the end of backward. debug: errors
-    show the operators of both runs. early_stop: end the recompute at the last tensor that backward needs.
+    context_fn: returns the context managers of forward and recompute; torch's `create_selective_checkpoint_contexts` works,
+    and `ckptkern.saved_decisions` for a router. determinism_check: "default" compares shapes, dtypes and devices of what is
+    recomputed, "none" nothing, and "values" also 64-bit checksums of every saved tensor; the device is read once at the end
+    of backward. debug: errors show the operators of both runs. early_stop: end the recompute at the last tensor that
+    backward needs.
     torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
 
     Changing a parameter in place between forward and backward is an error that names the parameter. Watched are every
@@ -403,7 +405,7 @@ def checkpoint(
         if determinism_check == "values":
             raise ValueError("ckptkern.checkpoint: determinism_check='values' is not supported under torch.compile")
         if context_fn is not noop_context_fn:
-            kwargs["context_fn"] = context_fn  # Dynamo does not accept the default here
+            kwargs["context_fn"] = contexts_of(context_fn)  # Dynamo does not accept the default here
         torchs = torch_checkpoint.checkpoint  # Dynamo knows torch's by this name; it may have been set to ours
         if torchs is checkpoint or not torch.compiler.is_dynamo_compiling():
             torchs = _torchs

@@ -107,6 +107,27 @@ class Routed(Scaled):
         return x + sum(torch.sin(one(x)) for one in self.mlp)
 
 
+class Choosing(Scaled):
+    """A router, whose scores a recompute rounds otherwise by at most `noise`."""
+
+    noise = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(Gated() for _ in range(4))
+        self.router = nn.Linear(WIDTH, len(self.mlp))
+        nn.init.zeros_(self.router.bias)
+        self.router.weight.data.mul_(1e-4)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
+        scores = self.router(x)
+        if torch._C._current_graph_task_id() >= 0:  # inside of backward
+            scores = scores + self.noise * torch.arange(scores.numel()).sin().view_as(scores)
+        chosen = scores.topk(1, -1).indices
+        return x + sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
+
+
 def model_of(layer: type[nn.Module]) -> Stack:
     torch.manual_seed(0)
     return Stack(layer, with_tables).train()
@@ -141,6 +162,31 @@ def test_a_layer_that_is_no_op_is_a_checkpoint(layer: type[nn.Module], mode: str
             torch.testing.assert_close(one, plain[name], rtol=1e-4, atol=1e-6)
     ckptkern.revert(model)
     assert type(model.layers[0].forward) is not General
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_recompute_that_rounds_otherwise_decides_as_forward(hooked: bool, monkeypatch) -> None:
+    """A layer with hooks inside becomes a checkpoint by another way."""
+    model = model_of(Choosing)
+    if hooked:
+        for layer in model.layers:
+            layer.router.register_forward_hook(lambda module, args, y: None)
+    expected = results(model)
+    ckptkern.convert(model, ids(), recompute="full")
+    assert [layer.forward.context_fn for layer in model.layers] == [ckptkern.saved_decisions] * 2
+    monkeypatch.setattr(Choosing, "noise", 1e-3)
+    for name, one in results(model).items():
+        torch.testing.assert_close(one, expected[name], rtol=1e-2, atol=1e-4, msg=name)
+    for layer in model.layers:
+        layer.forward.context_fn = torch.utils.checkpoint.noop_context_fn
+    name = "layers.1.mlp.0.up_proj.weight"
+    assert (results(model)[name] - expected[name]).norm() > 0.1 * expected[name].norm()
+
+
+def test_a_layer_without_decisions_runs_without_their_mode() -> None:
+    model = model_of(Scaled)
+    ckptkern.convert(model, ids(), recompute="full")
+    assert model.layers[0].forward.context_fn is torch.utils.checkpoint.noop_context_fn
 
 
 def test_it_saves_what_gradient_checkpointing_saves() -> None:

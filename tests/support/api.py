@@ -48,6 +48,7 @@ def conversion(model: nn.Module) -> None:
 def segments() -> None:
     layer, layers = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     ckptkern.checkpoint(layer, x, use_reentrant=False, determinism_check="values")
+    ckptkern.checkpoint(layer, x, context_fn=ckptkern.saved_decisions)
     ckptkern.checkpoint_sequential(layers, "sqrt", x)
     ckptkern.checkpoint_sequential([layer, torch.relu], 2, x)
     assert_type(ckptkern.tiled(layer, x, chunks=4, dim=0, check=True), Tensor)

@@ -1,0 +1,167 @@
+"""Decisions of an activation checkpoint, which recompute takes from forward."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+import ckptkern
+from ckptkern.segments.decisions import COLUMNS
+
+TOKENS, EXPERTS, D = 32, 4, 8
+
+
+def topk(scores: Tensor) -> Tensor:
+    values, chosen = torch.topk(scores, 2, -1)
+    values /= values.sum(-1, keepdim=True)  # in place, as Mixtral does
+    return torch.zeros_like(scores).scatter(-1, chosen, values)
+
+
+def topk_by_name(scores: Tensor) -> Tensor:
+    values, chosen = scores.topk(k=2, dim=0)
+    return torch.zeros_like(scores).scatter(0, chosen, values)
+
+
+def in_order(scores: Tensor) -> Tensor:
+    values, order = scores.sort(dim=1, descending=True, stable=True)
+    return values.cumsum(1) + order
+
+
+def argsort(scores: Tensor) -> Tensor:
+    return scores.argsort(-1).softmax(-1, torch.float32) * scores
+
+
+def argmax(scores: Tensor) -> Tensor:
+    return scores * torch.nn.functional.one_hot(scores.argmax(-1), EXPERTS)
+
+
+def largest(scores: Tensor) -> Tensor:
+    values, chosen = torch.max(scores, 1)
+    return values[:, None] * chosen[:, None] + scores.min(1, keepdim=True).values
+
+
+def drawn(scores: Tensor) -> Tensor:
+    chosen = torch.multinomial((1e5 * scores).softmax(-1), 1)
+    return torch.nn.functional.dropout(scores * chosen, 0.5)
+
+
+def compared(scores: Tensor) -> Tensor:
+    return torch.where(scores > scores.mean(), scores, 0.0) + scores * torch.le(scores, 0.2)
+
+
+def bucketed(scores: Tensor) -> Tensor:
+    return scores * torch.bucketize(scores, torch.tensor([0.2, 0.25, 0.3]))
+
+
+def unfound(scores: Tensor) -> Tensor:
+    return scores * torch.searchsorted(torch.tensor([0.2, 0.25, 0.3]), scores) + scores.maximum(2 * scores)
+
+
+CASES = (topk, topk_by_name, in_order, argsort, argmax, largest, drawn, compared, bucketed, unfound)
+
+
+class Routed:
+    """Experts whose weights `choose` gives. What its recompute adds to the scores stands for a matmul that rounds otherwise."""
+
+    def __init__(self, choose, noise: float):
+        self.choose, self.noise, self.calls = choose, noise, 0
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(TOKENS, D, generator=generator, requires_grad=True)
+        self.router = (1e-4 * torch.randn(D, EXPERTS, generator=generator)).requires_grad_()
+        self.experts = torch.randn(EXPERTS, D, D, generator=generator, requires_grad=True)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        scores = (x @ self.router).softmax(-1)
+        if self.calls > 1:
+            generator = torch.Generator().manual_seed(1)
+            scores = scores + self.noise * torch.randn(scores.shape, generator=generator)
+        weights = self.choose(scores)
+        return torch.einsum("te,td,edf->tf", weights, x, self.experts).sin()
+
+    def gradients(self, run) -> list[Tensor]:
+        torch.manual_seed(3)
+        y = run(self, self.x)
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [self.x, self.router, self.experts])]
+
+
+def relative_error(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(ours, theirs, strict=True))
+
+
+saving = functools.partial(ckptkern.checkpoint, context_fn=ckptkern.saved_decisions)
+torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=ckptkern.saved_decisions)
+
+
+@pytest.mark.parametrize("run", [saving, torchs], ids=["ckptkern", "torch"])
+@pytest.mark.parametrize("choose", CASES, ids=lambda case: case.__name__)
+def test_recompute_that_rounds_otherwise(choose, run) -> None:
+    """A little more or less in the scores changes gradients by as little, and without saved decisions by far more."""
+    expected = Routed(choose, 0.0).gradients(lambda model, x: model(x))
+    assert relative_error(Routed(choose, 0.0).gradients(run), expected) < 1e-6
+    noise = 3e-5
+    saved = relative_error(Routed(choose, noise).gradients(run), expected)
+    recomputed = relative_error(Routed(choose, noise).gradients(ckptkern.checkpoint), expected)
+    assert saved < 5e-3 < 0.1 < recomputed
+
+
+def test_backward_again() -> None:
+    model = Routed(topk, 1e-2)
+    y = saving(model, model.x)
+    first, second = (torch.autograd.grad(y.sum(), model.x, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_another_function_is_an_error() -> None:
+    model = Routed(lambda scores: topk(scores) if model.calls == 1 else argmax(scores), 0.0)
+    with pytest.raises(CheckpointError, match=r"decision 0 of 1 was topk of .*\[32, 4\] in forward, but is argmax"):
+        model.gradients(saving)
+
+
+def test_another_shape_is_an_error() -> None:
+    model = Routed(lambda scores: topk(scores[: 33 - model.calls]), 0.0)
+    with pytest.raises(CheckpointError, match=r"\[32, 4\] in forward, but is topk of \[31, 4\]"):
+        model.gradients(saving)
+
+
+def test_a_decision_more_is_an_error() -> None:
+    model = Routed(lambda scores: topk(scores) if model.calls == 1 else topk(topk(scores)), 0.0)
+    with pytest.raises(CheckpointError, match="after the last of forward's 1 decisions"):
+        model.gradients(saving)
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, COLUMNS + 1])
+def test_what_is_saved(columns: int) -> None:
+    """Comparisons of rows of features are recomputed, and those of integers."""
+    contexts = ckptkern.saved_decisions()
+    x = torch.randn(3, columns)
+    with contexts[0]:
+        assert (x > 0).any()
+        assert (x.long() >= 0).any()
+        torch.topk(x, 2)
+        x.max()
+    names = [name for name, *_ in contexts[0].decisions]
+    assert names == (["gt", "topk"] if columns == COLUMNS else ["topk"])
+    assert sum(decision.nbytes for *_, decision in contexts[0].decisions) == 3 * 2 * 8 + (
+        3 * columns if "gt" in names else 0
+    )
+
+
+def test_compiled() -> None:
+    def call(x: Tensor, router: Tensor) -> Tensor:
+        return topk((x @ router).softmax(-1)).sin() @ router.t() * x
+
+    model = Routed(topk, 0.0)
+
+    def call_saving(x: Tensor, router: Tensor) -> Tensor:
+        return ckptkern.checkpoint(call, x, router, context_fn=ckptkern.saved_decisions)
+
+    results = []
+    for run in (call, torch.compile(call_saving, fullgraph=True, backend="aot_eager")):
+        y = run(model.x, model.router)
+        results.append([y.detach(), *torch.autograd.grad(y.sum(), [model.x, model.router])])
+    assert relative_error(*results) < 1e-6
