@@ -30,6 +30,7 @@ from . import counted
 
 MIB = 2**20
 CHECKPOINTING = "gradient checkpointing"
+PLANNED = "ckptkern.plan"
 Step = Callable[[Tensor], Tensor]  # input ids -> loss
 
 
@@ -155,7 +156,7 @@ def variants(
     for model, _ in found.values():
         with_gradients(model)
     if planned_for is not None:
-        name = f"ckptkern.plan, {format_size(planned_for)}"
+        name = f"{PLANNED}, {format_size(planned_for)}"
         found[name] = (planned(with_gradients(make()), ids, planned_for), whole_loss)
     return {name: functools.partial(loss, model) for name, (model, loss) in found.items()}
 
@@ -223,8 +224,8 @@ def table(rows: list[dict[str, object]], budget: int) -> str:
         lines += ["", f"| {model} | " + " | ".join(heads) + " |", "|---" + "|---:" * len(heads) + "|"]
         for variant, of in of_model.items():
             cells = [f"{row['peak_bytes'] / MIB:,.0f}" for row in of]
-            if len(lengths) > 1:
-                cells += [f"{growth(of) / 1024:,.1f}", longest(of, limit)]
+            if len(lengths) > 1:  # a plan's peak is its budget at every length
+                cells += ["", ""] if variant.startswith(PLANNED) else [f"{growth(of) / 1024:,.1f}", longest(of, limit)]
             if timed:
                 cells.append(next((f"{row['ratio']:.2f}" for row in of if row.get("ratio")), ""))
             lines.append(f"| {variant} | " + " | ".join(cells) + " |")
@@ -322,7 +323,9 @@ def written(rows: list[dict[str, object]], out: Path | None, done: str) -> None:
     print(f"{done}: done", file=sys.stderr, flush=True)
     if out:
         with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["model", "variant", "tokens", "peak_bytes", "seconds", "ratio"])
+            writer = csv.DictWriter(
+                file, ["model", "variant", "tokens", "peak_bytes", "seconds", "ratio"], lineterminator="\n"
+            )
             writer.writeheader()
             writer.writerows(rows)
 

@@ -28,11 +28,13 @@ from .guard import Watch
 from .leaves import Probability, Weight
 from .masks import register
 from .reading import Argument, Rows, Table
+from .report import RAN
 
 WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
 )
 UNSEEN = object()
+FILLED = "it is given a cache of keys and values that is not empty"
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
@@ -268,11 +270,13 @@ class Forward:
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
     sublayer of a transformer_layer. workspace: of its op, if it has one. store: where what is saved goes; a copy of the module
-    has none.
+    has none. calls: how many training calls ran fused, as an activation checkpoint, and as the original forward, without those
+    under torch.compile.
     """
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
+        self.calls = dict.fromkeys(RAN, 0)
         self.previous: Callable | None = module.__dict__.get("forward")
         self.workspace: int | str | None = None
         self.store: Store | None = None
@@ -309,6 +313,35 @@ class Forward:
         refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
+        """The original forward; a training call of it is counted, and the first one warns."""
+        if torch.is_grad_enabled() and self.module.training and not torch.compiler.is_compiling():
+            self.calls["original"] += 1
+            if self.calls["original"] == 1:
+                _warn_of_original(type(self.module).__name__, why())
+        return self.original(*args, **kwargs)
+
+    def may_leave_empty(self, caches: list[Any]) -> bool:
+        """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
+
+        Not without gradients: a model in training mode may generate, and reads its caches.
+        """
+        if not (torch.is_grad_enabled() and self.module.training) or any(one.get_seq_length() for one in caches):
+            return False
+        _warn_of_cache()
+        return True
+
+    def checkpointed(self, args: tuple, kwargs: dict[str, Any], **options):
+        """The original forward as an activation checkpoint, in which caches stay empty: a recompute would fill them twice."""
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
+        if caches:
+            if not self.may_leave_empty(caches):
+                return self.unfused(lambda: FILLED, args, kwargs)
+            args, kwargs = without_caches(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self.calls["checkpointed"] += 1
+        return checkpoint(MethodType(type(self.module).forward, self.module), *args, **options, **kwargs)
+
 
 class Fused(Forward):
     """The fused call for arguments of a checked pattern, else the forward of the module's class.
@@ -333,35 +366,32 @@ class Fused(Forward):
         # in training also without gradients: a reentrant checkpoint samples in such a forward what its recompute samples again
         # and on a shard, which has no original
         runs = torch.is_grad_enabled() or self.module.training or ACTIVE.shard is not None
-        if not runs or not self.form.takes(kwargs):
+        if not runs:
             return self.original(*args, **kwargs)
+        if not self.form.takes(kwargs):
+            return self.unfused(lambda: self.form.unknown(kwargs), args, kwargs)
         flat: list[Any] = []
         segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
-        if segment is None or (segment.caches and not self.may_leave_empty(segment.caches, flat)):
-            return self.original(*args, **kwargs)
+        if segment is None:
+            return self.unfused(lambda: self.form.difference(args, kwargs), args, kwargs)
+        if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):
+            return self.unfused(lambda: FILLED, args, kwargs)
         if (
             not self.watch.unchanged()
             or (segment.attends and in_context_parallel())
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
-            return checkpoint(MethodType(type(self.module).forward, self.module), *args, **kwargs)
+            return self.checkpointed(args, kwargs)
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
+        self.calls["fused"] += 1
         try:
             return segment(flat, self.recompute, self.workspace)
-        except (ShapeError, DtypeError):  # what the module takes in another way than the op, or not at all
-            return self.original(*args, **kwargs)
-
-    def may_leave_empty(self, caches: list[int], flat: list[Any]) -> bool:
-        """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
-
-        Not without gradients: a model in training mode may generate, and reads its caches.
-        """
-        if not (torch.is_grad_enabled() and self.module.training) or any(flat[i].get_seq_length() for i in caches):
-            return False
-        _warn_of_cache()
-        return True
+        except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
+            self.calls["fused"] -= 1
+            why = str(refusal)
+        return self.unfused(lambda: why, args, kwargs)
 
 
 def is_cache(value: object) -> bool:
@@ -375,8 +405,8 @@ def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str
 
 
 class General(Forward):
-    """The class's forward as an activation checkpoint, or as it is at recompute="none". Caches stay empty in training, as under
-    any checkpointing: a recompute would fill them twice. decides: what its forward decides is saved (`saved_decisions`)."""
+    """The class's forward as an activation checkpoint, or as it is at recompute="none". decides: what its forward decides is
+    saved (`saved_decisions`)."""
 
     def __init__(self, module: nn.Module, recompute: str, decides: bool):
         super().__init__(module, recompute)
@@ -385,15 +415,7 @@ class General(Forward):
     def run(self, *args, **kwargs):
         if not torch.is_grad_enabled() or self.recompute == "none":
             return self.original(*args, **kwargs)
-        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
-        if caches:
-            if not self.module.training or any(cache.get_seq_length() for cache in caches):
-                return self.original(*args, **kwargs)
-            _warn_of_cache()
-            args, kwargs = without_caches(args, kwargs)
-        return checkpoint(
-            MethodType(type(self.module).forward, self.module), *args, context_fn=self.context_fn, **kwargs
-        )
+        return self.checkpointed(args, kwargs, context_fn=self.context_fn)
 
 
 class Own(Forward):
@@ -428,11 +450,25 @@ def _requires_grad(value: object) -> bool:
 
 
 @functools.cache
+def _warn_of_original(kind: str, why: str) -> None:
+    warnings.warn(
+        f"ckptkern.convert: a training call of {kind} runs its original forward, which saves everything: {why}",
+        stacklevel=5,
+    )
+
+
+@functools.cache
 def _warn_of_cache() -> None:
     warnings.warn(
         "ckptkern.convert: a converted layer does not fill a cache of keys and values in training. Pass use_cache=False",
         stacklevel=4,
     )
+
+
+def warn_again() -> None:
+    """Of what a model did that was converted before."""
+    _warn_of_original.cache_clear()
+    _warn_of_cache.cache_clear()
 
 
 _warn_of_cache._dynamo_marked_constant = True

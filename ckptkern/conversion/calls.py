@@ -177,6 +177,12 @@ def like(tensor: Tensor) -> Like:
     return Like(tensor.shape, tensor.dtype)
 
 
+def described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return repr(value) if type(value) in PLAIN_VALUES else f"of class {type(value).__name__}"
+
+
 class Form:
     """Which arguments of a module count, and their order.
 
@@ -235,6 +241,23 @@ class Form:
             if name not in self.known:
                 return not torch.compiler.is_compiling() and self.learns(kwargs)
         return True
+
+    def unknown(self, kwargs: dict[str, Any]) -> str:
+        """Which names of a call that `takes` refuses were not in the example's."""
+        names = ", ".join(name for name in kwargs if name not in self.known)
+        return f"the example for convert had no {names}. Give convert a call like those of training"
+
+    def difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """What is not in this call as in the example's."""
+        ours, examples = self.counting(args, kwargs), self.counting(*self.made())
+        names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
+        for name, one, example in zip(names, ours, examples, strict=False):
+            if len({regardless_of_precision(pattern_of([value], [])) for value in (one, example)}) > 1:
+                found = f"{name} is {described(one)}, and was {described(example)} in the example for convert"
+                break
+        else:
+            found = "it has other arguments than the example for convert"
+        return f"{found}. Give convert a call like those of training"
 
     def made(self) -> Call:
         """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fnmatch
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .. import memory
 from .. import nn as drop_ins
 from ..extras import missing
 from ..nn.unmodified import untouched
@@ -21,7 +24,7 @@ from ..subclasses import own_dispatch
 from . import masks
 from .alike import Checked
 from .around import Around, around, general, is_layer
-from .binding import Forward, Runs
+from .binding import Forward, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
 from .experts import is_experts
@@ -109,6 +112,19 @@ def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module)
     return False
 
 
+def check_names(model: nn.Module, include, exclude) -> None:
+    """Raises ValueError for a name of these that no module has."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for option, which in (("include", include), ("exclude", exclude)):
+        for one in [which] if isinstance(which, (str, type)) or callable(which) else which or ():
+            if isinstance(one, str) and not fnmatch.filter(names, one):
+                close = difflib.get_close_matches(one, names, 1, 0.0)
+                raise ValueError(
+                    f"convert: {option}={one!r} is the name of no module of {type(model).__name__}"
+                    + (f"; the most like it is {close[0]!r}" if close and close[0] else "")
+                )
+
+
 class Found(NamedTuple):
     """What convert can do with a module: the rows of the table, and how the module gets its new forward, if it is replaced."""
 
@@ -177,7 +193,7 @@ class _Conversion:
                 rows[-1].reason += f"; {reason}"
         if self.shards.agree(made is not None) and made is not None:
             layer.note(rows[-1], *measured, inner)
-            self.set(module, made)
+            self.set(rows[-1], module, made)
 
     def drop_in(self, name: str, module: nn.Module) -> Found | None:
         drop_in = DROP_INS.get(class_of(module))
@@ -205,7 +221,7 @@ class _Conversion:
         if self.heads and (norm := self.heads.norm(name, module, self.recompute)):
             row, forward = norm
         if forward is not None:
-            return Found([row], lambda: self.set(module, forward))
+            return Found([row], lambda: self.set(row, module, forward))
         return Found([row]) if row is not None and self.include is None else None
 
     def fused(self, name: str, module: nn.Module) -> Found:
@@ -229,14 +245,17 @@ class _Conversion:
                 return found
             if is_block(name, module) and (why := why_general(module)):
                 row.replaced_by, row.reason = "checkpoint", f"{why}: {reason}"
-                return Found([row], lambda: self.bind(row, general(module, self.recompute, calls[0]), calls[0]))
+                return Found(
+                    [row], lambda: self.bind(row, general(module, self.recompute, calls[0]), without_caches(*calls[0]))
+                )
             return Found([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
-    def set(self, module: nn.Module, forward: Forward) -> None:
+    def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
+        row.calls = forward.calls
         for one in (forward, *(run for *_, run in getattr(forward, "runs", ()))):
             one.workspace = self.workspace
         module.forward = forward
@@ -244,7 +263,7 @@ class _Conversion:
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
         module = forward.module
         row.saved_before = saved_by(module, module.forward, call, x)
-        self.set(module, forward)
+        self.set(row, module, forward)
         row.saved_after = saved_by(module, forward, call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
@@ -258,7 +277,9 @@ class _Conversion:
             rows.append(row)
 
         def put() -> None:
-            self.set(module, Runs(module, [one[:3] for one in found], self.recompute))
+            self.set(rows[0], module, Runs(module, [one[:3] for one in found], self.recompute))
+            for row, (*_, run, _) in zip(rows, found, strict=True):
+                row.calls = run.calls
 
         return Found(rows, put) if found else None
 
@@ -351,6 +372,8 @@ def convert(
     check_not_split("convert", model)
     revert(model)
     given = example_inputs or example_kwargs
+    check_names(model, include, exclude)
+    before = saved_by_all(model, example_inputs, example_kwargs)
     calls, hooked, heads = captured(model, example_inputs, example_kwargs) if given else ({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     shards = Shards(model)
@@ -369,7 +392,31 @@ def convert(
         )
         conversion.visit("", model)
     masks.open_up(model)
-    return Conversion(conversion.rows)
+    rows = conversion.rows
+    after = saved_by_all(model, example_inputs, example_kwargs) if before is not None else None
+    for row in rows:
+        row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
+    warn_again()
+    if not (given or rows):
+        warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
+    return Conversion(rows, before, after)
+
+
+def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """What a training call of the model saves, besides parameters; None if that cannot be measured."""
+    if not (args or kwargs) or holds_sharded(model):  # a forward that no backward follows would leave their state open
+        return None
+    with (
+        contextlib.suppress(Exception),
+        unmoved(model),
+        torch.enable_grad(),
+    ):  # whatever its forward makes of it in training
+        model.train()
+        with memory.saved_tensors(model) as saved, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(*args, **kwargs)
+        return saved.bytes
+    return None
 
 
 @contextlib.contextmanager

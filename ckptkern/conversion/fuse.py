@@ -159,7 +159,10 @@ def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tu
         return varied(value) if i in masks else value
 
     for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
-        yield "another length", [twice(value, i, length) for i, value in enumerate(flat)]
+        what = (
+            "another length" if length > 1 else "more tokens than the example's one (give an example of at least two)"
+        )
+        yield what, [twice(value, i, length) for i, value in enumerate(flat)]
     if flat[inputs[0]].dim() > 2 and flat[inputs[0]].shape[0] == 1:
         others = {i: torch.cat((flat[i], torch.randn_like(flat[i]))) for i in inputs}
         yield "another batch", [others.get(i, value) for i, value in enumerate(flat)]
@@ -328,11 +331,12 @@ def fuse(
         raise reason
     segment = next(iter(segments.values()))
     if segment.op in ("attention_block", "transformer_layer"):
-        args, kwargs = taken[0]
-        flat = leaves_of(form.counting(args, kwargs))
-        for call in mask_variants(module, args, kwargs, [flat[i] for i in segment.inputs]):
-            with contextlib.suppress(Exception):  # a mask that this module does not take
-                add(*call)
+        flat = leaves_of(form.counting(*taken[0]))
+        inputs = [flat[i] for i in segment.inputs]
+        for args, kwargs in (taken[0], asked[0]) if segment.caches else (taken[0],):
+            for call in mask_variants(module, args, kwargs, inputs):
+                with contextlib.suppress(Exception):  # a mask that this module does not take
+                    add(*call)
     form.ignore(taken)
     segments = {
         regardless_of_precision(pattern_of(form.counting(*call), [])): one

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..nn.unmodified import untouched
+from ..nn.unmodified import dormant, untouched
 from ..subclasses import PLAIN
 from .trace import PLAIN_VALUES, plain_attributes
 
@@ -161,7 +161,7 @@ class Watch:
         return (
             live == below
             and list(map(type, live)) == classes
-            and not any(hooks)
+            and (not any(hooks) or all(map(dormant, filter(None, hooks))))
             and [get(d) for get, d in settings] == values
             and PLAIN.issuperset(map(type, flat(parameters)))
             and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)

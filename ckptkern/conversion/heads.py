@@ -84,12 +84,15 @@ class Head(Forward):
     def run(self, *args, **kwargs):
         compiling = torch.compiler.is_compiling()
         if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0]):
-            return self.original(*args, **kwargs)
+            return self.unfused(
+                lambda: "its class, hooks, weight or input are not as in the example for convert", args, kwargs
+            )
         mode = mode_of(OP, None, self.recompute)
         if compiling:
             weight = self.module.weight
             version = torch.ops.ckptkern.version_of(weight.detach())
             return TracedLogits(args[0], weight, self.module.bias, version, (), mode, self.workspace)
+        self.calls["fused"] += self.log is None
         return Matmul(args[0], self.module.weight, self.module.bias, mode, self.log, self.workspace).logits()
 
     @property

@@ -75,6 +75,7 @@ class Norm(Forward):
             return self.original(*args, **kwargs)
         if not self.takes(args[0]):
             return self.original(*args, **kwargs)
+        self.calls["fused"] += 1
         return run_in_chunks(self.module, self.original, args[0], self.workspace)
 
     def takes(self, x: Any) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from .. import memory
 
+RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run
+
 
 @dataclass
 class Row:
@@ -18,6 +20,8 @@ class Row:
     tokens, the class of a drop-in replacement in ckptkern.nn, or None, with the reason.
     saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example
     inputs; None without them. error: the largest relative error of output and gradients in the numerical check.
+    calls: how many training calls of it have run "fused", "checkpointed" and as the "original" forward since convert, each
+    recompute of an activation checkpoint around it included; those under torch.compile are not counted.
     """
 
     name: str
@@ -27,13 +31,20 @@ class Row:
     saved_after: int | None = None
     error: float | None = None
     reason: str = ""
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Conversion:
-    """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line."""
+    """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
+
+    saved_before, saved_after: bytes that a training call of the whole model with the example inputs saves for backward, besides
+    parameters; None if it could not be measured.
+    """
 
     rows: list[Row] = field(default_factory=list)
+    saved_before: int | None = None
+    saved_after: int | None = None
 
     @property
     def converted(self) -> list[Row]:
@@ -44,13 +55,11 @@ class Conversion:
         return [row for row in self.rows if row.replaced_by is None]
 
     @property
-    def saved_before(self) -> int:
-        """Returns the bytes that the converted modules saved before."""
-        return sum(row.saved_before or 0 for row in self.converted)
-
-    @property
-    def saved_after(self) -> int:
-        return sum(row.saved_after or 0 for row in self.converted)
+    def calls(self) -> dict[str, int]:
+        """Returns the sums of all rows' `calls`: {"fused": ..., "checkpointed": ..., "original": ...}."""
+        return {
+            kind: sum(row.calls.get(kind, 0) for row in self.rows) for kind in ("fused", "checkpointed", "original")
+        }
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -67,9 +76,11 @@ class Conversion:
             text.append(f"{name_of([row.name for row in rows])}: {rows[0].reason}")
         count = len(self.converted)
         text.append(f"{count} module{'s' * (count != 1)} converted")
-        if any(row.saved_before is not None for row in self.converted):
+        if self.saved_before is not None and self.saved_after is not None:
             saved = memory.format_size(self.saved_after), memory.format_size(self.saved_before)
-            text[-1] += f"; saved for backward: {saved[0]} instead of {saved[1]}"
+            text[-1] += f"; the whole model saves {saved[0]} for backward instead of {saved[1]}"
+        elif not self.rows:
+            text[-1] += ": give convert a call of the model, as in ckptkern.convert(model, input_ids, labels=labels)"
         return "\n".join(text)
 
 

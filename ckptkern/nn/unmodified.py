@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,11 +27,28 @@ def runs_class_forward(module: torch.nn.Module) -> bool:
     return own is None or (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module)
 
 
+def dormant(hooks: dict[int, Callable]) -> bool:
+    """Do none of these do anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
+    collect what a call asks for."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    wanted = collector.get() if collector is not None else None
+
+    def rests(hook: Callable) -> bool:
+        if collector is None or getattr(hook, "__module__", None) != module.__name__:
+            return False
+        return (
+            wanted is None or inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) not in wanted
+        )
+
+    return all(map(rests, hooks.values()))
+
+
 def hooked(module: torch.nn.Module) -> bool:
-    """Does calling the module run hooks?"""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Does calling the module run hooks that do anything?"""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return bool(module._forward_hooks) and not dormant(module._forward_hooks)
 
 
 def untouched(module: torch.nn.Module) -> bool:

@@ -465,7 +465,7 @@ def test_the_table() -> None:
     text = str(conversion)
     assert "layers.* (2)" in text
     assert "transformer_layer" in text
-    assert text.splitlines()[-1].startswith("2 modules converted; saved for backward:")
+    assert text.splitlines()[-1].startswith("2 modules converted; the whole model saves ")
     assert [row.name for row in conversion] == ["layers.0", "layers.1", "head"]
     assert "head: the example's call has no F.cross_entropy of it" in text
 
