@@ -44,6 +44,9 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
+RANDOM = ("drop", "mask_time_prob", "mask_feature_prob")  # in names of what is random in training
+
+
 def overrides(config: Any) -> dict[str, Any]:
     known = set(inspect.signature(type(config)).parameters) | set(vars(config))
     changes = {}
@@ -51,6 +54,8 @@ def overrides(config: Any) -> dict[str, Any]:
         if name in known and isinstance(getattr(config, name, None), (int, type(None))):
             changes[name] = value
     for name, value in vars(config).items():
+        if isinstance(value, float) and any(part in name for part in RANDOM):
+            changes[name] = 0.0
         if name.endswith("_config") and hasattr(value, "to_dict") and not name.startswith("_"):
             changes[name] = overrides(value)
     return changes
@@ -67,7 +72,10 @@ def build(config_class: type, model_class: type, most: float = 2e7) -> nn.Module
     if count > most:
         raise TooLarge(f"{count:.0f} parameters")
     torch.manual_seed(0)
-    model = model_class(config).eval()
+    model = model_class(config).train()
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
     for p in model.parameters():
         if p.dim() <= 1 and p.is_floating_point():  # norms of ones and biases of zeros hide what is done with them
             p.data += 0.1 * torch.randn_like(p)

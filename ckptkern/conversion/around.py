@@ -45,14 +45,14 @@ def held_by(module: nn.Module) -> list[dict[str, Any]]:
 def general(module: nn.Module, recompute: str, call: Call) -> General:
     """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
     if holds_sharded(module):  # a forward that no backward follows would leave their state open
-        return General(module, recompute, decides=True)
+        return General(module, recompute)
     args, kwargs = without_caches(*call)
     try:
         with unmoved(module), torch.no_grad():
             module.train()
             return General(module, recompute, decides(module.forward, *args, **kwargs))
     except Exception:  # whatever a forward makes of its call in training
-        return General(module, recompute, decides=True)
+        return General(module, recompute)
 
 
 class Around:

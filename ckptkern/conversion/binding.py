@@ -406,9 +406,9 @@ def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str
 
 class General(Forward):
     """The class's forward as an activation checkpoint, or as it is at recompute="none". decides: what its forward decides is
-    saved (`saved_decisions`)."""
+    saved (`saved_decisions`), if it decides anything."""
 
-    def __init__(self, module: nn.Module, recompute: str, decides: bool):
+    def __init__(self, module: nn.Module, recompute: str, decides: bool = True):
         super().__init__(module, recompute)
         self.context_fn = saved_decisions if decides else noop_context_fn
 

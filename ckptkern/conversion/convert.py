@@ -18,7 +18,7 @@ from .. import memory
 from .. import nn as drop_ins
 from ..extras import missing
 from ..nn.unmodified import untouched
-from ..ops.dispatch.checks import check_choice, check_mode
+from ..ops.dispatch.checks import check_choice, check_mode, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
 from . import masks
@@ -140,11 +140,13 @@ class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, recompute: str, workspace: int | str | None, include, exclude, calls: dict[nn.Module, list[Call]],
-        hooked: set[nn.Module], heads: Heads | None, shards: Shards, shown: Callable[[str], None], otherwise: str,
+        self, recompute: str | tuple[str, str], workspace: int | str | None, include, exclude,
+        calls: dict[nn.Module, list[Call]], hooked: set[nn.Module], heads: Heads | None, shards: Shards,
+        shown: Callable[[str], None], otherwise: str,
     ):  # fmt: skip
         self.workspace, self.otherwise = workspace, otherwise
         self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
+        self.attention, self.mlp = recompute if isinstance(recompute, tuple) else (recompute, recompute)
         self.hooked, self.heads, self.shards = hooked, heads, shards
         self.shown = shown  # is told the name of each module that is tried
         self.rows: list[Row] = []
@@ -179,7 +181,12 @@ class _Conversion:
 
     def layer(self, name: str, module: nn.Module) -> Around | None:
         """The layer, if an activation checkpoint may stand around it."""
-        if self.otherwise == "leave" or self.recompute == "none" or module in self.hooked or holds_sharded(module):
+        if (
+            self.otherwise == "leave"
+            or "none" in (self.attention, self.mlp)
+            or module in self.hooked
+            or holds_sharded(module)
+        ):
             return None
         return around(module, self.calls.get(module, [])) if is_layer(name, module) else None
 
@@ -188,7 +195,7 @@ class _Conversion:
         made = None
         if layer is not None:
             try:
-                made, *measured = layer.checkpointed(self.recompute)
+                made, *measured = layer.checkpointed(self.mlp)
             except Unreadable as reason:
                 rows[-1].reason += f"; {reason}"
         if self.shards.agree(made is not None) and made is not None:
@@ -210,15 +217,16 @@ class _Conversion:
                     m.__dict__[ORIGINAL_CLASS] = kind
                     set_class(m, DROP_INS.get(kind, drop_ins.Dropout))
                     if kind is not nn.Dropout:
-                        m.recompute, m.workspace = self.recompute, self.workspace
+                        m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
+                        m.workspace = self.workspace
             row.saved_after = saved_by(module, module.forward, call)
 
         return Found([row], put)
 
     def head(self, name: str, module: nn.Module) -> Found | None:
         """An LM head, or the norm before it."""
-        row, forward = self.heads.row(name, module, self.recompute) if self.heads else (None, None)
-        if self.heads and (norm := self.heads.norm(name, module, self.recompute)):
+        row, forward = self.heads.row(name, module, self.mlp) if self.heads else (None, None)
+        if self.heads and (norm := self.heads.norm(name, module, self.mlp)):
             row, forward = norm
         if forward is not None:
             return Found([row], lambda: self.set(row, module, forward))
@@ -246,11 +254,13 @@ class _Conversion:
             if is_block(name, module) and (why := why_general(module)):
                 row.replaced_by, row.reason = "checkpoint", f"{why}: {reason}"
                 return Found(
-                    [row], lambda: self.bind(row, general(module, self.recompute, calls[0]), without_caches(*calls[0]))
+                    [row], lambda: self.bind(row, general(module, self.mlp, calls[0]), without_caches(*calls[0]))
                 )
             return Found([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
+        if segment.op != "transformer_layer":
+            forward.recompute = self.attention if segment.op == "attention_block" else self.mlp
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
@@ -267,7 +277,7 @@ class _Conversion:
         row.saved_after = saved_by(module, forward, call, x)
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
-        found, rows = runs_of(module, self.recompute), []
+        found, rows = runs_of(module, self.mlp), []
         for start, stop, run, error in found:
             segment = next(iter(run.segments.values()))
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
@@ -277,7 +287,7 @@ class _Conversion:
             rows.append(row)
 
         def put() -> None:
-            self.set(rows[0], module, Runs(module, [one[:3] for one in found], self.recompute))
+            self.set(rows[0], module, Runs(module, [one[:3] for one in found], self.mlp))
             for row, (*_, run, _) in zip(rows, found, strict=True):
                 row.calls = run.calls
 
@@ -316,7 +326,7 @@ def is_block(name: str, module: nn.Module) -> bool:
 def convert(
     model: nn.Module,
     *example_inputs: Any,
-    recompute: str = "selective",
+    recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
@@ -344,7 +354,9 @@ def convert(
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
     in training. The model's random state, buffers and modes are afterwards as before.
-    recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything.
+    recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
+    attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
+    checkpoint as a whole, unless one of the pair is "none".
     workspace: bytes of transient memory of each region in each pass, the head and its loss too: an int or a string such as
     "64MiB". None: that of ckptkern.workspace when the model is called, or its device's default.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
@@ -360,11 +372,7 @@ def convert(
     compiled or that FullyShardedDataParallel already took (convert first), unknown recompute modes and another `otherwise`. An
     error of the model's own call is its own.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("convert: the model is compiled: convert first, then compile")
-    check_mode("convert", recompute)
+    recompute = checked_modes(model, recompute)
     check_choice("convert", "otherwise", otherwise, OTHERWISE)
     parse_bytes("convert", workspace)
     check_keywords("convert", convert, model, example_kwargs)
@@ -379,17 +387,9 @@ def convert(
     shards = Shards(model)
     with progress("convert", len(places)) as shown:
         conversion = _Conversion(
-            recompute,
-            workspace,
-            include,
-            exclude,
-            calls,
-            hooked,
-            heads,
-            shards,
-            lambda name: shown(name, places[name]),
-            otherwise,
-        )
+            recompute, workspace, include, exclude, calls, hooked, heads, shards,
+            lambda name: shown(name, places[name]), otherwise,
+        )  # fmt: skip
         conversion.visit("", model)
     masks.open_up(model)
     rows = conversion.rows
@@ -400,6 +400,19 @@ def convert(
     if not (given or rows):
         warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
     return Conversion(rows, before, after)
+
+
+def checked_modes(model: nn.Module, recompute: str | tuple[str, str]) -> str | tuple[str, str]:
+    """recompute, as a pair only of two modes. Raises TypeError or ValueError for a model or mode that convert does not take."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("convert: the model is compiled: convert first, then compile")
+    if not isinstance(recompute, (tuple, list)):
+        check_mode("convert", recompute)
+        return recompute
+    attention, other = modes_of_sublayers("convert", recompute)
+    return attention if attention == other else (attention, other)
 
 
 def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:

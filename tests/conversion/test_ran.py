@@ -87,6 +87,27 @@ def test_what_is_no_longer_as_it_was_is_a_checkpoint(model: Stack) -> None:
     assert conversion.calls == {"fused": 1, "checkpointed": 1, "original": 0}
 
 
+def test_a_pair_of_modes(model: Stack) -> None:
+    saved = {}
+    for modes in (("full", "none"), ("none", "full"), ("full", "full"), "full", "none"):
+        other = copy.deepcopy(model)
+        conversion = ckptkern.convert(other, ids(), recompute=modes)
+        assert {row.replaced_by for row in conversion.converted} >= {"transformer_layer"}
+        saved[modes] = conversion.saved_after
+    assert saved["full"] == saved["full", "full"] < min(saved["full", "none"], saved["none", "full"])
+    assert max(saved["full", "none"], saved["none", "full"]) < saved["none"]
+
+
+def test_a_pair_of_modes_of_parts(model: Stack) -> None:
+    ckptkern.convert(model, ids(), recompute=("selective", "none"), exclude="layers.?")
+    assert "forward" not in model.layers[0].__dict__
+    ckptkern.convert(model, ids(), recompute=("selective", "none"), include=["*.self_attn", "*.mlp"])
+    assert [layer.self_attn.forward.recompute for layer in model.layers] == ["selective"] * 2
+    assert [layer.mlp.forward.recompute for layer in model.layers] == ["none"] * 2
+    with pytest.raises(ValueError, match="convert: recompute must be one of 'none', 'selective', 'full', not 'some'"):
+        ckptkern.convert(model, ids(), recompute=("full", "some"))
+
+
 def test_a_name_of_nothing_is_an_error(model: Stack) -> None:
     for option in ("include", "exclude"):
         with pytest.raises(ValueError, match=f"{option}='layer.0' is the name of no module of Stack; .* 'layers.0'"):
