@@ -4,7 +4,7 @@ every causal language model, called with labels, so that its head has a loss.
 Each is built with random weights, without dropout, called in training mode, converted at "full", and compared with what it was:
 loss, every gradient, saved bytes, these also under gradient checkpointing, the model's own or round each layer. A row counts if
 the compared step ran what convert put in. A model that does not build small, does not run on the inputs that small.py makes,
-or draws random numbers in training, is counted as such.
+or is random in training, is counted as such.
 """
 
 from __future__ import annotations

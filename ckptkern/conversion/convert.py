@@ -31,7 +31,7 @@ from .experts import is_experts
 from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .heads import Heads, Losses, scalars
 from .report import Conversion, Row
-from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
+from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
 
 DROP_INS = {
@@ -417,13 +417,10 @@ def checked_modes(model: nn.Module, recompute: str | tuple[str, str]) -> str | t
 
 def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
     """What a training call of the model saves, besides parameters; None if that cannot be measured."""
-    if not (args or kwargs) or holds_sharded(model):  # a forward that no backward follows would leave their state open
-        return None
-    with (
-        contextlib.suppress(Exception),
-        unmoved(model),
-        torch.enable_grad(),
-    ):  # whatever its forward makes of it in training
+    if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
+        return None  # a forward that no backward follows would leave their state open
+    # whatever its forward makes of it in training
+    with contextlib.suppress(Exception), unmoved(model), torch.enable_grad():
         model.train()
         with memory.saved_tensors(model) as saved, warnings.catch_warnings():
             warnings.simplefilter("ignore")
