@@ -34,7 +34,7 @@ WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
 )
 UNSEEN = object()
-FILLED = "it is given a cache of keys and values that is not empty"
+FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
 
@@ -270,8 +270,8 @@ class Forward:
 
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
     sublayer of a transformer_layer. workspace: of its op, if it has one. store: where what is saved goes; a copy of the module
-    has none. calls: how many training calls ran fused, as an activation checkpoint, and as the original forward, without those
-    under torch.compile.
+    has none. calls: how many calls with gradients ran fused, as an activation checkpoint, and in training as the original
+    forward, without those under torch.compile.
     """
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
@@ -385,13 +385,13 @@ class Fused(Forward):
             return self.checkpointed(args, kwargs)
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
-        self.calls["fused"] += 1
         try:
-            return segment(flat, self.recompute, self.workspace)
+            y = segment(flat, self.recompute, self.workspace)
         except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
-            self.calls["fused"] -= 1
             why = str(refusal)
-        return self.unfused(lambda: why, args, kwargs)
+            return self.unfused(lambda: why, args, kwargs)
+        self.calls["fused"] += 1
+        return y
 
 
 def is_cache(value: object) -> bool:

@@ -98,11 +98,13 @@ def count_hooks(module: nn.Module) -> int:
 # -- the model
 
 
+def several(which: Which | Iterable[Which] | None) -> Iterable[Which]:
+    return (which,) if isinstance(which, (str, type)) or callable(which) else which or ()
+
+
 def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module) -> bool:
     """Is the module one of these: names with wildcards, classes, or functions of (name, module)?"""
-    if isinstance(which, (str, type)) or callable(which):
-        which = (which,)
-    for one in which or ():
+    for one in several(which):
         if isinstance(one, type):
             found = isinstance(module, one)
         else:
@@ -116,7 +118,7 @@ def check_names(model: nn.Module, include, exclude) -> None:
     """Raises ValueError for a name of these that no module has."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for option, which in (("include", include), ("exclude", exclude)):
-        for one in [which] if isinstance(which, (str, type)) or callable(which) else which or ():
+        for one in several(which):
             if isinstance(one, str) and not fnmatch.filter(names, one):
                 close = difflib.get_close_matches(one, names, 1, 0.0)
                 raise ValueError(

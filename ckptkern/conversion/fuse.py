@@ -17,7 +17,7 @@ from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
 from ..subclasses import own_dispatch
 from .alike import Checked, call_kinds
-from .binding import Fused, Segment, named, templates
+from .binding import Fused, Segment, is_cache, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .check import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
 from .experts import is_experts, read_experts, routed
@@ -212,11 +212,6 @@ def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], inputs
     for masks in (seen, added):
         for combination in itertools.product((None, *masks), repeat=len(places)):
             yield changed(dict(zip(places, combination, strict=True)))
-
-
-def is_cache(value: object) -> bool:
-    """Does it collect keys and values from call to call?"""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 def without_caches(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], list[int]]:

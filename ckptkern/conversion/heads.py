@@ -68,6 +68,9 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+CHANGED = "its class, hooks, weight or input are not as in the example for convert. Convert the model as it is trained"
+
+
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
@@ -85,7 +88,11 @@ class Head(Forward):
         compiling = torch.compiler.is_compiling()
         if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0]):
             return self.unfused(
-                lambda: "its class, hooks, weight or input are not as in the example for convert", args, kwargs
+                lambda: (
+                    "its class, hooks, weight or input are not as in the example. Convert the model as it is trained"
+                ),
+                args,
+                kwargs,
             )
         mode = mode_of(OP, None, self.recompute)
         if compiling:

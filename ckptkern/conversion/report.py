@@ -20,8 +20,8 @@ class Row:
     tokens, the class of a drop-in replacement in ckptkern.nn, or None, with the reason.
     saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example
     inputs; None without them. error: the largest relative error of output and gradients in the numerical check.
-    calls: how many training calls of it have run "fused", "checkpointed" and as the "original" forward since convert, each
-    recompute of an activation checkpoint around it included; those under torch.compile are not counted.
+    calls: how many calls of it with gradients have run "fused", "checkpointed" and, in training, as the "original" forward
+    since convert, each recompute of an activation checkpoint around it included; those under torch.compile are not counted.
     """
 
     name: str

@@ -37,9 +37,7 @@ def dormant(hooks: dict[int, Callable]) -> bool:
     def rests(hook: Callable) -> bool:
         if collector is None or getattr(hook, "__module__", None) != module.__name__:
             return False
-        return (
-            wanted is None or inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) not in wanted
-        )
+        return not wanted or inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) not in wanted
 
     return all(map(rests, hooks.values()))
 

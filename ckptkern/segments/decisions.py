@@ -34,7 +34,7 @@ _COMPILED = functools.partial(
 
 
 def saved_decisions() -> tuple[_Save, _Replay]:
-    """Contexts of forward and recompute, as `context_fn`, that save which rows forward chose.
+    """Returns contexts of forward and recompute, for `context_fn`, that save which rows forward chose.
 
         y = ckptkern.checkpoint(layer, x, context_fn=ckptkern.saved_decisions)
 
