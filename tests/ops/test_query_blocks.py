@@ -161,6 +161,16 @@ def test_one_dropout_mask(name, kv_heads):
     torch.testing.assert_close(blocked["v"], whole["v"])
 
 
+@pytest.fixture
+def one_thread():
+    """torch's flash kernel for CPUs allocates a buffer for each thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", [name for name in CASES if name != "added"])
 def test_scores_are_never_written_out(name):
     """Above what the caller holds: the output, the logsumexp, the gradients, and 1 MiB, where one [B, H, Sq, Sk] has 16."""
@@ -301,8 +311,8 @@ def test_packed_sequences_in_blocks():
         results.append(
             (o, lse, *eager.attn_grads(q, k, v, do, o, lse, of)[:3], *eager.attn_bwd(q, k, v, do, lse, delta, of))
         )
-    for whole, blocked in zip(*results, strict=True):
-        torch.testing.assert_close(blocked, whole)
+    for whole, blocked in zip(*results, strict=True):  # other blocks of a matmul round otherwise with several threads
+        torch.testing.assert_close(blocked, whole, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("dropped", [0, 20_000])
