@@ -280,6 +280,7 @@ class Forward:
         self.previous: Callable | None = module.__dict__.get("forward")
         self.workspace: int | str | None = None
         self.store: Store | None = None
+        self.group: tuple[Any, int] | None = None  # (groups.Group, its place there)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"store": None}
@@ -291,6 +292,9 @@ class Forward:
             register()
 
     def __call__(self, *args, **kwargs):
+        if self.group is not None:
+            group, place = self.group
+            return group.call(self, place, args, kwargs)
         if self.store is None:
             return self.run(*args, **kwargs)
         with self.store:

@@ -18,7 +18,7 @@ from .. import memory
 from .. import nn as drop_ins
 from ..extras import missing
 from ..nn.unmodified import untouched
-from ..ops.dispatch.checks import check_choice, check_mode, modes_of_sublayers
+from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
 from . import masks
@@ -29,6 +29,7 @@ from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
 from .experts import is_experts
 from .fuse import calls_of, fuse, runs_of, saved_bytes
+from .groups import group_layers
 from .heads import Heads, Losses, scalars
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
@@ -41,6 +42,7 @@ DROP_INS = {
 }
 ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
 OTHERWISE = ("leave", "checkpoint")
+NO_REGIONS = "forms no group of layers, because none takes what the layer before it returned. Leave it out"
 PATTERNS = 4  # kinds of arguments that are checked of one module
 
 Which = str | type | Callable[[str, nn.Module], bool]
@@ -333,6 +335,7 @@ def convert(
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
     otherwise: str = "checkpoint",
+    every: int = 1,
     **example_kwargs: Any,
 ) -> Conversion:
     """Puts ckptkern's layers into a model that exists, whatever its architecture, and says what it did.
@@ -366,6 +369,9 @@ def convert(
     otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op: "checkpoint" runs it as an
     activation checkpoint where that saves less, so that the model saves no more than under gradient checkpointing; what is
     fused inside runs in mode "none" in the recompute. "leave" leaves it, with what is fused inside.
+    every: how many layers in a row, members of a list, are one region, which saves the first one's input and recomputes the
+    others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than what the layer
+    before it returned begins a region. Layers run one by one under torch.compile, TensorParallel and fully_shard.
 
     A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
     is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
@@ -375,33 +381,32 @@ def convert(
     error of the model's own call is its own.
     """
     recompute = checked_modes(model, recompute)
-    check_choice("convert", "otherwise", otherwise, OTHERWISE)
-    parse_bytes("convert", workspace)
-    check_keywords("convert", convert, model, example_kwargs)
-    check_not_fsdp1(model)
-    check_not_split("convert", model)
+    check_options(model, workspace, otherwise, every, example_kwargs)
     revert(model)
     given = example_inputs or example_kwargs
     check_names(model, include, exclude)
     before = saved_by_all(model, example_inputs, example_kwargs)
     calls, hooked, heads = captured(model, example_inputs, example_kwargs) if given else ({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    shards = Shards(model)
     with progress("convert", len(places)) as shown:
         conversion = _Conversion(
-            recompute, workspace, include, exclude, calls, hooked, heads, shards,
+            recompute, workspace, include, exclude, calls, hooked, heads, Shards(model),
             lambda name: shown(name, places[name]), otherwise,
         )  # fmt: skip
         conversion.visit("", model)
     masks.open_up(model)
     rows = conversion.rows
+    groups = group_layers(model, rows, every) if every > 1 else []
     after = saved_by_all(model, example_inputs, example_kwargs) if before is not None else None
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
     warn_again()
     if not (given or rows):
         warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
-    return Conversion(rows, before, after)
+    regions = [names for group in groups for names in group.regions(ran=after is not None)]
+    if groups and not regions:
+        warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=2)
+    return Conversion(rows, before, after, regions)
 
 
 def checked_modes(model: nn.Module, recompute: str | tuple[str, str]) -> str | tuple[str, str]:
@@ -415,6 +420,17 @@ def checked_modes(model: nn.Module, recompute: str | tuple[str, str]) -> str | t
         return recompute
     attention, other = modes_of_sublayers("convert", recompute)
     return attention if attention == other else (attention, other)
+
+
+def check_options(
+    model: nn.Module, workspace: int | str | None, otherwise: str, every: int, kwargs: dict[str, Any]
+) -> None:
+    check_choice("convert", "otherwise", otherwise, OTHERWISE)
+    check_count("convert", "every", every)
+    parse_bytes("convert", workspace)
+    check_keywords("convert", convert, model, kwargs)
+    check_not_fsdp1(model)
+    check_not_split("convert", model)
 
 
 def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:

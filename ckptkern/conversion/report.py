@@ -39,12 +39,13 @@ class Conversion:
     """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
 
     saved_before, saved_after: bytes that a training call of the whole model with the example inputs saves for backward, besides
-    parameters; None if it could not be measured.
+    parameters; None if it could not be measured. groups: the names of layers that are one region, for each (`every`).
     """
 
     rows: list[Row] = field(default_factory=list)
     saved_before: int | None = None
     saved_after: int | None = None
+    groups: list[list[str]] = field(default_factory=list)
 
     @property
     def converted(self) -> list[Row]:
@@ -74,6 +75,8 @@ class Conversion:
         text = aligned(lines)
         for rows in _alike(self.left):
             text.append(f"{name_of([row.name for row in rows])}: {rows[0].reason}")
+        for names in self.groups:
+            text.append(f"{names[0]} to {names[-1]} are one region")
         count = len(self.converted)
         text.append(f"{count} module{'s' * (count != 1)} converted")
         if self.saved_before is not None and self.saved_after is not None:

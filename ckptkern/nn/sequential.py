@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -100,7 +104,8 @@ class LayerStack(torch.nn.ModuleList):
     every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
 
     A torch.nn.ModuleList with a forward, and its `state_dict`. Without gradients the layers run as they are. Raises TypeError
-    if a layer returns no tensor.
+    if a layer returns no tensor. A model that calls the layers one by one, as those of transformers do, does not call the
+    stack: it warns then, and `ckptkern.convert(model, ..., every=k)` groups them.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module] | None = None, every: int = 2, **options: Any):
@@ -110,7 +115,7 @@ class LayerStack(torch.nn.ModuleList):
         self.every, self.options = every, options
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        layers = tuple(self)
+        layers = tuple(self._modules.values())
         starts = range(0, len(layers), self.every)
         for start in starts:
             group = layers[start : start + self.every]
@@ -125,3 +130,23 @@ class LayerStack(torch.nn.ModuleList):
         if isinstance(index, slice):
             part.every, part.options = self.every, self.options
         return part
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _in_forward(sys._getframe(1), self):
+            _warn_of_iteration()
+        return super().__iter__()
+
+
+def _in_forward(frame: FrameType, stack: LayerStack) -> bool:
+    """Is it the frame of another module's forward?"""
+    own = frame.f_locals.get("self")
+    return frame.f_code.co_name == "forward" and isinstance(own, torch.nn.Module) and own is not stack
+
+
+@functools.cache
+def _warn_of_iteration() -> None:
+    warnings.warn(
+        "ckptkern.nn.LayerStack: a model's forward iterates over the stack and calls its layers one by one, so that they are "
+        "not grouped. Call the stack, or use ckptkern.convert(model, ..., every=k)",
+        stacklevel=4,
+    )

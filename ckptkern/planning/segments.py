@@ -228,6 +228,10 @@ def check_model(op: str, model: nn.Module, inputs: object) -> None:
         raise ValueError(
             f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
         )
+    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
+        raise ValueError(
+            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+        )
     check_not_fsdp1(model)
     check_not_split(op, model)
 

@@ -56,20 +56,49 @@ class Segment(SavedTensors):
         self.stops_early, self.compares = early_stop, check != "none"
         self.checksums: list[Tensor] | None = [] if check == "values" else None
         self.device_context = _device_context() if torch._C._len_torch_function_stack() else None
-        self.modules, others = _modules_of(function, args, kwargs)
-        for module in self.modules:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self.watch(parameter)
-        # (dict of buffers, their versions) of each module: recompute must not change what forward has changed
-        self.buffers = [
-            (module._buffers, _versions(module._buffers)) for module in self.modules + others if module._buffers
-        ]
+        self.modules: list[nn.Module] = []
+        self.buffers: list[tuple] = []
+        self.include(function, args, kwargs)
         self.done: dict = {}  # key of every backward pass that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
         self.state = SegmentState(args, kwargs, preserve_rng_state)
 
     # -- forward
+
+    def include(self, function: Callable, args: tuple, kwargs: dict) -> None:
+        """Watches what a call of the function runs: it must be as it is now when the region is recomputed."""
+        modules, others = _modules_of(function, args, kwargs)
+        for module in modules:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self.watch(parameter)
+        self.modules += modules
+        # (dict of buffers, their versions) of each module: recompute must not change what forward has changed
+        self.buffers += [
+            (module._buffers, _versions(module._buffers)) for module in modules + others if module._buffers
+        ]
+
+    def record(self, context, function: Callable, args: tuple, kwargs: dict):
+        """The function's result, of which only placeholders are saved. context: of forward, from `context_fn`."""
+        _push_hooks(self.hook(), unpack_saved)
+        try:
+            if context is None:
+                result = function(*args, **kwargs)
+            else:
+                returned = False
+                with context:
+                    result = function(*args, **kwargs)
+                    returned = True
+                if not returned:
+                    raise RuntimeError(
+                        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+                        "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
+                        "for a failed forward."
+                    )
+        finally:
+            _pop_hooks()
+        self.complete()
+        return result
 
     def hook(self) -> Callable[[Tensor], Placeholder]:
         if self.checksums is None:
@@ -169,11 +198,14 @@ class Segment(SavedTensors):
 
     def run(self, args, kwargs) -> None:
         if self.recompute_context is None and self.device_context is None:
-            self.function(*args, **kwargs)
+            self.call(args, kwargs)
         else:
             context, device = (_NOTHING if c is None else c for c in (self.recompute_context, self.device_context))
             with context, device:
-                self.function(*args, **kwargs)
+                self.call(args, kwargs)
+
+    def call(self, args, kwargs) -> None:
+        self.function(*args, **kwargs)
 
     # -- checks
 
@@ -433,25 +465,7 @@ def _checkpoint(function, args, kwargs, preserve_rng_state, context_fn, check, d
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
         early_stop = stop
     segment = Segment(function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error)
-    _push_hooks(segment.hook(), unpack_saved)
-    try:
-        if contexts is None:
-            result = function(*args, **kwargs)
-        else:
-            returned = False
-            with contexts[0]:
-                result = function(*args, **kwargs)
-                returned = True
-            if not returned:
-                raise RuntimeError(
-                    "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
-                    "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
-                    "for a failed forward."
-                )
-    finally:
-        _pop_hooks()
-    segment.complete()
-    return result
+    return segment.record(contexts and contexts[0], function, args, kwargs)
 
 
 def checkpointed(function: Callable | None = None, /, **options):

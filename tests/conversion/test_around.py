@@ -9,21 +9,25 @@ import pickle
 
 import pytest
 import torch
-from support.architectures import WIDTH, Gated, Llama, RMSNorm, Stack, fused_of, ids, results, with_tables
+from support.architectures import (
+    WIDTH,
+    Choosing,
+    Gated,
+    Llama,
+    RMSNorm,
+    Scaled,
+    Stack,
+    fused_of,
+    ids,
+    results,
+    with_tables,
+)
 from torch import Tensor, nn
 
 import ckptkern
 from ckptkern.conversion import around as _around
 from ckptkern.conversion.binding import Fused, General
 from ckptkern.memory import saved_tensors
-
-
-class Scaled(Llama):
-    """A sum that no op has: only attention and MLP are read."""
-
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
-        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
-        return x + torch.tanh(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Dropped(Scaled):
@@ -105,27 +109,6 @@ class Routed(Scaled):
     def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
         x = x + torch.tanh(self.self_attn(self.norm(x), tables, attention_mask)[0])
         return x + sum(torch.sin(one(x)) for one in self.mlp)
-
-
-class Choosing(Scaled):
-    """A router, whose scores a recompute rounds otherwise by at most `noise`."""
-
-    noise = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = nn.ModuleList(Gated() for _ in range(4))
-        self.router = nn.Linear(WIDTH, len(self.mlp))
-        nn.init.zeros_(self.router.bias)
-        self.router.weight.data.mul_(1e-4)
-
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
-        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
-        scores = self.router(x)
-        if torch._C._current_graph_task_id() >= 0:  # inside of backward
-            scores = scores + self.noise * torch.arange(scores.numel()).sin().view_as(scores)
-        chosen = scores.topk(1, -1).indices
-        return x + sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
 
 
 def model_of(layer: type[nn.Module]) -> Stack:

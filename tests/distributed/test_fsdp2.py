@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.architectures import ARCHITECTURES, GPT, ids
+from support.architectures import ARCHITECTURES, GPT, Llama, Stack, ids, with_tables
 from support.training import KINDS, Cast, Network, alone, build, check, convert, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -212,6 +212,26 @@ def _check_sharded_inside(rank, size, reshard):
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_layer_with_a_sharded_module_inside_is_an_activation_checkpoint(ranks, reshard):
     ranks.run(2, _check_sharded_inside, 2, reshard)
+
+
+def _check_groups(rank, size, order):
+    """Layers that are one region in one process run one by one where each gathers its parameters."""
+    torch.manual_seed(0)
+    network = Stack(Llama, with_tables, 5)
+    unfused = copy.deepcopy(network)
+    if order == ORDERS[1]:
+        shard(network, size)
+    conversion = ckptkern.convert(network, ids(), recompute="full", every=2)
+    assert len(conversion.converted) == 5
+    if order == ORDERS[0]:
+        assert len(conversion.groups) == 2
+        shard(network, size)
+    check(network, alone(unfused, size), rank)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_grouped_layers(ranks, order):
+    ranks.run(2, _check_groups, 2, order)
 
 
 def _check_root_alone(rank, size):

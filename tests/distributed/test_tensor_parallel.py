@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures import ARCHITECTURES, DropPath, adapted, ids
+from support.architectures import ARCHITECTURES, DropPath, Llama, Stack, adapted, ids, with_tables
 from support.interpreter import quicken
 from support.ranks import Ranks
 from torch import nn
@@ -272,6 +272,21 @@ def converted(name: str, dropout: bool = True) -> nn.Module:
             module.drop_prob = P
     assert len(ckptkern.convert(model, ids()).converted) == 2
     return model.double()
+
+
+def _check_groups(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    unfused = Stack(Llama, with_tables, 5).double()
+    ours = copy.deepcopy(unfused)
+    assert len(ckptkern.convert(ours, ids(), recompute="full", every=2).groups) == 2
+    parallelize_module(ours, mesh, {"layers.*": style()})
+    for model in (unfused, ours):
+        model(ids()).square().mean().backward()
+    check_gradients(unfused, ours, "grouped layers")
+
+
+def test_grouped_layers(ranks):
+    on_mesh(ranks, 2, _check_groups)
 
 
 def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -> None:

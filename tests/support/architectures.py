@@ -365,13 +365,44 @@ def adapted(module: nn.Module, only: str = "", **options) -> nn.Module:
     return module
 
 
-class Stack(nn.Module):
-    """Two layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
+class Scaled(Llama):
+    """A sum that no op has: only attention and MLP are read."""
 
-    def __init__(self, layer: Callable[[], nn.Module], calls: Callable[[Tensor], dict[str, Any]] = lambda x: {}):
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
+        return x + torch.tanh(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Choosing(Scaled):
+    """A router, whose scores a recompute rounds otherwise by at most `noise`."""
+
+    noise = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleList(Gated() for _ in range(4))
+        self.router = nn.Linear(WIDTH, len(self.mlp))
+        nn.init.zeros_(self.router.bias)
+        self.router.weight.data.mul_(1e-4)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
+        scores = self.router(x)
+        if torch._C._current_graph_task_id() >= 0:  # inside of backward
+            scores = scores + self.noise * torch.arange(scores.numel()).sin().view_as(scores)
+        chosen = scores.topk(1, -1).indices
+        return x + sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
+
+
+class Stack(nn.Module):
+    """Layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
+
+    def __init__(
+        self, layer: Callable[[], nn.Module], calls: Callable[[Tensor], dict[str, Any]] = lambda x: {}, count: int = 2
+    ):
         super().__init__()
         self.embed = nn.Embedding(20, WIDTH)
-        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.layers = nn.ModuleList(layer() for _ in range(count))
         self.head = nn.Linear(WIDTH, 20, False)
         self.head.weight = self.embed.weight
         nn.init.normal_(self.embed.weight, std=0.3)  # logits of order 1, so that no sample outweighs the others
