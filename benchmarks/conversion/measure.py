@@ -24,8 +24,8 @@ from ckptkern.memory import saved_tensors
 class Result:
     """One model. saved_*: bytes of one training call, besides parameters. loss_error: the converted model's, relative to the
     original's. *_error: the largest relative error of all gradients, of the converted model against the original's, and
-    in bfloat16 of both against float64. seconds: of convert. original: how many converted modules ran their original forward
-    in the compared step."""
+    in bfloat16 of both against float64. deviation: `deviation`, of both with dropout. seconds: of convert. original: how many
+    converted modules ran their original forward in the compared step."""
 
     name: str
     verdict: str = ""
@@ -40,6 +40,7 @@ class Result:
     bf16_error: float = math.nan
     bf16_eager_error: float = math.nan
     curve_error: float = math.nan
+    deviation: float = math.nan
     seconds: float = math.nan
     original: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -97,6 +98,25 @@ def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
             continue
         worst = max(worst, difference / (norm + floor + 1e-30)) if not math.isnan(difference) else math.inf
     return worst
+
+
+def statistics(model: nn.Module, inputs: dict[str, Any], seeds: int) -> Tensor:
+    """[seeds, 10]: of a step with each seed the loss, the gradients' norm, and random projections of them."""
+    rows = []
+    for seed in range(seeds):
+        found = step(model, inputs, seed=seed)
+        names, draws = sorted(name for name in found if name), torch.Generator().manual_seed(0)
+        flat = torch.cat([found[name].flatten() for name in names]).double()
+        projected = [flat @ torch.randn(flat.shape, generator=draws, dtype=flat.dtype) for _ in range(8)]
+        rows.append(torch.stack([found[""].double(), flat.norm(), *projected]))
+    return torch.stack(rows)
+
+
+def deviation(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference of two samples' means, in standard errors (Welch's t)."""
+    variance = (ours.var(0) + theirs.var(0)) / len(ours)
+    floor = 1e-5 * theirs.abs().amax(0)  # of rounding, where nothing is random
+    return float(((ours.mean(0) - theirs.mean(0)).abs() / (variance.sqrt() + floor + 1e-30)).max())
 
 
 def wide(inputs: Any) -> Any:

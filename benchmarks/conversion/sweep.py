@@ -1,10 +1,14 @@
 """convert on every model class of transformers that builds from a small configuration: `make convert-sweep`. With --labels on
 every causal language model, called with labels, so that its head has a loss.
 
-Each is built with random weights, without dropout, called in training mode, converted at "full", and compared with what it was:
-loss, every gradient, saved bytes, these also under gradient checkpointing, the model's own or round each layer. A row counts if
-the compared step ran what convert put in. A model that does not build small, does not run on the inputs that small.py makes,
-or is random in training, is counted as such.
+Each is built with random weights, called in training mode, converted at "full", and compared with what it was: loss, every
+gradient, saved bytes, these also under gradient checkpointing, the model's own or round each layer. A row counts if the
+compared step ran what convert put in. A model that does not build small, does not run on the inputs that small.py makes, or is
+random in training, is counted as such.
+
+Three passes: `plain` without dropout; `sizes` likewise, with another width, batch, length, number of heads, layers and experts;
+`dropout` with dropout of 0.2 everywhere, compared in distribution: the means of the loss and of random projections of all
+gradients, over many seeds.
 """
 
 from __future__ import annotations
@@ -23,6 +27,9 @@ import torch
 from . import measure, small
 
 WRONG = 1e-4  # of a gradient's norm; rounding in float32 gives 1e-6
+DEVIATES = 5.5  # standard errors, of means over SEEDS steps
+SEEDS = 64
+PASSES = {"plain": small.Scale(), "sizes": small.OTHER, "dropout": small.Scale(dropout=0.2)}
 
 
 class TooLong(Exception):
@@ -33,12 +40,19 @@ def _alarm(*_) -> None:
     raise TooLong
 
 
-def one(name: str, config_class: type, model_class: type, seconds: int, labels: bool = False) -> measure.Result:
+def one(
+    name: str,
+    config_class: type,
+    model_class: type,
+    seconds: int,
+    labels: bool = False,
+    scale: small.Scale = PASSES["plain"],
+) -> measure.Result:
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(seconds)
     result = measure.Result(name)
     try:
-        model = small.build(config_class, model_class)
+        model = small.build(config_class, model_class, scale)
     except small.TooLarge as error:
         result.verdict, result.reasons = "too large", [str(error)]
         return result
@@ -46,7 +60,7 @@ def one(name: str, config_class: type, model_class: type, seconds: int, labels: 
         result.verdict, result.reasons = "does not build", [f"{type(error).__name__}: {str(error)[:200]}"]
         return result
     try:
-        for inputs in small.inputs(model):
+        for inputs in small.inputs(model, scale):
             inputs |= {"labels": inputs.get("input_ids")} if labels else {}
             try:
                 measure.step(model, inputs)
@@ -62,14 +76,19 @@ def one(name: str, config_class: type, model_class: type, seconds: int, labels: 
         result.verdict = "does not run"
         return result
     try:
-        first, again = measure.step(model, inputs), measure.step(model, inputs, seed=1)
+        first, again = measure.step(model, inputs), measure.step(model, inputs, seed=int(not scale.dropout))
         if measure.error(again, first) > 1e-6:
             result.verdict, result.reasons = "does not repeat", []
             return result
         result.saved_checkpoint = measure.saved_under_checkpointing(model, inputs)
+        theirs = measure.statistics(model, inputs, SEEDS) if scale.dropout else None
         measure.convert_and_compare(result, model, inputs, recompute="full")
-        if not (result.gradient_error < WRONG and result.loss_error < WRONG):
-            result.verdict = "WRONG"
+        if theirs is not None:
+            result.deviation = measure.deviation(measure.statistics(model, inputs, SEEDS), theirs)
+            right = result.deviation < DEVIATES
+        else:
+            right = result.gradient_error < WRONG and result.loss_error < WRONG
+        result.verdict = result.verdict if right else "WRONG"
     except TooLong:
         result.verdict = "too long"
     except Exception as error:  # is what the sweep looks for: reported as CRASHED, with its traceback
@@ -102,6 +121,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="classes whose names have this in them")
     parser.add_argument("--labels", action="store_true", help="causal language models, called with labels")
+    parser.add_argument("--pass", dest="scale", choices=PASSES, default="plain", help="(default: %(default)s)")
     parser.add_argument("--part", default="0/1", help="I/N: every Nth class, from the Ith")
     parser.add_argument("--after", default="", help="classes whose names come after this")
     parser.add_argument("--seconds", type=int, default=90, help="at most for one class (default: %(default)s)")
@@ -119,7 +139,7 @@ def main() -> None:
         writer = csv.DictWriter(file, list(measure.Result("").row()))
         writer.writeheader()
         for k, (name, config_class, model_class) in enumerate(chosen, 1):
-            result = one(name, config_class, model_class, args.seconds, args.labels)
+            result = one(name, config_class, model_class, args.seconds, args.labels, PASSES[args.scale])
             counts[result.verdict] += 1
             within += result.saved_checkpoint > 0 and result.saved_converted <= 1.05 * result.saved_checkpoint
             compared += result.saved_converted > 0
@@ -132,7 +152,15 @@ def main() -> None:
             ]
             print(f"{k}/{len(chosen)} {name}: {result.verdict}", *ratios, flush=True)
             if result.verdict in ("WRONG", "CRASHED"):
-                print("   ", result.replaced, result.gradient_error, *result.reasons, file=sys.stderr, flush=True)
+                print(
+                    "   ",
+                    result.replaced,
+                    result.gradient_error,
+                    result.deviation,
+                    *result.reasons,
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(dict(counts))
     print(f"{within} of {compared} save at most 1.05 of what gradient checkpointing saves")
 

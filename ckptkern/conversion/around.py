@@ -24,13 +24,19 @@ def is_member(name: str, module: nn.Module) -> bool:
     return name.rpartition(".")[2].isdigit() and not all(map(is_leaf, module.children()))
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Is its class one that transformers' gradient checkpointing runs as a region?"""
+    return isinstance(getattr(type(module), "gradient_checkpointing", None), bool)
+
+
 def is_layer(name: str, module: nn.Module) -> bool:
     """Is it a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's forward?"""
-    return (
-        is_member(name, module)
-        and not any(is_member(inner, m) for inner, m in module.named_modules() if m is not module)
-        and runs_class_forward(module)
-    )
+    if not (is_member(name, module) and runs_class_forward(module)):
+        return False
+    inner = [(path, m) for path, m in module.named_modules() if m is not module]
+    if is_marked(module):  # lists inside it are its parts, as T5's sublayers are
+        return not any(is_marked(m) for _, m in inner)
+    return not any(is_member(path, m) for path, m in inner)
 
 
 def held_by(module: nn.Module) -> list[dict[str, Any]]:

@@ -153,6 +153,7 @@ class _Conversion:
         self.attention, self.mlp = recompute if isinstance(recompute, tuple) else (recompute, recompute)
         self.hooked, self.heads, self.shards = hooked, heads, shards
         self.shown = shown  # is told the name of each module that is tried
+        self.within = False  # a layer that an activation checkpoint may stand around
         self.rows: list[Row] = []
         self.seen: set[int] = set()
         self.checked: list[Checked] = []  # modules that others may be like
@@ -177,10 +178,11 @@ class _Conversion:
             layer = None
             if is_block(name, module):
                 self.rows += found.rows
-                layer = self.layer(name, module) if found.rows else None
-            start = len(self.rows)
+                layer = self.layer(name, module) if found.rows and not self.within else None
+            start, outer, self.within = len(self.rows), self.within, self.within or layer is not None
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
+            self.within = outer
             self.surround(module, layer, found.rows, self.rows[start:])
 
     def layer(self, name: str, module: nn.Module) -> Around | None:

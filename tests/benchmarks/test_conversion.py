@@ -34,6 +34,20 @@ def test_a_wrong_one_shows() -> None:
     assert measure.error(nan, right) == float("inf")
 
 
+def test_steps_with_dropout_are_compared_in_distribution() -> None:
+    model, other = ARCHITECTURES["llama"].model(), ARCHITECTURES["llama"].model()
+    for layer in (*model.layers, *other.layers):
+        layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.2))
+    theirs = measure.statistics(model.train(), {"ids": ids()}, 64)
+    other.load_state_dict(model.state_dict())
+    torch.manual_seed(100)
+    shifted = [measure.statistics(other.train(), {"ids": ids()}, 128)[64:]]
+    for layer in other.layers:
+        layer.mlp[1].p = 0.5
+    shifted.append(measure.statistics(other, {"ids": ids()}, 64))
+    assert measure.deviation(shifted[0], theirs) < 5.5 < measure.deviation(shifted[1], theirs)
+
+
 def test_layers_that_are_not_called_do_not_count() -> None:
     class Half(nn.Module):
         def __init__(self):

@@ -98,6 +98,25 @@ class Stage(nn.Module):
         return x
 
 
+class Marked(Stage):
+    """As transformers marks what its gradient checkpointing runs as a region."""
+
+    gradient_checkpointing = False
+
+
+class Wrapping(nn.Module):
+    """A stage, marked itself, of marked layers."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([Marked()])
+
+    def forward(self, x: Tensor, tables=None) -> Tensor:
+        return torch.tanh(self.stages[0](x, tables))
+
+
 class Routed(Scaled):
     """Experts in a list, which are no layers."""
 
@@ -226,6 +245,22 @@ def test_the_innermost_layers_are_checkpoints() -> None:
     for stage in model.layers:
         assert "forward" not in stage.__dict__
         assert [type(block.forward) for block in stage.blocks] == [General] * 2
+
+
+def test_a_layer_that_transformers_checkpoints_is_one_with_the_lists_inside() -> None:
+    """Such as T5's layers, whose sublayers are a list, and MobileBERT's."""
+    expected = results(model := model_of(Marked))
+    conversion = ckptkern.convert(model, ids(), recompute="full")
+    for stage in model.layers:
+        assert type(stage.forward) is General
+        assert not any("forward" in block.__dict__ for block in stage.blocks)
+    ours = results(model)
+    for name, one in expected.items():
+        torch.testing.assert_close(ours[name], one)
+    assert [row.calls["checkpointed"] for row in conversion if row.replaced_by == "checkpoint"] == [1, 1]
+    outer = model_of(Wrapping)
+    ckptkern.convert(outer, ids(), recompute="full")
+    assert [type(inner.forward) for layer in outer.layers for inner in layer.stages] == [General] * 2
 
 
 def test_none_saves_everything_and_a_whole_layer_is_fused() -> None:
