@@ -31,7 +31,7 @@ def is_marked(module: nn.Module) -> bool:
 
 def is_layer(name: str, module: nn.Module) -> bool:
     """Is it a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's forward?"""
-    if not (is_member(name, module) and runs_class_forward(module)):
+    if not ((is_member(name, module) or is_marked(module)) and runs_class_forward(module)):
         return False
     inner = [(path, m) for path, m in module.named_modules() if m is not module]
     if is_marked(module):  # lists inside it are its parts, as T5's sublayers are
@@ -78,7 +78,10 @@ class Around:
         module = self.module
         with unmoved(module), torch.no_grad():
             module.train()
-            before, buffers = held_by(module), [(b, b._version, b.detach().clone()) for b in module.buffers()]
+            # recompute updates no running statistics, and training does not read them
+            owners = [m for m in module.modules() if not isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            own = [b for m in owners for b in m.buffers(recurse=False)]
+            before, buffers = held_by(module), [(b, b._version, b.detach().clone()) for b in own]
             module.forward(*self.call[0], **self.call[1])
             for was, now in zip(before, held_by(module), strict=True):
                 if was != now:

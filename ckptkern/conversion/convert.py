@@ -23,7 +23,7 @@ from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import own_dispatch
 from . import masks
 from .alike import Checked
-from .around import Around, around, general, is_layer
+from .around import Around, around, general, is_layer, is_marked
 from .binding import Forward, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
@@ -176,7 +176,7 @@ class _Conversion:
                 self.rows += found.rows
                 return
             layer = None
-            if is_block(name, module):
+            if is_block(name, module) or is_marked(module):
                 self.rows += found.rows
                 layer = self.layer(name, module) if found.rows and not self.within else None
             start, outer, self.within = len(self.rows), self.within, self.within or layer is not None
@@ -245,7 +245,7 @@ class _Conversion:
             calls = calls_of(module)
         elif not calls and kind is nn.Sequential and len(module) and type(module[0]) is nn.Linear:
             calls = calls_of(module[0])
-        if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module)):
+        if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
             return Found([])
         row = Row(name, kind.__name__, None)
         if module in self.hooked:
