@@ -127,7 +127,6 @@ class Around:
     def note(self, row: Row, after: int, error: float, inner: list[Row]) -> None:
         """The checkpoint in the layer's row. inner: the rows of what is inside, whose bytes are then the layer's."""
         row.replaced_by, row.saved_before, row.saved_after, row.error = "checkpoint", self.before, after, error
-        row.reason = f"no fused op: {row.reason}"
         for one in inner:
             one.saved_before = one.saved_after = None
 

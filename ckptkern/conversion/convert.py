@@ -207,6 +207,9 @@ class _Conversion:
         if self.shards.agree(made is not None) and made is not None:
             layer.note(rows[-1], *measured, inner)
             self.set(rows[-1], module, made)
+            # what is not fused inside is a part of the checkpoint, and no row of its own
+            parts = {id(row) for row in inner if row.replaced_by is None}
+            self.rows = [row for row in self.rows if id(row) not in parts]
 
     def drop_in(self, name: str, module: nn.Module) -> Found | None:
         drop_in = DROP_INS.get(class_of(module))

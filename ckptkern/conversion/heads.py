@@ -220,7 +220,7 @@ class Heads:
             row.reason = NO_LOSS
             likely = (
                 not self.losses.classes and is_linear(module) and id(module.weight) in self.losses.weights
-                and len(module.weight) in self.embedded
+                and len(module.weight) in self.embedded and not any(map(str.isdigit, name.split(".")))  # in no layer
             )  # fmt: skip
             return row if likely else None, None
         log = self.logs[module]

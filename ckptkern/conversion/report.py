@@ -73,8 +73,9 @@ class Conversion:
         for rows in _alike(self.rows):
             lines.append(_line(rows))
         text = aligned(lines)
-        for rows in _alike(self.left):
-            text.append(f"{name_of([row.name for row in rows])}: {rows[0].reason}")
+        for rows in _alike([row for row in self.rows if row.reason]):
+            what = "an activation checkpoint, because: " if rows[0].replaced_by else ""
+            text.append(f"{name_of([row.name for row in rows])}: {what}{rows[0].reason}")
         for names in self.groups:
             text.append(f"{names[0]} to {names[-1]} are one region")
         count = len(self.converted)
