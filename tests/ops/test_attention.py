@@ -29,7 +29,8 @@ from ckptkern import eager, state, triton_kernels
 from ckptkern.memory import saved_tensors
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
-from ckptkern.ops.attention.sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward, saves
+from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
 
 P = 0.3

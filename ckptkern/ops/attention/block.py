@@ -16,8 +16,9 @@ from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
+from .backward import AttentionSublayer, attention_sublayer_backward
 from .reference import attention_reference
-from .sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward, saves
+from .sublayer import attention_sublayer, saves
 from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
 
 
@@ -59,15 +60,16 @@ def attention_block(
     rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
     attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_is_exclusion: bool = False, key_padding_mask: Tensor | None =
     None, window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, dropout_p: float = 0.0, lora:
-    Mapping[str, LoRA] | None = None, layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p:
-    float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective",
+    max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    gate_weight: Tensor | None = None, gate_bias: Tensor | None = None, gate_in_query: bool = False, dropout_p: float = 0.0,
+    lora: Mapping[str, LoRA] | None = None, layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective",
     workspace: int | str | None = None,
 ) -> Tensor:  # fmt: skip
     """Self-attention or cross-attention with everything around it, as one region.
 
         h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
-        z = drop_path(layer_scale * post_norm(dropout(o Wo^T + bo)))
+        z = drop_path(layer_scale * post_norm(dropout(o sigmoid(g) Wo^T + bo)));  without a gate o Wo^T
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
@@ -96,15 +98,19 @@ def attention_block(
     broadcastable to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked
     out, or additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may
     not. A pair of attn_masks both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained.
-    The masks are saved for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap: as
-    in scaled_dot_product_attention. cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all
-    tokens). Attention gives zeros for tokens in no sequence and for those beyond max_seqlen, and does not see them. dropout_p
-    of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [S,
-    d] and [tokens, d] is one sample): replayed from 16 bytes each. lora: low-rank updates, a ckptkern.LoRA each, of the layers
-    "q", "k", "v" or "qkv", and "out". What passes through them is recomputed in backward, and a frozen weight gets no gradient.
+    The masks are saved for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap,
+    sinks [H]: as in scaled_dot_product_attention. g, the output gate (Qwen3-Next; arXiv 2505.06708): h Wg^T + bg of gate_weight
+    [H D, d], or [H, d] for one value a head, and gate_bias; or with gate_in_query a part of q's projection, whose weight, the
+    first of three, has rows [H, 2, D], of each head those of q and then the gate's. Backward recomputes g, but at "none", and
+    needs it to recompute what the branch gives, too. cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences
+    (default: all tokens). Attention gives zeros for tokens in no sequence and for those beyond max_seqlen, and does not see
+    them. dropout_p of the attention weights, resid_dropout_p of the branch, drop_path_p of whole samples of the branch
+    (stochastic depth; x [S, d] and [tokens, d] is one sample): replayed from 16 bytes each. lora: low-rank updates, a
+    ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and "out". What passes through them is recomputed in backward,
+    and a frozen weight gets no gradient.
     recompute: what is saved for backward besides parameters (x itself, not a copy):
 
-        "none"       x, q, k, v, o, lse
+        "none"       x, q, k, v, g, o, lse
         "selective"  x, o, lse: the core is not run again
         "full"       x: as many matmuls as torch.utils.checkpoint
 
@@ -121,7 +127,8 @@ def attention_block(
         post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
         rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_is_exclusion=mask_is_exclusion,
         key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, scale=scale, softcap=softcap, dropout_p=dropout_p, lora=lora, layer_scale=layer_scale,
+        max_seqlen=max_seqlen, scale=scale, softcap=softcap, sinks=sinks, gate_weight=gate_weight, gate_bias=gate_bias,
+        gate_in_query=gate_in_query, dropout_p=dropout_p, lora=lora, layer_scale=layer_scale,
         resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual, recompute=recompute,
         workspace=workspace,
     )  # fmt: skip
