@@ -265,13 +265,13 @@ def compiled(function, backend="aot_eager"):
 class TestSegment:
     @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
     def test_saved_bytes(self, call, how):
-        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: a mask or the sequences' ends."""
+        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: a mask, sinks or the sequences' ends."""
         tensors = call.make(torch.bfloat16 if how == "bfloat16" else torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), saved_tensors() as saved:
             call.fused(tensors)
         queries, keys = tensors["q"].numel(), tensors["k"].numel()
         mask = tensors.get("mask", call.options.get("attn_mask", torch.empty(0)))
-        given = CU_Q.nbytes + CU_K.nbytes if call.packed else mask.nbytes
+        given = CU_Q.nbytes + CU_K.nbytes if call.packed else mask.nbytes + tensors.get("sinks", torch.empty(0)).nbytes
         itemsize = 4 if how == "float32" else 2
         assert saved.bytes == 2 * (queries + keys) * itemsize + queries // 6 * 4 + 16 * call.drops + given
 
@@ -294,13 +294,13 @@ class TestSegment:
                 batched("error", batch)
 
     def test_autocast(self, call):
-        """The result has the bits that bfloat16 q, k and v give; gradients are float32. A mask stays as it is."""
+        """The result has the bits that bfloat16 q, k and v give; gradients are float32. A mask and sinks stay as they are."""
         tensors = call.make()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = call.fused(tensors)
         results = gradients(lambda t: y, tensors)
-        mask = {name: t for name, t in clone(tensors).items() if name == "mask"}
-        expected = gradients(call.fused, clone(tensors, torch.bfloat16) | mask)
+        others = {name: t for name, t in clone(tensors).items() if name in ("mask", "sinks")}
+        expected = gradients(call.fused, clone(tensors, torch.bfloat16) | others)
         assert_same(results, {name: t if name == "y" else t.float() for name, t in expected.items()})
 
     def test_kernels(self, call):

@@ -36,7 +36,9 @@ GROUPED = [
     if block.attention is not None and block.attention.kv_heads > 1 and not block.attention.qk_norm.endswith("all")
 ]  # fmt: skip
 # Whose kernels read what a group cuts: a mask's planes, slopes, biases, norms of heads, packed and rotated q and k.
-ON_KERNELS = [block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads")]
+ON_KERNELS = [
+    block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads", "gated heads")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +160,7 @@ def test_parts_of_a_main_grad(name):
 def test_packed_sequences(mode):
     """Slopes of each sequence and each head; planes of the dropout mask by sequence."""
     draw = torch.Generator().manual_seed(0)
-    shapes = {"x": (9, 12), "qkv": (8 * 4, 12), "out": (12, 4 * 4)}
+    shapes = {"x": (9, 12), "qkv": (8 * 4, 12), "out": (12, 4 * 4), "sinks": (4,), "gate": (4 * 4, 12)}
     tensors = {name: torch.randn(shape, generator=draw).double().requires_grad_() for name, shape in shapes.items()}
     options = dict(
         cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32), alibi_slopes=torch.tensor([0.1, 0.2, 0.7, 1.5]), rotary=10.0,
@@ -169,8 +171,9 @@ def test_packed_sequences(mode):
         def block(t):
             torch.manual_seed(SEED)
             return ckptkern.attention_block(
-                t["x"], t["qkv"], None, t["out"], None, 4, 2, workspace=workspace, **options
-            )
+                t["x"], t["qkv"], None, t["out"], None, 4, 2, workspace=workspace, sinks=t["sinks"], gate_weight=t["gate"],
+                **options,
+            )  # fmt: skip
 
         return gradients(block, tensors)
 
@@ -213,6 +216,7 @@ PEAKS = {
     "pre-norm, grouped queries": dict(kv_heads=4, norm="rms", residual=True, rotary=100.0),
     "post-norm": dict(norm="layer", norm_first=False, residual=True, resid_dropout_p=0.1),
     "normed heads": dict(norm="rms", qk_norm=True, rotary=100.0),
+    "gate and sinks": dict(norm="rms", kv_heads=4, gate=True, sinks=True),
 }  # fmt: skip
 
 
@@ -222,11 +226,14 @@ def transient(name: str, dtype: torch.dtype, mode: str, workspace: int) -> tuple
     kv_heads, D = options.pop("kv_heads", 8), WIDTH // 8
     shapes = {"x": (*ROWS, WIDTH), "qkv": (WIDTH + 2 * kv_heads * D, WIDTH), "out": (WIDTH, WIDTH)}
     shapes |= {"q": (D,), "k": (D,)} if options.pop("qk_norm", False) else {}
+    shapes |= {"gate": (WIDTH, WIDTH)} if options.pop("gate", False) else {}
+    shapes |= {"sinks": (8,)} if options.pop("sinks", False) else {}
     tensors = {
         name: torch.randn(shape, generator=generator).to(dtype).requires_grad_() for name, shape in shapes.items()
     }
     if "q" in tensors:
         options["qk_norm"] = tensors["q"], tensors["k"]
+    options |= {"gate_weight": tensors.get("gate"), "sinks": tensors.get("sinks")}
     torch.manual_seed(SEED)
     with peak_memory("cpu") as forward, saved_tensors(list(tensors.values())) as saved:
         y = ckptkern.attention_block(

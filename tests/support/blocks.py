@@ -632,7 +632,10 @@ VARIANTS = (
 ALL = BLOCKS + VARIANTS
 # A layer's reference is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
 TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
-COMPILED = [one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder")]
+COMPILED = [
+    one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder", "gpt-oss")
+]
+COMPILED += [one for one in VARIANTS if one.name == "gated query" and one.mlp is None]
 COMPILED += [one for one in VARIANTS if one.name == "learned bias" and one.mlp is None]
 
 
@@ -667,10 +670,11 @@ class Call:
     options: dict
     shapes: tuple = ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 6))
     mask: tuple = ()  # the shape of one that is trained
+    sinks: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*"qkv", "mask") if self.mask else (*"qkv",)
+        return (*"qkv", *("mask",) * bool(self.mask), *("sinks",) * self.sinks)
 
     @property
     def packed(self) -> bool:
@@ -682,16 +686,19 @@ class Call:
 
     op_name = "attention"
 
-    def make(self, dtype=torch.float32, *, frozen=(), trained=("q", "k", "v", "mask")):
+    def make(self, dtype=torch.float32, *, frozen=(), trained=("q", "k", "v", "mask", "sinks")):
         tensors = heads(*self.shapes, dtype=dtype)
         if self.mask:
             tensors["mask"] = torch.randn(self.mask, generator=torch.Generator().manual_seed(8)).to(dtype)
+        if self.sinks:
+            tensors["sinks"] = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype)
         return {name: t.requires_grad_(name in trained and name not in frozen) for name, t in tensors.items()}
 
     def call(self, t):
         if self.packed:
             return ckptkern.varlen_attn(t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, **self.options)
         options = self.options | ({"attn_mask": t["mask"]} if self.mask else {})
+        options |= {"sinks": t["sinks"]} if self.sinks else {}
         return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
 
     def fused(self, t):
@@ -704,6 +711,8 @@ CALLS = {
     "dropout": Call({"dropout_p": P}),
     "mask": Call({"attn_mask": MASKS["all"], "dropout_p": P}),
     "learned mask": Call({"dropout_p": P, "window_size": (5, 3)}, mask=(4, 1, 5)),
+    "sinks": Call({"is_causal": True}, sinks=True),
+    "sinks, dropout": Call({"dropout_p": P, "window_size": (5, 3)}, mask=(4, 1, 5), sinks=True),
     "packed": Call({}, ((11, 4, 6), (14, 4, 6), (14, 4, 6))),
     "packed grouped": Call({"window_size": (2, 1), "enable_gqa": True}, ((11, 4, 6), (14, 2, 6), (14, 2, 6))),
 }
