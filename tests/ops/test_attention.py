@@ -265,7 +265,7 @@ def compiled(function, backend="aot_eager"):
 class TestSegment:
     @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
     def test_saved_bytes(self, call, how):
-        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: a mask, sinks or the sequences' ends."""
+        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: mask, sinks, the sequences' ends."""
         tensors = call.make(torch.bfloat16 if how == "bfloat16" else torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), saved_tensors() as saved:
             call.fused(tensors)
