@@ -168,6 +168,9 @@ def _takes_padding(model: nn.Module) -> bool:
     kind, source = type(model), _source(model)
     if not (getattr(kind, "_supports_flash_attn", False) and getattr(kind, "_supports_attention_backend", False)):
         return False
+    # a row that sees nothing gives zeros here; with "eager" only beside a sink
+    if _replaced(model) == WITH_SINKS and any(m.sinks is None for m in model.modules() if hasattr(m, "sinks")):
+        return False
     asks = re.search(rf"_attn_implementation\W.*['\"]{_replaced(model)}", source)
     if "ALL_ATTENTION_FUNCTIONS" not in source or asks:
         return False
