@@ -94,19 +94,14 @@ def read_attention(steps: Steps, node: Node) -> Part:
 
 def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
     """(the linear layer of o * sigmoid(linear(x)), o); o alone without a gate."""
-    if not (node.is_function(*MULTIPLY) and len(node.inputs) == 2):
-        return None, node
-    for gate, o in (node.inputs, node.inputs[::-1]):
-        gate = steps.strip(gate)
-        if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaves.leaf(gate), nn.Sigmoid):
-            linear = steps.strip(gate.inputs[0])
-            if steps.linear_of(linear) is not None:
-                steps.layers_read += 1
+    if node.is_function(*MULTIPLY) and len(node.inputs) == 2:
+        for gate, o in (node.inputs, node.inputs[::-1]):
+            gate = steps.strip(gate)
+            if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaves.leaf(gate), nn.Sigmoid):
+                linear = steps.strip(gate.inputs[0])
+                steps.linear(linear, "what an output gate's sigmoid reads")
                 return linear, steps.strip(o)
-    raise Unreadable(
-        "core attention is multiplied by no sigmoid of a linear layer but "
-        + " * ".join(steps.leaves.describe(steps.strip(one)) for one in node.inputs)
-    )
+    return None, node
 
 
 def _sinks(steps: Steps, core: Core) -> dict[str, Any]:
