@@ -50,7 +50,8 @@ MODELS = {
         "FlintConfig", BASE | dict(head_dim=8, sliding_window=5, layer_types=["full_attention", "sliding_attention"]),
     ),
 }  # fmt: skip
-WITH_SINKS = ("GraniteSWAForCausalLM", "FlintForCausalLM")
+MODELS = {name: one for name, one in MODELS.items() if hasattr(transformers, one[0])}  # older releases have fewer
+WITH_SINKS = [name for name in ("GraniteSWAForCausalLM", "FlintForCausalLM") if name in MODELS]
 
 
 def model_of(name: str = "LlamaForCausalLM", **changes) -> nn.Module:
@@ -167,7 +168,8 @@ def test_no_square_is_written(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("padded", "name"), [(False, "LlamaForCausalLM"), (True, "LlamaForCausalLM"), (True, "FlintForCausalLM")]
+    ("padded", "name"),
+    [(False, "LlamaForCausalLM"), (True, "LlamaForCausalLM"), *((True, name) for name in WITH_SINKS[1:])],
 )
 def test_compiled(padded: bool, name: str, masks_of_layers) -> None:
     """Whole graphs. Where no mask is given, transformers makes one [B, 1, S, S] of what may be packed; here it is [B, S]."""
@@ -238,6 +240,7 @@ def test_revert_and_who_else_sets_it() -> None:
     assert ours.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.skipif(not WITH_SINKS, reason="this release of transformers has no such models")
 def test_models_with_sinks_have_no_other_attention_to_give_back() -> None:
     ours = model_of(WITH_SINKS[0])
     assert ours.config._attn_implementation == "eager"
@@ -252,6 +255,7 @@ def test_models_with_sinks_have_no_other_attention_to_give_back() -> None:
     assert not masks.adopt(ours), "rows that see nothing are means with eager attention, without a sink"
 
 
+@pytest.mark.skipif(not WITH_SINKS, reason="this release of transformers has no such models")
 def test_sinks_are_not_lost() -> None:
     """What goes with them and the implementation cannot compute is an error, and never attention without sinks."""
     layer, q = model_of(WITH_SINKS[0]).model.layers[0].self_attn, torch.randn(1, 4, 6, 8)
