@@ -131,18 +131,15 @@ def scaled_dot_product_attention(
     attn_mask pass the window instead. Both align top-left.
     alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
     applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
-    sinks [H]: attention sinks, trained logits (GPT-OSS; eager_attention_forward of its modelling code in transformers). That of
-    a head takes part in its softmax's denominator alone, so a row's weights sum to less than 1:
-    p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). o and the logsumexp are changed after the core's forward, whoever's kernel
-    runs it, and dsink = -sum over samples and rows of exp(sink - lse) rowsum(do o).
+    sinks [H]: trained logits of which a head's takes part in its softmax's denominator alone (GPT-OSS, as its modelling code in
+    transformers): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). dsink = -sum of exp(sink - lse) rowsum(do o).
     workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
     "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
     share one of key. Kernels write none of it out.
-    A row that sees nothing and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
-    gives the mean of the values, as in torch, and no gradient from the kernels.
+    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
+    gives the mean of the values (zeros with sinks), as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
-    CausalBias together with is_causal, workspace),
-    RuntimeError (attn_mask together with is_causal; backend).
+    CausalBias together with is_causal, workspace), RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
@@ -163,9 +160,7 @@ def scaled_dot_product_attention(
         )
     if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes, sinks)):
         bounded = left is not None or right not in (None, 0) or (right == 0 and attn_mask is not None)
-        if bounded or alibi_slopes is not None or softcap or sinks is not None:
-            raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
-        compose_of(op, kind)
+        _check_subclass(op, kind, bounded or softcap, alibi_slopes, sinks)
         is_causal = is_causal or right == 0
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -187,6 +182,12 @@ def scaled_dot_product_attention(
     out = _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace)
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
+
+
+def _check_subclass(op: str, kind: type, bounded: bool | float, *others: Tensor | None) -> None:
+    if bounded or any(other is not None for other in others):
+        raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
+    compose_of(op, kind)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
