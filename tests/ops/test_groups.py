@@ -16,9 +16,10 @@ from support.cases import (
     output_gradient,
     over_samples,
 )
+from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
-from ckptkern.memory import peak_memory, saved_tensors
+from ckptkern.memory import memory_timeline, peak_memory, saved_tensors
 from ckptkern.ops.attention import sublayer as _sublayer
 from ckptkern.ops.registration import gradients as _gradients
 
@@ -206,6 +207,39 @@ def test_the_fewest_groups(counts):
         assert len(set(counts)) == 1
         found.append(counts[0])
     assert list(dict.fromkeys(found)) == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("backend", "mode", "options", "factor"), [
+    ("triton", "full", {"gate_in_query": True}, 1.05), ("eager", "selective", {"gate_in_query": True, "qk_norm": True}, 7),
+    ("triton", "full", {}, 3), ("triton", "selective", {"gate": True}, 2),
+], ids=str)  # fmt: skip
+def test_many_heads_with_a_gate_and_sinks(backend, mode, options, factor, monkeypatch):
+    """In 32 groups, beside which o times the gate is large; and as many sums of rows as there are columns of heads. Kernels are
+    not run: here they are what their launchers allocate."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
+    H, D, d, options = 32, 8, 32, dict(options)
+    rows = 2 * H * D if options.get("gate_in_query") else H * D
+    shapes = {"x": (2, 80, d), "q": (rows, d), "k": (H * D, d), "v": (H * D, d), "out": (d, H * D), "sinks": (H,)}
+    shapes |= {"gate": (H * D, d)} if options.pop("gate", False) else {}
+    shapes |= {"q_norm": (D,), "k_norm": (D,)} if options.pop("qk_norm", False) else {}
+    tensors = {name: torch.randn(shape).bfloat16().requires_grad_() for name, shape in shapes.items()}
+    if "q_norm" in tensors:
+        options["qk_norm"] = tensors["q_norm"], tensors["k_norm"]
+
+    def transient(workspace: int) -> int:
+        with ckptkern.backend(backend), memory_timeline("cpu") as forward:
+            y = ckptkern.attention_block(
+                tensors["x"], [tensors[name] for name in "qkv"], None, tensors["out"], None, H, sinks=tensors["sinks"],
+                gate_weight=tensors.get("gate"), is_causal=True, recompute=mode, residual=True, rotary=100.0,
+                workspace=workspace, **options,
+            )  # fmt: skip
+        dy = torch.ones_like(y)
+        with peak_memory("cpu") as backward:
+            grads = torch.autograd.grad(y, list(tensors.values()), dy)
+        return max(forward.peak - forward.bytes[-1], backward.bytes - sum(grad.nbytes for grad in grads))
+
+    workspace = int(factor * transient(1))
+    assert transient(workspace) <= workspace
 
 
 # -- the peak ----------------------------------------------------------------------------------------------------------

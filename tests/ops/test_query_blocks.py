@@ -200,6 +200,27 @@ def test_scores_are_never_written_out(name):
     assert peak.bytes <= own + delta + 2**20 + 2**17
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_what_sinks_take_fits_the_workspace():
+    """A CPU upcasts 16-bit operands: o in forward, and in backward, which forms nothing else, o and its gradient."""
+    q, workspace = torch.randn(1, 4, 1024, 64, dtype=torch.bfloat16), 2**18
+    sinks = torch.zeros(4, requires_grad=True)
+
+    def peaks(**options) -> tuple[int, int]:
+        given = q.clone().requires_grad_(not options)
+        with peak_memory("cpu") as forward:
+            y = ckptkern.scaled_dot_product_attention(given, q, q, is_causal=True, workspace=workspace, **options)
+        dy = torch.ones_like(y)
+        with peak_memory("cpu") as backward:
+            y.backward(dy)
+        return forward.bytes, backward.bytes
+
+    (with_sinks, of_sinks), (without, _) = peaks(sinks=sinks), peaks()
+    rows = 4 * 4 * 1024
+    assert with_sinks <= without + workspace + 3 * rows
+    assert of_sinks <= workspace + 4 * rows
+
+
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (30, 5), (7, None), (None, -20), (2, -1)], ids=str)
 @pytest.mark.parametrize(("rows", "columns", "samples", "kv_heads", "group"), [
     (83, 70, 2, 4, 1), (70, 300, 3, 1, 4), (16, 1, 1, 2, 2), (1, 65, 2, 3, 1), (300, 33, 1, 1, 1),

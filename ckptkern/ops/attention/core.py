@@ -167,6 +167,8 @@ def attention_grads(
     PyTorch ops only.
     """
     needs = dict(need_dq=need_dq, need_dkv=need_dkv)
+    if not (need_dq or need_dkv or need_dslopes or dmask_shape is not None):  # with sinks alone
+        return (None,) * 5
     if core.fused or p is eager:
         of_scores = dict(dmask_shape=dmask_shape, need_dslopes=need_dslopes)
         return eager.attn_grads(q, k, v, do, o, lse, core, delta=delta, **needs, **of_scores, outs=out)

@@ -126,5 +126,5 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     rotated = (raw if t.q_norm is not None else 0) + 2 * qkv + gate
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
     copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
-    of_rows = 3 * 4 * rows * o.num_heads  # lse, and delta twice
+    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows
