@@ -211,7 +211,7 @@ def test_the_fewest_groups(counts):
 
 @pytest.mark.parametrize(("backend", "mode", "options", "factor"), [
     ("triton", "full", {"gate_in_query": True}, 1.05), ("eager", "selective", {"gate_in_query": True, "qk_norm": True}, 7),
-    ("triton", "full", {}, 3), ("triton", "selective", {"gate": True}, 2),
+    ("triton", "full", {"sinks": True}, 3), ("triton", "selective", {"gate": True, "sinks": True}, 2),
 ], ids=str)  # fmt: skip
 def test_many_heads_with_a_gate_and_sinks(backend, mode, options, factor, monkeypatch):
     """In 32 groups, beside which o times the gate is large; and as many sums of rows as there are columns of heads. Kernels are
@@ -219,8 +219,9 @@ def test_many_heads_with_a_gate_and_sinks(backend, mode, options, factor, monkey
     monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
     H, D, d, options = 32, 8, 32, dict(options)
     rows = 2 * H * D if options.get("gate_in_query") else H * D
-    shapes = {"x": (2, 80, d), "q": (rows, d), "k": (H * D, d), "v": (H * D, d), "out": (d, H * D), "sinks": (H,)}
+    shapes = {"x": (2, 80, d), "q": (rows, d), "k": (H * D, d), "v": (H * D, d), "out": (d, H * D)}
     shapes |= {"gate": (H * D, d)} if options.pop("gate", False) else {}
+    shapes |= {"sinks": (H,)} if options.pop("sinks", False) else {}
     shapes |= {"q_norm": (D,), "k_norm": (D,)} if options.pop("qk_norm", False) else {}
     tensors = {name: torch.randn(shape).bfloat16().requires_grad_() for name, shape in shapes.items()}
     if "q_norm" in tensors:
@@ -229,7 +230,7 @@ def test_many_heads_with_a_gate_and_sinks(backend, mode, options, factor, monkey
     def transient(workspace: int) -> int:
         with ckptkern.backend(backend), memory_timeline("cpu") as forward:
             y = ckptkern.attention_block(
-                tensors["x"], [tensors[name] for name in "qkv"], None, tensors["out"], None, H, sinks=tensors["sinks"],
+                tensors["x"], [tensors[name] for name in "qkv"], None, tensors["out"], None, H, sinks=tensors.get("sinks"),
                 gate_weight=tensors.get("gate"), is_causal=True, recompute=mode, residual=True, rotary=100.0,
                 workspace=workspace, **options,
             )  # fmt: skip
