@@ -171,7 +171,8 @@ def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
     """(sinks, scores) of what a softmax reads: scores with a column of sinks, from which their maximum may be taken."""
     if node.is_function("sub", "__sub__") and len(node.inputs) == 2:
         whole, largest = (steps.strip(one) for one in node.inputs)
-        if largest.is_function("max", "amax", "detach") and whole in map(steps.strip, (largest, *largest.inputs)):
+        largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
+        if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
             node = whole
     if not (node.is_function("cat", "concat", "concatenate") and len(node.inputs) == 2):
         return None, node

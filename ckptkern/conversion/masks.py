@@ -65,10 +65,10 @@ def attention_forward(
         padding = attention_mask[:, None, None]
     unusual = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     if s_aux is not None:
-        if unusual:
+        if unusual or kwargs.get("output_attentions"):
             raise NotImplementedError(
-                f"{NAME}: attention with sinks takes neither softcap, nor position_bias, nor a paged cache; set the model's "
-                f"attention implementation to {WITH_SINKS!r}"
+                f"{NAME}: attention with sinks takes neither softcap, nor position_bias, nor a paged cache, and returns no "
+                f"weights; call model.set_attn_implementation({WITH_SINKS!r})"
             )
         if not ours:  # a mask that says all, or none
             causal = attention_mask is None and causal and S > 1
@@ -171,8 +171,8 @@ def _takes_padding(model: nn.Module) -> bool:
     # a row that sees nothing gives zeros here; with "eager" only beside a sink
     if _replaced(model) == WITH_SINKS and any(m.sinks is None for m in model.modules() if hasattr(m, "sinks")):
         return False
-    asks = re.search(rf"_attn_implementation\W.*['\"]{_replaced(model)}", source)
-    if "ALL_ATTENTION_FUNCTIONS" not in source or asks:
+    name = REPLACED if _replaced(model) == REPLACED else f"['\"]{WITH_SINKS}"  # not eager_attention_forward
+    if "ALL_ATTENTION_FUNCTIONS" not in source or re.search(rf"_attn_implementation\W.*{name}", source):
         return False
     window = getattr(model.config, "sliding_window", None)
     if window is None or "create_sliding_window_causal_mask" not in source:

@@ -237,7 +237,7 @@ def transformer_layer(
     parameters:
 
         "none"       what the two blocks save at "none", and what passes between them, if it does
-        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
+        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o; with a gate by its, too
         "full"       x
 
     and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the

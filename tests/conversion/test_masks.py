@@ -259,9 +259,9 @@ def test_models_with_sinks_have_no_other_attention_to_give_back() -> None:
 def test_sinks_are_not_lost() -> None:
     """What goes with them and the implementation cannot compute is an error, and never attention without sinks."""
     layer, q = model_of(WITH_SINKS[0]).model.layers[0].self_attn, torch.randn(1, 4, 6, 8)
-    for name in ("softcap", "position_bias", "cache"):
+    for name in ("softcap", "position_bias", "cache", "output_attentions"):
         with pytest.raises(NotImplementedError, match="attention with sinks takes neither softcap"):
-            masks.attention_forward(layer, q, q, q, None, s_aux=layer.sinks, **{name: q})
+            masks.attention_forward(layer, q, q, q, None, s_aux=layer.sinks, **{name: True})
     for mask in (None, torch.rand(1, 1, 6, 6) > 0.5, torch.randn(1, 1, 6, 6)):
         for causal in (True, False):
             y, _ = masks.attention_forward(layer, q, q, q, mask, s_aux=layer.sinks, is_causal=causal)
