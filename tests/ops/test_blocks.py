@@ -117,7 +117,7 @@ def test_gradients_are_as_exact_as_torchs(block, dtype):
 @pytest.mark.parametrize(
     "block",
     in_turn([one for one in BLOCKS if one.name in ("pre-norm", "bare")], ("none", "full"))
-    + variants(("none", "full"), ("crossing", "post-norm decoder")),
+    + variants(("none", "full"), ("crossing", "post-norm decoder", "gated query", "gated heads", "gated crossing")),
 )
 def test_empty_and_unbatched(block, lead):
     """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""

@@ -52,7 +52,8 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     parts: dict[bool, list[Tensor]] = {False: [], True: []}
     for part in projections(t, o):
         parts[part.of_key_value].append(linear(sources[part.of_key_value], part))
-    own = torch.cat(parts[False], -1).view(B, S, -1)
+    own = torch.cat(parts[False], -1)
+    own = own.view(B, S, own.shape[-1])
     if t.key_value is None:
         q, k, v = split_heads(own, o, D)
     else:
