@@ -48,6 +48,7 @@ class Core:
     scale: float
     softcap: float | None = None
     window: int | None = None  # of transformers: how many keys a row sees at most
+    sinks: Node | None = None
 
 
 @dataclass
@@ -67,12 +68,13 @@ def read_attention(steps: Steps, node: Node) -> Part:
     if end.kind == "module" and isinstance(steps.leaves.leaf(end), nn.MultiheadAttention):
         return _of_module(steps, end, steps.probability(after))
     out = steps.linear(end, "the branch's end")
-    core = read_core(steps, steps.strip(out.input))
+    gate, inner = read_gate(steps, steps.strip(out.input))
+    core = read_core(steps, inner)
     q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
     if v.norms or v.outside or v.factor != 1.0:
         raise Unreadable("v is changed between its projection and core attention")
-    arguments, x, choices = _projections(steps, core, q, k, v, out)
-    arguments |= _norms(steps, q, k)
+    arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
+    arguments |= _norms(steps, q, k) | _sinks(steps, core)
     rotary, rotary_choices = _rotary(steps, q, k)
     arguments |= {
         "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
@@ -90,6 +92,27 @@ def read_attention(steps: Steps, node: Node) -> Part:
 # -- the core
 
 
+def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
+    """(the linear layer of o * sigmoid(linear(x)), o); o alone without a gate."""
+    if node.is_function(*MULTIPLY) and len(node.inputs) == 2:
+        for gate, o in (node.inputs, node.inputs[::-1]):
+            gate = steps.strip(gate)
+            if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaves.leaf(gate), nn.Sigmoid):
+                linear = steps.strip(gate.inputs[0])
+                steps.linear(linear, "what an output gate's sigmoid reads")
+                return linear, steps.strip(o)
+    return None, node
+
+
+def _sinks(steps: Steps, core: Core) -> dict[str, Any]:
+    if core.sinks is None:
+        return {}
+    sinks = steps.strip(core.sinks)
+    if sinks.kind != "parameter" or len(sinks.shape) != 1:
+        raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+    return {"sinks": Weight(sinks.source)}
+
+
 def read_core(steps: Steps, node: Node) -> Core:
     if node.is_function("scaled_dot_product_attention"):
         call = node.called_with(*SDPA)
@@ -99,10 +122,10 @@ def read_core(steps: Steps, node: Node) -> Core:
             bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
         )  # fmt: skip
     if node.is_function("causal_attention"):
-        query, key, value, mask, dropout_p, scale, window = node.args
+        query, key, value, mask, sinks, dropout_p, scale, window, causal = node.args
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         masks = [] if mask is None else [mask]
-        return Core(query, key, value, masks, in_training(dropout_p), True, scale, window=window)
+        return Core(query, key, value, masks, in_training(dropout_p), causal, scale, window=window, sinks=sinks)
     if node.is_function(*PRODUCT):
         return _written_out(steps, node)
     raise steps.refuse("no core attention but", node)
@@ -114,7 +137,8 @@ def _written_out(steps: Steps, node: Node) -> Core:
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
-    scores, masks, scale, softcap = steps.strip(weights.inputs[0]), [], 1.0, None
+    sinks, scores = _column(steps, steps.strip(weights.inputs[0]))
+    masks, scale, softcap = [], 1.0, None
     while not scores.is_function(*PRODUCT):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
@@ -139,8 +163,21 @@ def _written_out(steps: Steps, node: Node) -> Core:
         scale *= softcap  # tanh reads scores / softcap
     query, key = scores.inputs
     return Core(
-        query, key, value, masks, steps.probability(dropouts), False, scale, softcap
+        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, sinks=sinks
     )  # fmt: skip
+
+
+def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
+    """(sinks, scores) of what a softmax reads: scores with a column of sinks, from which their maximum may be taken."""
+    if node.is_function("sub", "__sub__") and len(node.inputs) == 2:
+        whole, largest = (steps.strip(one) for one in node.inputs)
+        largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
+        if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
+            node = whole
+    if not (node.is_function("cat", "concat", "concatenate") and len(node.inputs) == 2):
+        return None, node
+    scores, sinks = node.inputs
+    return sinks, steps.strip(scores)
 
 
 def _is_of_matmul(node: Node) -> bool:
@@ -177,7 +214,7 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     return found
 
 
-def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer):
+def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
     """(arguments, the node that the projections read, choices)."""
     if any(len(one.linears) != 1 for one in (q, k, v)):
         raise Unreadable("q, k and v do not come from one linear layer each")
@@ -186,6 +223,11 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     x_source, *sources = (steps.strip(one.input) for one in layers)
     crossing = _crossing(x_source, *sources)
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
+    gated = _gate(steps, gate, nodes[0], x_source)
+    if "gate_in_query" in gated:
+        if nodes[0] in nodes[1:]:
+            raise Unreadable("a gate in one projection with q and k or v")
+        rows //= 2
     if nodes[0] is nodes[1] is nodes[2]:
         # a matmul of [B H, S, D] does not tell the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
@@ -194,7 +236,7 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
             raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
         arguments = {"qkv_weight": layers[0].weight, "qkv_bias": layers[0].bias, **updates(qkv=layers[0], out=out)}
         choices = [[{}, {"qkv_layout": "heads"}]]
-        return arguments | {"num_heads": H, "num_kv_heads": H_kv}, x, choices
+        return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
     weights: list[Weight | Rows] = [one.weight for one in layers]
     biases: list[Weight | Rows | None] = [one.bias for one in layers]
     updated: list[Update | None] = [one.update for one in layers]
@@ -206,10 +248,24 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
     arguments = {
         "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
-        "num_heads": rows // D, "num_kv_heads": k_rows // D, **crossing,
+        "num_heads": rows // D, "num_kv_heads": k_rows // D, **crossing, **gated,
         **updates(**dict(zip("qkv", updated, strict=True)), out=out),
     }  # fmt: skip
     return arguments, x, []
+
+
+def _gate(steps: Steps, gate: Node | None, query: Node, x: Node) -> dict[str, Any]:
+    """The arguments of an output gate, whose projection may be q's."""
+    if gate is None:
+        return {}
+    if gate is query:
+        return {"gate_in_query": True}
+    layer = steps.linear_of(gate)
+    if layer.update is not None:
+        raise Unreadable("a low-rank update of an output gate")
+    if steps.strip(layer.input) is not x:
+        raise Unreadable("an output gate of another tensor than q's projection reads")
+    return {"gate_weight": layer.weight, "gate_bias": layer.bias}
 
 
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:

@@ -320,7 +320,9 @@ def why_general(module: nn.Module) -> str:
         return f"a parameter is a {kind.__name__}"
     if any(parametrize.is_parametrized(m) for m in module.modules()):
         return "a weight is parametrized"
-    if len({p.requires_grad for p in module.parameters()}) > 1:
+    # not vectors alone, such as a router's correction, which no gradient trains
+    frozen = any(p.dim() > 1 and not p.requires_grad for p in module.parameters())
+    if frozen and any(p.requires_grad for p in module.parameters()):
         return "some parameters are frozen and others are not, as with adapters"
     if not all(map(untouched, list(module.modules())[1:])):
         return "there are hooks inside"

@@ -3,7 +3,8 @@
 transformers makes of a padding mask one that is causal, too, [B, 1, S, S], before the first layer; under torch.compile it makes
 one where nothing is padded. Under the name NAME, which `convert` sets in a model's configuration and `revert` takes out, layers
 get the padding mask itself, and are causal without a mask, within the window that they hand on as `sliding_window`, as for
-flash attention. All else is as under "sdpa", whose place it takes.
+flash attention. All else is as under "sdpa", whose place it takes; or as under "eager" in models that have no "sdpa", because
+their attention has sinks, which layers hand on as `s_aux`.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .. import ops
 from ..ops.attention.core import in_context_parallel
 
-NAME, REPLACED = "ckptkern", "sdpa"
+NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
 OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which rows there are
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, dropout_p: float, scale: float | None,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, dropout_p: float, scale: float | None,
+    window: int | None, is_causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    """o [B, H, S, D] of causal attention; padding [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
-    among them.
+    """o [B, H, S, D] of causal attention; mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
+    among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
 
     Modes of torch functions see it as they see torch's own, so that a trace has it as one node.
     """
-    tensors = (query, key, value, padding)
+    tensors = (query, key, value, mask, sinks)
     if has_torch_function(tensors):
-        return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window)
+        return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window, is_causal)
+    bounds = window_of(window) if is_causal else None
     return ops.scaled_dot_product_attention(
-        query, key, value, padding, dropout_p, scale=scale, enable_gqa=True, window_size=window_of(window)
+        query, key, value, mask, dropout_p, scale=scale, enable_gqa=True, window_size=bounds, sinks=sinks
     )
 
 
@@ -49,26 +51,37 @@ def window_of(window: int | None) -> tuple[int, int]:
 
 def attention_forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None, **kwargs: Any,
+    scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
+    s_aux: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention function: as that of "sdpa", and causal with a padding mask [B, S] or a window."""
+    """transformers' attention function: as that of "sdpa", causal with a padding mask [B, S] or a window, and with sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    S, padding = query.shape[2], None
+    S, padding, ours = query.shape[2], None, False
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         ours = sliding_window is not None and causal and key.shape[2] == S
     elif ours := attention_mask.dim() == 2:
         padding = attention_mask[:, None, None]
     unusual = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
-    if ours and (unusual or in_context_parallel()):
+    if s_aux is not None:
+        if unusual or kwargs.get("output_attentions"):
+            raise NotImplementedError(
+                f"{NAME}: attention with sinks takes neither softcap, nor position_bias, nor a paged cache, and returns no "
+                f"weights; call model.set_attn_implementation({WITH_SINKS!r})"
+            )
+        if not ours:  # a mask that says all, or none
+            causal = attention_mask is None and causal and S > 1
+            out = causal_attention(query, key, value, attention_mask, s_aux, dropout, scaling, None, causal)
+            return out.transpose(1, 2).contiguous(), None
+    elif ours and (unusual or in_context_parallel()):
         attention_mask, ours = _square(padding, sliding_window, S, query.device), False
     if not ours:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window,
             is_causal=is_causal, **kwargs,
         )  # fmt: skip
-    out = causal_attention(query, key, value, padding, dropout, scaling, sliding_window)
+    out = causal_attention(query, key, value, padding, s_aux, dropout, scaling, sliding_window)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -136,17 +149,30 @@ class Unpacked:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
+def _source(model: nn.Module) -> str:
+    """That of its class's file; "" if there is none."""
+    try:
+        return inspect.getsource(sys.modules[type(model).__module__])
+    except (OSError, TypeError, KeyError):
+        return ""
+
+
+def _replaced(model: nn.Module) -> str:
+    """The implementation whose place NAME takes in this model of transformers."""
+    return REPLACED if getattr(type(model), "_supports_sdpa", False) or "s_aux=" not in _source(model) else WITH_SINKS
+
+
 def _takes_padding(model: nn.Module) -> bool:
     """Do all attention layers of this model of transformers hand the mask on, as they must for flash attention's, which is
     [B, S], too, and their window? Not if its source asks whether the implementation is the one that is replaced."""
-    kind = type(model)
+    kind, source = type(model), _source(model)
     if not (getattr(kind, "_supports_flash_attn", False) and getattr(kind, "_supports_attention_backend", False)):
         return False
-    try:
-        source = inspect.getsource(sys.modules[kind.__module__])
-    except (OSError, TypeError, KeyError):
+    # a row that sees nothing gives zeros here; with "eager" only beside a sink
+    if _replaced(model) == WITH_SINKS and any(m.sinks is None for m in model.modules() if hasattr(m, "sinks")):
         return False
-    if "ALL_ATTENTION_FUNCTIONS" not in source or re.search(rf"_attn_implementation\W.*{REPLACED}", source):
+    name = REPLACED if _replaced(model) == REPLACED else f"['\"]{WITH_SINKS}"  # not eager_attention_forward
+    if "ALL_ATTENTION_FUNCTIONS" not in source or re.search(rf"_attn_implementation\W.*{name}", source):
         return False
     window = getattr(model.config, "sliding_window", None)
     if window is None or "create_sliding_window_causal_mask" not in source:
@@ -168,7 +194,7 @@ def adopt(model: nn.Module) -> bool:
     found = [
         config
         for m, config in _configurations(model)
-        if getattr(config, "_attn_implementation_internal", None) == REPLACED and _takes_padding(m)
+        if getattr(config, "_attn_implementation_internal", None) == _replaced(m) and _takes_padding(m)
     ]
     if found:
         register()
@@ -196,7 +222,7 @@ def give_back(model: nn.Module) -> None:
             if forward.previous is not None:
                 m.forward = forward.previous
         if getattr(config, "_attn_implementation_internal", None) == NAME:
-            config._attn_implementation_internal = REPLACED
+            config._attn_implementation_internal = _replaced(m)
 
 
 def is_adopted(module: nn.Module) -> bool:

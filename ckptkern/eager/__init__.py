@@ -6,7 +6,15 @@ implementation that the kernels are tested against, the CPU path, and what runs 
 
 from ..bits import pack_bits, unpack_bits
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd, attn_grads
-from .attention_core import AttentionCore, as_heads, attention_reference, attention_weights, empty_heads
+from .attention_core import (
+    AttentionCore,
+    as_heads,
+    attention_reference,
+    attention_weights,
+    empty_heads,
+    sink_gradient,
+    with_sinks,
+)
 from .cross_entropy import (
     Head,
     cross_entropy_bwd,
@@ -53,6 +61,6 @@ __all__ = [
     "empty_heads", "experts_act_grad", "experts_bwd", "experts_combine", "experts_dw", "experts_fwd", "experts_gemm",
     "experts_sums", "flash_on_cpu", "gated_act_grad", "gated_bwd", "gated_fwd", "gated_hidden_grad",
     "heads_bwd", "heads_fwd", "hidden_grad", "linear", "linear_bwd", "linear_fwd", "mlp_bwd", "mm", "norm_bwd",
-    "norm_fwd", "pack_bits", "pack_stack", "readable", "reference_dropout", "route", "slice_count", "stack_bwd",
-    "stack_fwd", "stack_width", "unpack_bits", "upcast_matmul", "upcasts", "wide_of",
+    "norm_fwd", "pack_bits", "pack_stack", "readable", "reference_dropout", "route", "sink_gradient", "slice_count",
+    "stack_bwd", "stack_fwd", "stack_width", "unpack_bits", "upcast_matmul", "upcasts", "wide_of", "with_sinks",
 ]  # fmt: skip

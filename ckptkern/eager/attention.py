@@ -17,12 +17,14 @@ from .attention_core import (
     attention_scores,
     by_group,
     by_head,
+    by_rows,
     capped_scores,
     each_sequence,
     empty_heads,
     is_packed,
     masked_scores,
     rows_and_columns,
+    sink_share,
     weighted_sum,
     wide,
     wide_dtype,
@@ -99,7 +101,8 @@ def _probabilities(s: Tensor, core: AttentionCore) -> Tensor:
 
 
 def attn_delta(o, do, core: AttentionCore):
-    return (wide(o) * wide(do)).sum(-1)
+    parts = [(wide(one) * wide(other)).sum(-1) for one, other in by_rows(core, o, do)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class ScoreGradients(NamedTuple):
@@ -114,7 +117,10 @@ class ScoreGradients(NamedTuple):
 def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
     s = capped_scores(q, k, core)
     slope = 1 - (s / core.softcap).square() if core.softcap else None
-    p = _probabilities(masked_scores(s, q, k, core), core)
+    s = masked_scores(s, q, k, core)
+    p = _probabilities(s, core)
+    if core.sinks is not None:
+        p.mul_(sink_share(torch.logsumexp(s, -1), core.sinks)[..., None])
     del s
     dp = by_head(torch.matmul(by_group(wide(do), v.shape[1]), wide(v).transpose(-1, -2)), p.shape)
     keep = attention_keep(q, k, core)

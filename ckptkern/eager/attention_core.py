@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ class AttentionCore(NamedTuple):
     mask: int8 (0 = hidden, 1 = seen) or float, [B or 1, H or 1, Sq or 1, Sk or 1]; slopes float32 [B or 1, H] (ALiBi);
     dropout = (state, threshold, scale, 0); window = (left, right), None for no bound; causal is (None, 0).
     The mask of head h of sample b is that of plane plane_base + b * planes + h; planes 0 is H, for q with all heads.
+    sinks: [1, H] of any floating dtype, a logit of each head that takes part in the softmax's denominator alone. Launchers form
+    o and lse without them, which `with_sinks` then changes; gradients are formed from the changed ones.
     cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
     from i = Sk - Sq, which aligns a sequence's last row with its last column.
     fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none. softcap: 0 for none.
@@ -44,6 +47,7 @@ class AttentionCore(NamedTuple):
     workspace: int | None = None
     row_base: int = 0
     column_base: int = 0
+    sinks: Tensor | None = None
 
 
 def empty_heads(q: Tensor) -> Tensor:
@@ -116,6 +120,33 @@ def masked_scores(s: Tensor, q: Tensor, k: Tensor, core: AttentionCore) -> Tenso
     return s
 
 
+def by_rows(core: AttentionCore, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Parts of tensors [B, H, S, ...] along S, of which float32 copies of the first two fit the workspace; 16 rows at least."""
+    if core.workspace is None or 0 in tensors[0].shape:
+        return [tensors]
+    B, H, S, D = tensors[0].shape
+    rows = max(16, core.workspace // (12 * B * H * D))
+    return [tensors] if rows >= S else zip(*(one.split(rows, 2) for one in tensors), strict=True)
+
+
+def sink_share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """exp(lse - logaddexp(lse, sink)) [B, H, S]: what a softmax's weights are multiplied by beside the sinks [1, H]; 0 in a row
+    that sees nothing."""
+    return torch.sigmoid(lse - sinks.to(lse.dtype)[..., None])
+
+
+def with_sinks(o: Tensor, lse: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a softmax whose denominator has the sinks, too, from those without. o [B, H, S, D] is overwritten."""
+    for part, share in by_rows(core, o, sink_share(lse, core.sinks)):
+        part.mul_(share[..., None])
+    return o, torch.logaddexp(lse, core.sinks.to(lse.dtype)[..., None])
+
+
+def sink_gradient(lse: Tensor, delta: Tensor, sinks: Tensor) -> Tensor:
+    """The gradient of sinks [1, H], -sum exp(sink - lse) delta over samples and rows, from the lse that has them."""
+    return -(torch.exp(sinks.to(lse.dtype)[..., None] - lse) * delta).sum((0, 2))
+
+
 def attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
     state, threshold, *_ = core.dropout
     if state is None:
@@ -139,12 +170,20 @@ def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
     """
     s = attention_scores(q, k, core)
     if core.mask is None and core.window == (None, None):
-        p = torch.softmax(s, -1)
+        p = _softmax(s, core)
     else:
         hidden = s == -math.inf
-        p = torch.softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), -1).masked_fill(hidden, 0.0)
+        p = _softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), core).masked_fill(hidden, 0.0)
     keep = attention_keep(q, k, core)
     return p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
+
+
+def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
+    """softmax(s) [B, H, Sq, Sk], in whose denominator the sinks take part, as in GPT-OSS: a column that is left out again."""
+    if core.sinks is None:
+        return torch.softmax(s, -1)
+    sinks = core.sinks.to(s.dtype)[..., None, None].expand(*s.shape[:3], 1)
+    return torch.softmax(torch.cat((s, sinks), -1), -1)[..., :-1]
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
@@ -164,8 +203,9 @@ def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
 def _attention_of(kind: type, q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
     """o by torch's scaled_dot_product_attention, the only attention that a tensor subclass may implement."""
     causal = core.window == (None, 0)
-    if core.slopes is not None or core.cu_q is not None or core.softcap or not (causal or core.window == (None, None)):
-        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes, softcap or packed sequences")
+    unusual = core.slopes is not None or core.sinks is not None or core.cu_q is not None or core.softcap
+    if unusual or not (causal or core.window == (None, None)):
+        raise TypeError(f"attention of a {kind.__name__} takes no window, slopes, sinks, softcap or packed sequences")
     mask = core.mask.bool() if core.mask is not None and core.mask.dtype == torch.int8 else core.mask
     if causal and mask is not None:
         raise TypeError(f"attention of a {kind.__name__} takes no mask together with is_causal")

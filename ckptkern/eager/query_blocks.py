@@ -57,6 +57,7 @@ class Block(NamedTuple):
         return core._replace(
             window=(left, right), mask=None if core.mask is None else self.of_scores(core.mask),
             slopes=None if core.slopes is None else self.of_slopes(core.slopes), planes=planes,
+            sinks=None if core.sinks is None else self.of_slopes(core.sinks),
             plane_base=core.plane_base + self.samples.start * planes + self.heads.start, max_q=core.max_q or Sq,
             row_base=first, column_base=self.columns.start,
         )  # fmt: skip

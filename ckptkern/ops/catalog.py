@@ -170,14 +170,19 @@ def _attention_options(s: Sizes) -> dict[str, Arguments]:
     packed = dict(x=_normal(s.tokens, d), cu_seqlens=_ends(0, 2, s.tokens))
     padding = torch.ones(B, S, dtype=torch.bool).triu(2)  # one token of the first sequence
     lora = {"qkv": _lora(3 * s.heads * D, d), "out": _lora(d, s.heads * D)}
+    own = s.heads * D
+    gate = dict(gate_weight=_normal(s.heads, d), gate_bias=_normal(s.heads))
+    gated = dict(qkv_weight=[_normal(rows, d) for rows in (2 * own, own, own)], qkv_bias=None)
     return {
         **_around(s), **_with(_attention(s, 1), num_kv_heads=1), "cu_seqlens": packed, **_with(packed, max_seqlen=2),
         "qk_norm": q_norm, **_with({"attn_mask": _seen(S, S)}, mask_is_exclusion=True),
         **_with(q_norm, qk_norm_kind="layer", qk_norm_eps=0.1), **_with({"rotary": 100.0}, rotary_interleaved=True),
+        **_with({"gate_weight": _normal(own, d)}, gate_bias=_normal(own)), "gate_weight": gate,
+        **_with(gated, gate_in_query=True),
         **_alone(
             key_value=_normal(B, S + 1, d), qkv_layout="heads", rotary=100.0, is_causal=True, attn_mask=_normal(S, S),
             key_padding_mask=padding, window_size=(1, 0), alibi_slopes=_slopes(s), scale=0.7,
-            softcap=2.0, dropout_p=P, lora=lora, residual=True,
+            softcap=2.0, sinks=_normal(s.heads), dropout_p=P, lora=lora, residual=True,
         ),
     }  # fmt: skip
 
@@ -202,7 +207,7 @@ def _sdpa_options(s: Sizes) -> dict[str, Arguments]:
     one = dict.fromkeys(("key", "value"), _normal(s.lead[0], 1, s.lead[1] + 1, HEAD_DIM))
     return _with(one, enable_gqa=True) | _alone(
         attn_mask=_normal(s.lead[1], s.lead[1] + 1), dropout_p=P, is_causal=True, scale=0.7, window_size=(1, 0),
-        alibi_slopes=_slopes(s), softcap=2.0,
+        alibi_slopes=_slopes(s), softcap=2.0, sinks=_normal(s.heads),
     )  # fmt: skip
 
 

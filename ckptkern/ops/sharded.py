@@ -173,12 +173,12 @@ class Shard:
     # -- what the ops' arguments are on this rank
 
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """With this rank's heads: of weights that hold all (packed ones), of masks and of slopes."""
+        """With this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and gates."""
         made, H = dict(arguments), arguments["num_heads"]
         H_kv = H if made.get("num_kv_heads") is None else made["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
         D = made["out_weight"].shape[1] // heads
-        counts = heads * D, kv_heads * D, kv_heads * D
+        counts = heads * D * (2 if made.get("gate_in_query") else 1), kv_heads * D, kv_heads * D
         for name in ("qkv_weight", "qkv_bias"):
             value = made[name]
             if isinstance(value, Tensor) and made.get("qkv_layout", "qkv") == "qkv":
@@ -194,6 +194,11 @@ class Shard:
             made["attn_mask"] = self.mask(mask, H, heads)
         if made.get("alibi_slopes") is not None:
             made["alibi_slopes"] = self.part(made["alibi_slopes"], -1, heads)
+        if made.get("sinks") is not None:
+            made["sinks"] = self.part(made["sinks"], 0, heads)
+        for name in ("gate_weight", "gate_bias"):
+            if (gate := made.get(name)) is not None:  # of columns of o, or of heads
+                made[name] = self.part(gate, 0, heads if gate.shape[0] % (heads * D) else heads * D)
         if made.get("key_value") is not None:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")

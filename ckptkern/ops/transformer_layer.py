@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
+from .attention.backward import AttentionSublayer, attention_sublayer_backward
 from .attention.block import attention_block
 from .attention.reference import attention_reference
-from .attention.sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward
+from .attention.sublayer import attention_sublayer
 from .attention.sublayer import saves as attention_saves
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
@@ -146,7 +147,7 @@ def _recomputed(
             if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
                 made = sublayer.attend(save_raw=sublayer.group_count == 1)
                 core = dict(zip(("out", "lse", "qkv"), made, strict=True))
-            f = sublayer.branch(core["out"])
+            f = sublayer.branch(core["out"], core.get("qkv"))
             mid = unflattened(sublayer.output(f), x)
             f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
         cores.append((sublayer, core, f))
@@ -236,7 +237,7 @@ def transformer_layer(
     parameters:
 
         "none"       what the two blocks save at "none", and what passes between them, if it does
-        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
+        "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o; with a gate by its, too
         "full"       x
 
     and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the

@@ -147,7 +147,7 @@ def sublayers_of(template: Template) -> Iterator[Template]:
 
 SPLIT = {
     "qkv_weight": ROWS, "qkv_bias": ROWS, "out_weight": COLUMNS, "gate_weight": ROWS, "gate_bias": ROWS, "up_weight": ROWS,
-    "up_bias": ROWS, "down_weight": COLUMNS,
+    "up_bias": ROWS, "down_weight": COLUMNS, "sinks": ROWS,
 }  # fmt: skip
 
 

@@ -25,6 +25,8 @@ DEEPSEEK = BASE | dict(
     num_key_value_heads=4, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=2, topk_group=1,
     first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
 )  # fmt: skip
+WINDOWED = WIDE | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+FULL = dict(layer_types=["full_attention"] * 2)  # no linear attention
 SMALL = dict(
     vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
@@ -40,14 +42,33 @@ MODELS = {
     "MixtralForCausalLM": ("MixtralConfig", BASE | dict(num_local_experts=4)),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SPARSE),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", DEEPSEEK),
+    "GptOssForCausalLM": ("GptOssConfig", WINDOWED | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "GraniteSWAForCausalLM": ("GraniteSWAConfig", WINDOWED),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", SPARSE | FULL | dict(shared_expert_intermediate_size=24)),
+    "Qwen3_5ForCausalLM": ("Qwen3_5TextConfig", WIDE | FULL),
+    "AfmoeForCausalLM": ("AfmoeConfig", SPARSE | WINDOWED | dict(num_dense_layers=1)),
+    "Lfm3ForCausalLM": ("Lfm3Config", WINDOWED),
 }
-EXPERTS = {"MixtralForCausalLM": 2, "Qwen3MoeForCausalLM": 2, "DeepseekV3ForCausalLM": 1}  # layers with experts
+MODELS = {name: one for name, one in MODELS.items() if hasattr(transformers, one[0])}  # older releases have fewer
+# layers with experts that are fused
+EXPERTS = {
+    "MixtralForCausalLM": 2, "Qwen3MoeForCausalLM": 2, "DeepseekV3ForCausalLM": 1, "Qwen3NextForCausalLM": 2,
+    "AfmoeForCausalLM": 1,
+}  # fmt: skip
+# layers, and attention in layers that are no op, of those with sinks or gates
+ATTENTION = {
+    "GptOssForCausalLM": (0, 2), "GraniteSWAForCausalLM": (2, 0), "Qwen3NextForCausalLM": (0, 2), "Qwen3_5ForCausalLM": (2, 0),
+    "AfmoeForCausalLM": (1, 1), "Lfm3ForCausalLM": (2, 0),
+}  # fmt: skip
 
 
 def model_of(name: str) -> nn.Module:
     config, settings = MODELS[name]
     torch.manual_seed(0)
     model = getattr(transformers, name.split()[-1])(getattr(transformers, config)(**settings))
+    for key, one in model.named_parameters():
+        if key.endswith("sinks"):
+            nn.init.normal_(one)
     return model.train()
 
 
@@ -63,6 +84,8 @@ def converted(model: nn.Module) -> nn.Module:
     replaced = [row.replaced_by for row in ckptkern.convert(model, **batch()).converted]
     assert replaced.count("linear_cross_entropy") == 1
     assert replaced.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
+    found = replaced.count("transformer_layer"), replaced.count("attention_block")
+    assert found == ATTENTION.get(type(model).__name__, found)
     return model
 
 
@@ -97,7 +120,20 @@ def test_loss_gradients_and_saved_bytes(name: str) -> None:
     assert saved[0].bytes < saved[1].bytes * (0.7 if "Deepseek" in name else 0.5)
 
 
-@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "Gemma2ForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in (
+            "GPT2LMHeadModel",
+            "Gemma2ForCausalLM",
+            "Qwen3MoeForCausalLM",
+            "GptOssForCausalLM",
+            "Qwen3_5ForCausalLM",
+        )
+        if name in MODELS
+    ],
+)
 def test_a_training_run(name: str) -> None:
     theirs = model_of(name)
     ours, losses = converted(theirs), []

@@ -43,13 +43,25 @@ MODELS = {
         BASE | dict(head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     ),
     "Phi3ForCausalLM": ("Phi3Config", BASE | dict(sliding_window=20)),
-}
+    "GraniteSWAForCausalLM": (
+        "GraniteSWAConfig", BASE | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    ),
+    "FlintForCausalLM": (
+        "FlintConfig", BASE | dict(head_dim=8, sliding_window=5, layer_types=["full_attention", "sliding_attention"]),
+    ),
+}  # fmt: skip
+MODELS = {name: one for name, one in MODELS.items() if hasattr(transformers, one[0])}  # older releases have fewer
+WITH_SINKS = [name for name in ("GraniteSWAForCausalLM", "FlintForCausalLM") if name in MODELS]
 
 
 def model_of(name: str = "LlamaForCausalLM", **changes) -> nn.Module:
     config, settings = MODELS[name]
     torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, config)(**settings | changes)).train()
+    model = getattr(transformers, name)(getattr(transformers, config)(**settings | changes)).train()
+    for key, one in model.named_parameters():
+        if key.endswith("sinks"):
+            nn.init.normal_(one)
+    return model
 
 
 def batch(seed: int = 0, padded: bool = True, length: int = S) -> dict[str, Tensor]:
@@ -155,10 +167,13 @@ def test_no_square_is_written(monkeypatch) -> None:
         assert bool(squares) is wanted, squares
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_compiled(padded: bool, masks_of_layers) -> None:
+@pytest.mark.parametrize(
+    ("padded", "name"),
+    [(False, "LlamaForCausalLM"), (True, "LlamaForCausalLM"), *((True, name) for name in WITH_SINKS[1:])],
+)
+def test_compiled(padded: bool, name: str, masks_of_layers) -> None:
     """Whole graphs. Where no mask is given, transformers makes one [B, 1, S, S] of what may be packed; here it is [B, S]."""
-    theirs = model_of()
+    theirs = model_of(name)
     ours = torch.compile(converted(theirs), fullgraph=True)
     kwargs = batch(1, padded)
     if not padded:
@@ -168,10 +183,11 @@ def test_compiled(padded: bool, masks_of_layers) -> None:
     assert set(masks_of_layers) == {(2, S)}
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", *WITH_SINKS])
 @pytest.mark.parametrize("exclude", [("model.layers.1", "lm_head"), ("*",)])
-def test_layers_that_were_not_replaced(exclude) -> None:
+def test_layers_that_were_not_replaced(exclude, name) -> None:
     """They get the same mask and compute the same; without gradients all run as they were."""
-    theirs, kwargs = model_of(), batch(1)
+    theirs, kwargs = model_of(name), batch(1)
     ours = copy.deepcopy(theirs)
     ckptkern.convert(ours, **batch(9), exclude=exclude)
     assert ours.config._attn_implementation == masks.NAME
@@ -183,10 +199,11 @@ def test_layers_that_were_not_replaced(exclude) -> None:
     assert all(one.isfinite().all() for one in logits)
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", *WITH_SINKS])
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_generation(cache) -> None:
+def test_generation(cache, name) -> None:
     """Padding on the left, a cache, and steps of one token."""
-    theirs = model_of().eval()
+    theirs = model_of(name).eval()
     ours = converted(theirs).eval()
     ids = batch()["input_ids"]
     mask = torch.ones_like(ids)
@@ -221,6 +238,37 @@ def test_revert_and_who_else_sets_it() -> None:
     assert ours.config._attn_implementation == masks.NAME
     ckptkern.revert(ours)
     assert ours.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.skipif(not WITH_SINKS, reason="this release of transformers has no such models")
+def test_models_with_sinks_have_no_other_attention_to_give_back() -> None:
+    ours = model_of(WITH_SINKS[0])
+    assert ours.config._attn_implementation == "eager"
+    ckptkern.convert(ours, **batch(9))
+    assert ours.config._attn_implementation == masks.NAME
+    ckptkern.revert(ours)
+    assert ours.config._attn_implementation == "eager"
+    llama = model_of()
+    llama.set_attn_implementation("eager")  # a choice, of two
+    assert not masks.adopt(llama)
+    ours.model.layers[0].self_attn.sinks = None
+    assert not masks.adopt(ours), "rows that see nothing are means with eager attention, without a sink"
+
+
+@pytest.mark.skipif(not WITH_SINKS, reason="this release of transformers has no such models")
+def test_sinks_are_not_lost() -> None:
+    """What goes with them and the implementation cannot compute is an error, and never attention without sinks."""
+    layer, q = model_of(WITH_SINKS[0]).model.layers[0].self_attn, torch.randn(1, 4, 6, 8)
+    for name in ("softcap", "position_bias", "cache", "output_attentions"):
+        with pytest.raises(NotImplementedError, match="attention with sinks takes neither softcap"):
+            masks.attention_forward(layer, q, q, q, None, s_aux=layer.sinks, **{name: True})
+    for mask in (None, torch.rand(1, 1, 6, 6) > 0.5, torch.randn(1, 1, 6, 6)):
+        for causal in (True, False):
+            y, _ = masks.attention_forward(layer, q, q, q, mask, s_aux=layer.sinks, is_causal=causal)
+            wanted = ckptkern.scaled_dot_product_attention(
+                q, q, q, mask, is_causal=causal and mask is None, sinks=layer.sinks
+            )
+            torch.testing.assert_close(y.transpose(1, 2), wanted)
 
 
 def test_models_that_ask_for_the_implementation_keep_it() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures import HEADS, WIDTH, D, rotary, rotated
+from support.architectures import HEADS, WIDTH, D, GatedAttention, Llama, WithSinks, rotary, rotated
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -258,6 +258,147 @@ def test_other_calls_than_the_example_are_right(why: str) -> None:
         change(one)
     for x, kwargs in calls:
         torch.testing.assert_close(step(layer, x, kwargs), step(original, x, kwargs), rtol=1e-4, atol=1e-4)
+
+
+# -- gates and sinks that look like those that are fused
+
+
+class HardGate(GatedAttention):
+    def opened(self, gate: Tensor) -> Tensor:
+        return F.hardsigmoid(gate)
+
+
+class TanhGate(GatedAttention):
+    def opened(self, gate: Tensor) -> Tensor:
+        return torch.tanh(gate)
+
+
+class SteepGate(GatedAttention):
+    def opened(self, gate: Tensor) -> Tensor:
+        return torch.sigmoid(1.5 * gate)
+
+
+class TwiceGate(GatedAttention):
+    """As T5Gemma's Hadamard gates, whose mean is 1."""
+
+    def opened(self, gate: Tensor) -> Tensor:
+        return 2 * torch.sigmoid(gate)
+
+
+class GateFirst(GatedAttention):
+    """Of each head the gate lies before q."""
+
+    def __init__(self):
+        super().__init__()
+        q_proj, kind = (
+            self.q_proj,
+            type("Swapped", (nn.Linear,), {"forward": lambda m, x: swapped(nn.Linear.forward(m, x))}),
+        )
+        q_proj.__class__ = kind
+
+
+def swapped(y: Tensor) -> Tensor:
+    return y.view(*y.shape[:-1], HEADS, 2, D).flip(-2).flatten(-3)
+
+
+class GateBehind(GatedAttention):
+    """The gate meets what the output projection gives."""
+
+    def __init__(self):
+        super().__init__("columns")
+        self.gate_proj = nn.Linear(WIDTH, WIDTH, False)
+
+    def opened(self, gate: Tensor) -> Tensor:
+        return torch.ones_like(gate)
+
+    def forward(self, x: Tensor, *args: Any) -> tuple[Tensor, None]:
+        return super().forward(x, *args)[0] * torch.sigmoid(self.gate_proj(x)), None
+
+
+class GateOfInput(Llama):
+    """The gate reads the layer's input, and q its norm."""
+
+    def __init__(self):
+        super().__init__(GatedAttention("columns"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self_attn, gate = self.self_attn, torch.sigmoid(self.self_attn.gate_proj(x))
+        h = self.input_layernorm(x)
+        q, k = self_attn.heads(self_attn.q_proj(h)), self_attn.heads(self_attn.k_proj(h))
+        q, k, v = self_attn.q_norm(q), self_attn.k_norm(k), self_attn.heads(self_attn.v_proj(h))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        x = x + self_attn.o_proj(o * gate)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class AddedSinks(WithSinks):
+    """The denominator has the sinks themselves, not their exponentials."""
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        exponentials = scores.exp()
+        return exponentials / (exponentials.sum(-1, keepdim=True) + self.sinks.abs()[:, None, None])
+
+
+class SinksOnScores(WithSinks):
+    """Every score has the sink, which then changes nothing."""
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return F.softmax(scores + self.sinks[:, None, None], -1)
+
+
+class SinksOfRows(WithSinks):
+    """Of the last rows, one sink for each."""
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        column = self.sinks.repeat(-(-scores.shape[-2] // HEADS))[: scores.shape[-2], None]
+        return F.softmax(torch.cat([scores, column.expand(*scores.shape[:-1], 1)], -1), -1)[..., :-1]
+
+
+class FirstLeftOut(WithSinks):
+    """The sinks are the last column, and the first is left out."""
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        column = self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        return F.softmax(torch.cat([scores, column], -1), -1)[..., 1:]
+
+
+class ScaledSinks(WithSinks):
+    def probabilities(self, scores: Tensor) -> Tensor:
+        column = 2 * self.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        return F.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+
+
+class OneMore(WithSinks):
+    """One more in each denominator, as a sink of 0 that is no parameter."""
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        return F.softmax(torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1), -1)[..., :-1]
+
+
+LIKE_GATES_AND_SINKS = (
+    HardGate, TanhGate, SteepGate, TwiceGate, GateFirst, GateBehind, AddedSinks, SinksOnScores, SinksOfRows, FirstLeftOut,
+    ScaledSinks, OneMore,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*LIKE_GATES_AND_SINKS, GateOfInput])
+def test_what_looks_like_a_gate_or_sinks(kind: type) -> None:
+    """Is refused, and computes what it did."""
+    torch.manual_seed(0)
+    layer = kind() if kind is GateOfInput else Llama(kind())
+    for one in layer.modules():
+        if isinstance(one, nn.Linear):
+            one.weight.data.mul_(3)  # gates and scores of order 1
+    original, x = copy.deepcopy(layer), tokens()
+    conversion = ckptkern.convert(layer, x)
+    assert not {"transformer_layer", "attention_block"} & {row.replaced_by for row in conversion.rows}, str(conversion)
+    torch.testing.assert_close(step(layer, x, {}), step(original, x, {}), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [WithSinks, GatedAttention])
+def test_those_that_are_fused(kind: type) -> None:
+    conversion = ckptkern.convert(Llama(kind()), tokens())
+    assert [row.replaced_by for row in conversion.converted] == ["transformer_layer"], str(conversion)
 
 
 REPLACED = {

@@ -27,9 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckptkern
 from ckptkern import eager, state, triton_kernels
 from ckptkern.memory import saved_tensors
+from ckptkern.ops.attention import arguments, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
-from ckptkern.ops.attention.sublayer import AttentionSublayer, attention_sublayer, attention_sublayer_backward, saves
+from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
 
 P = 0.3
@@ -264,13 +266,13 @@ def compiled(function, backend="aot_eager"):
 class TestSegment:
     @pytest.mark.parametrize("how", ["float32", "bfloat16", "autocast"])
     def test_saved_bytes(self, call, how):
-        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: a mask or the sequences' ends."""
+        """q, k, v, o, the logsumexp in float32, 16 bytes of dropout, and what was given: mask, sinks, the sequences' ends."""
         tensors = call.make(torch.bfloat16 if how == "bfloat16" else torch.float32)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"), saved_tensors() as saved:
             call.fused(tensors)
         queries, keys = tensors["q"].numel(), tensors["k"].numel()
         mask = tensors.get("mask", call.options.get("attn_mask", torch.empty(0)))
-        given = CU_Q.nbytes + CU_K.nbytes if call.packed else mask.nbytes
+        given = CU_Q.nbytes + CU_K.nbytes if call.packed else mask.nbytes + tensors.get("sinks", torch.empty(0)).nbytes
         itemsize = 4 if how == "float32" else 2
         assert saved.bytes == 2 * (queries + keys) * itemsize + queries // 6 * 4 + 16 * call.drops + given
 
@@ -293,13 +295,13 @@ class TestSegment:
                 batched("error", batch)
 
     def test_autocast(self, call):
-        """The result has the bits that bfloat16 q, k and v give; gradients are float32. A mask stays as it is."""
+        """The result has the bits that bfloat16 q, k and v give; gradients are float32. A mask and sinks stay as they are."""
         tensors = call.make()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = call.fused(tensors)
         results = gradients(lambda t: y, tensors)
-        mask = {name: t for name, t in clone(tensors).items() if name == "mask"}
-        expected = gradients(call.fused, clone(tensors, torch.bfloat16) | mask)
+        others = {name: t for name, t in clone(tensors).items() if name in ("mask", "sinks")}
+        expected = gradients(call.fused, clone(tensors, torch.bfloat16) | others)
         assert_same(results, {name: t if name == "y" else t.float() for name, t in expected.items()})
 
     def test_kernels(self, call):
@@ -764,6 +766,18 @@ def test_whose_kernel_the_core_is(call, monkeypatch):
     assert chosen_core(monkeypatch, **options) == wanted
 
 
+def test_sinks_are_no_reason_for_another_kernel(monkeypatch):
+    """What is asked for is the same with them and without, in both ops."""
+    asked = []
+    for module in (sdpa, arguments):
+        monkeypatch.setattr(module, "fused_core", lambda *args: asked.append(args[2:]) or "")
+    t, w = qkv(), torch.randn(24, 24)
+    for options in ({}, {"sinks": torch.zeros(4)}):
+        ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
+        ckptkern.attention_block(torch.randn(2, 7, 24), [w, w, w], None, w, None, 4, **options)
+    assert asked[:2] == asked[2:]
+
+
 def test_the_core_is_ours_where_torchs_may_not_run(monkeypatch):
     """Our core runs under deterministic algorithms, backend("triton"), with a kernel that the user has disabled, off GPUs."""
     with ckptkern.backend("triton"):
@@ -795,13 +809,13 @@ class Calls(TorchDispatchMode):
         return self.names.count(name)
 
 
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize(("rotary", "sinks"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("fused", ["cudnn", "flash"])
-def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary):
+def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
     """On tensors without data: torch's kernels take q, k, v as they lie in the packed projection and return what the op
-    promises; o and lse are saved as always, and only "full" runs forward's kernel again."""
+    promises; o and lse are saved as always, and only "full" runs forward's kernel again. Sinks change neither."""
     B, S, H, D = 2, 48, 4, 64
     d = H * D
     with torch.no_grad():
@@ -811,6 +825,7 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary):
             t, o = gather(
                 "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=mode,
                 rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
+                sinks=x.new_empty(H) if sinks else None,
             )  # fmt: skip
         o = o._replace(fused=fused)
         with Calls() as forward:
@@ -829,7 +844,7 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary):
     core = f"_scaled_dot_product_{fused}_attention"
     assert (forward.count(core), forward.count(f"{core}_backward")) == (1, 0)
     assert (backward.count(core), backward.count(f"{core}_backward")) == (mode == "full", 1)
-    unwanted = {"repeat_interleave", "exp", "_softmax"} | (set() if rotary else {"clone"})
+    unwanted = {"repeat_interleave", "_softmax"} | (set() if rotary else {"clone"}) | (set() if sinks else {"exp"})
     assert not unwanted & {*forward.names, *backward.names}
 
 

@@ -117,10 +117,12 @@ def test_gradients_are_as_exact_as_torchs(block, dtype):
 @pytest.mark.parametrize(
     "block",
     in_turn([one for one in BLOCKS if one.name in ("pre-norm", "bare")], ("none", "full"))
-    + variants(("none", "full"), ("crossing", "post-norm decoder")),
+    + variants(("none", "full"), ("crossing", "post-norm decoder", "gated query", "gated heads", "gated crossing")),
 )
 def test_empty_and_unbatched(block, lead):
     """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
+    if "gated" in block.name:  # whose tables and masks have the usual sizes
+        block = block.with_(attention=replace(block.attention, rotary=False, padded=False))
     tensors = block.make(lead=lead)
     if len(lead) == 1:
         inputs = [name for name in ("x", "key_value") if name in tensors]
@@ -388,7 +390,11 @@ CU = torch.tensor([0, 4, 4, 11], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "bare"), dropout=False)[:2])
+@pytest.mark.parametrize(
+    "block",
+    blocks(("full",), names=("pre-norm", "bare"), dropout=False)[:2]
+    + [one.values[0].without_dropout() for one in variants(("full",), ("gated heads",))],
+)
 def test_packed_sequences(block, mode):
     """Each sequence is computed as if it were alone; one of them is empty."""
     tensors = block.make(lead=(11,))
@@ -407,12 +413,15 @@ def test_packed_sequences(block, mode):
 @pytest.mark.parametrize(
     ("mode", "backend"), [("none", "eager"), ("selective", "eager"), ("full", "eager"), ("full", "triton")]
 )
-@pytest.mark.parametrize("block", blocks(("full",), names=("pre-norm", "llama"), dropout=False)[:2])
+@pytest.mark.parametrize(
+    "block",
+    blocks(("full",), names=("pre-norm", "llama"), dropout=False)[:2]
+    + [one.values[0].without_dropout() for one in variants(("full",), ("gated heads",))],
+)
 def test_tokens_in_no_sequence(block, mode, backend):
     """Attention gives them zeros and does not see them: the others' results and gradients are those without them."""
+    block = block.with_(attention=replace(block.attention, rotary=False, post_norm=None))
     tensors = block.make(lead=(14,))
-    if block.attention.rotary:
-        block = block.with_(attention=replace(block.attention, rotary=False))
 
     def packed(t):
         with ckptkern.backend(backend):
@@ -474,6 +483,19 @@ ERRORS = {
     "mode": (ValueError, "recompute must be one of", {"recompute": "some"}),
     "learned slopes": (ValueError, "no gradient is formed for alibi_slopes", {
         "alibi_slopes": torch.ones(4, requires_grad=True)}),
+    "sinks": (ValueError, r"sinks must have a number for each query head, \[4\]", {"sinks": torch.ones(2)}),
+    "a number of sinks": (TypeError, "sinks must be a Tensor, not float", {"sinks": 0.5}),
+    "rows of a gate": (ValueError, "gate_weight must have 24 rows, one for each column of o, or 4, one for each head", {
+        "gate_weight": QKV[:6]}),
+    "features of a gate": (ValueError, "gate_weight has in_features=9", {"gate_weight": QKV[:4, :9]}),
+    "a gate's bias alone": (ValueError, "gate_bias needs gate_weight", {"gate_bias": torch.ones(4)}),
+    "two gates": (ValueError, "gate_weight does not go with gate_in_query", {
+        "gate_weight": QKV[:4], "qkv_weight": [QKV[:48], *QKV[24:].chunk(2)], "gate_in_query": True}),
+    "a gate in one weight": (ValueError, "gate_in_query needs three weights", {"gate_in_query": True}),
+    "no gate in the query": (ValueError, "with gate_in_query", {"qkv_weight": QKV.chunk(3), "gate_in_query": True}),
+    "an update of a gate": (ValueError, "lora", {
+        "gate_weight": QKV[:4], "lora": {"gate": ckptkern.LoRA(torch.ones(2, 10), torch.ones(4, 2))}}),
+    "dtype of a gate": (TypeError, "use one dtype", {"gate_weight": QKV[:4].double()}),
     "learned padding": (ValueError, "no gradient is formed for key_padding_mask", {
         "key_padding_mask": torch.zeros(2, 7, requires_grad=True)}),
     "heads": (ValueError, "num_heads must be an integer of at least 1, not 0", {"num_heads": 0}),
@@ -643,7 +665,10 @@ KERNEL_BLOCKS = [
 
 
 # An MLP sublayer after its branch, an attention sublayer alone, and all three sublayers.
-KERNEL_VARIANTS = [one for one in VARIANTS if one.name in ("normed heads in groups", "learned bias") and not one.mlp]
+KERNEL_VARIANTS = [
+    one for one in VARIANTS
+    if one.name in ("normed heads in groups", "learned bias", "gated query", "gated heads", "gated crossing") and not one.mlp
+]  # fmt: skip
 KERNEL_VARIANTS += [
     one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder", "low-rank llama") and one.mlp
 ]

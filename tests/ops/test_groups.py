@@ -16,9 +16,10 @@ from support.cases import (
     output_gradient,
     over_samples,
 )
+from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
-from ckptkern.memory import peak_memory, saved_tensors
+from ckptkern.memory import memory_timeline, peak_memory, saved_tensors
 from ckptkern.ops.attention import sublayer as _sublayer
 from ckptkern.ops.registration import gradients as _gradients
 
@@ -36,7 +37,9 @@ GROUPED = [
     if block.attention is not None and block.attention.kv_heads > 1 and not block.attention.qk_norm.endswith("all")
 ]  # fmt: skip
 # Whose kernels read what a group cuts: a mask's planes, slopes, biases, norms of heads, packed and rotated q and k.
-ON_KERNELS = [block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads")]
+ON_KERNELS = [
+    block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads", "gated heads")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +161,7 @@ def test_parts_of_a_main_grad(name):
 def test_packed_sequences(mode):
     """Slopes of each sequence and each head; planes of the dropout mask by sequence."""
     draw = torch.Generator().manual_seed(0)
-    shapes = {"x": (9, 12), "qkv": (8 * 4, 12), "out": (12, 4 * 4)}
+    shapes = {"x": (9, 12), "qkv": (8 * 4, 12), "out": (12, 4 * 4), "sinks": (4,), "gate": (4 * 4, 12)}
     tensors = {name: torch.randn(shape, generator=draw).double().requires_grad_() for name, shape in shapes.items()}
     options = dict(
         cu_seqlens=torch.tensor([0, 4, 9], dtype=torch.int32), alibi_slopes=torch.tensor([0.1, 0.2, 0.7, 1.5]), rotary=10.0,
@@ -169,8 +172,9 @@ def test_packed_sequences(mode):
         def block(t):
             torch.manual_seed(SEED)
             return ckptkern.attention_block(
-                t["x"], t["qkv"], None, t["out"], None, 4, 2, workspace=workspace, **options
-            )
+                t["x"], t["qkv"], None, t["out"], None, 4, 2, workspace=workspace, sinks=t["sinks"], gate_weight=t["gate"],
+                **options,
+            )  # fmt: skip
 
         return gradients(block, tensors)
 
@@ -205,6 +209,40 @@ def test_the_fewest_groups(counts):
     assert list(dict.fromkeys(found)) == [1, 2, 4]
 
 
+@pytest.mark.parametrize(("backend", "mode", "options", "factor"), [
+    ("triton", "full", {"gate_in_query": True}, 1.05), ("eager", "selective", {"gate_in_query": True, "qk_norm": True}, 7),
+    ("triton", "full", {"sinks": True}, 3), ("triton", "selective", {"gate": True, "sinks": True}, 2),
+], ids=str)  # fmt: skip
+def test_many_heads_with_a_gate_and_sinks(backend, mode, options, factor, monkeypatch):
+    """In 32 groups, beside which o times the gate is large; and as many sums of rows as there are columns of heads. Kernels are
+    not run: here they are what their launchers allocate."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
+    H, D, d, options = 32, 8, 32, dict(options)
+    rows = 2 * H * D if options.get("gate_in_query") else H * D
+    shapes = {"x": (2, 80, d), "q": (rows, d), "k": (H * D, d), "v": (H * D, d), "out": (d, H * D)}
+    shapes |= {"gate": (H * D, d)} if options.pop("gate", False) else {}
+    shapes |= {"sinks": (H,)} if options.pop("sinks", False) else {}
+    shapes |= {"q_norm": (D,), "k_norm": (D,)} if options.pop("qk_norm", False) else {}
+    tensors = {name: torch.randn(shape).bfloat16().requires_grad_() for name, shape in shapes.items()}
+    if "q_norm" in tensors:
+        options["qk_norm"] = tensors["q_norm"], tensors["k_norm"]
+
+    def transient(workspace: int) -> int:
+        with ckptkern.backend(backend), memory_timeline("cpu") as forward:
+            y = ckptkern.attention_block(
+                tensors["x"], [tensors[name] for name in "qkv"], None, tensors["out"], None, H, sinks=tensors.get("sinks"),
+                gate_weight=tensors.get("gate"), is_causal=True, recompute=mode, residual=True, rotary=100.0,
+                workspace=workspace, **options,
+            )  # fmt: skip
+        dy = torch.ones_like(y)
+        with peak_memory("cpu") as backward:
+            grads = torch.autograd.grad(y, list(tensors.values()), dy)
+        return max(forward.peak - forward.bytes[-1], backward.bytes - sum(grad.nbytes for grad in grads))
+
+    workspace = int(factor * transient(1))
+    assert transient(workspace) <= workspace
+
+
 # -- the peak ----------------------------------------------------------------------------------------------------------
 
 ROWS, WIDTH = (4, 160), 48
@@ -213,6 +251,7 @@ PEAKS = {
     "pre-norm, grouped queries": dict(kv_heads=4, norm="rms", residual=True, rotary=100.0),
     "post-norm": dict(norm="layer", norm_first=False, residual=True, resid_dropout_p=0.1),
     "normed heads": dict(norm="rms", qk_norm=True, rotary=100.0),
+    "gate and sinks": dict(norm="rms", kv_heads=4, gate=True, sinks=True),
 }  # fmt: skip
 
 
@@ -222,11 +261,14 @@ def transient(name: str, dtype: torch.dtype, mode: str, workspace: int) -> tuple
     kv_heads, D = options.pop("kv_heads", 8), WIDTH // 8
     shapes = {"x": (*ROWS, WIDTH), "qkv": (WIDTH + 2 * kv_heads * D, WIDTH), "out": (WIDTH, WIDTH)}
     shapes |= {"q": (D,), "k": (D,)} if options.pop("qk_norm", False) else {}
+    shapes |= {"gate": (WIDTH, WIDTH)} if options.pop("gate", False) else {}
+    shapes |= {"sinks": (8,)} if options.pop("sinks", False) else {}
     tensors = {
         name: torch.randn(shape, generator=generator).to(dtype).requires_grad_() for name, shape in shapes.items()
     }
     if "q" in tensors:
         options["qk_norm"] = tensors["q"], tensors["k"]
+    options |= {"gate_weight": tensors.get("gate"), "sinks": tensors.get("sinks")}
     torch.manual_seed(SEED)
     with peak_memory("cpu") as forward, saved_tensors(list(tensors.values())) as saved:
         y = ckptkern.attention_block(

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.blocks import rng_states, unfused_attention
-from support.cases import SEED, assert_as_exact, clone, gradients, output_gradient
+from support.cases import SEED, assert_as_exact, clone, gradients, output_gradient, over_samples, resampled
 
 import ckptkern
 from ckptkern import eager
@@ -63,6 +63,12 @@ CASES = {
     "dropout, mask": Case({"dropout_p": P, "attn_mask": SEEN}, {"p": P, "hidden": ~SEEN}),
     "trained mask": Case({"attn_mask": ADDED, "window_size": (-1, 0)}, {"added": ADDED, "causal": True}, "attn_mask"),
     "trained keys": Case({"attn_mask": ADDED[:, :1, :1]}, {"added": ADDED[:, :1, :1]}, "attn_mask"),
+    "sinks": Case({"sinks": SLOPES - 0.3, "is_causal": True}, {"sinks": SLOPES - 0.3, "causal": True}, "sinks"),
+    "sinks, mask": Case({"sinks": SLOPES, "attn_mask": SEEN}, {"sinks": SLOPES, "hidden": ~SEEN}, "sinks"),
+    "sinks, window, dropout": Case(
+        {"sinks": SLOPES + 1, "window_size": (9, 0), "dropout_p": P, "softcap": 2.0},
+        {"sinks": SLOPES + 1, "hidden": within(9, 0), "p": P, "softcap": 2.0}, "sinks",
+    ),
     "trained slopes": Case({"alibi_slopes": SLOPES, "softcap": 3.0}, {"slopes": SLOPES, "softcap": 3.0}, "alibi_slopes"),
 }  # fmt: skip
 
@@ -92,7 +98,7 @@ def trained_of(case: Case) -> dict[str, torch.Tensor]:
 
 
 def unfused(case: Case):
-    name = {"attn_mask": "added", "alibi_slopes": "slopes"}.get(case.trained)
+    name = {"attn_mask": "added", "alibi_slopes": "slopes", "sinks": "sinks"}.get(case.trained)
 
     def run(t):
         options = case.unfused | ({name: t["trained"]} if name else {})
@@ -116,11 +122,12 @@ def test_as_exact_as_pytorch(name, kv_heads, dtype):
     """Output and every gradient against float64, in blocks of 16 rows: odd sizes, rows that see nothing, fewer kv heads."""
     case = CASES[name]
     tensors = heads(kv_heads, dtype) | trained_of(case)
-    dy = output_gradient(tensors["q"])
-    exact = gradients(unfused(case), clone(tensors, torch.float64), dy.double())
-    results = gradients(ours(case), tensors, dy)
-    assert all(value.isfinite().all() for value in results.values())
-    assert_as_exact(results, gradients(unfused(case), tensors, dy), exact)
+    draws = (
+        [resampled(tensors, seed) for seed in range(12)] if case.trained == "sinks" else [tensors]
+    )  # four numbers alone
+    results = over_samples(ours(case), unfused(case), draws, output_gradient(tensors["q"]))
+    assert all(value.isfinite().all() for value in results[0].values())
+    assert_as_exact(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -134,10 +141,11 @@ def test_sums_over_blocks_are_in_float32(name, dtype):
     assert_as_exact(gradients(ours(case), tensors, dy), gradients(unfused(case), tensors, dy), exact)
 
 
-@pytest.mark.parametrize("name", ["bool", "causal, padding", "dropout, mask", "window, mask"])
+@pytest.mark.parametrize("name", ["bool", "causal, padding", "dropout, mask", "window, mask", "sinks, mask"])
 def test_rows_that_see_nothing(name):
     """Zeros and zero gradients, never NaN, in blocks as at once."""
-    case, tensors = CASES[name], heads()
+    case = CASES[name]
+    tensors = heads() | trained_of(case)
     nothing = case.unfused["hidden"].all(-1).expand(B, 4, SQ)
     assert nothing.any()
     for workspace in (LEAST, "1GiB"):
@@ -190,6 +198,27 @@ def test_scores_are_never_written_out(name):
     own = sum(t.nbytes for t in tensors.values()) + tensors["q"].nbytes + 4 * 4 * S
     delta = 4 * 4 * S + 2 * tensors["q"].nbytes
     assert peak.bytes <= own + delta + 2**20 + 2**17
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_sinks_take_fits_the_workspace():
+    """A CPU upcasts 16-bit operands: o in forward, and in backward, which forms nothing else, o and its gradient."""
+    q, workspace = torch.randn(1, 4, 1024, 64, dtype=torch.bfloat16), 2**18
+    sinks = torch.zeros(4, requires_grad=True)
+
+    def peaks(**options) -> tuple[int, int]:
+        given = q.clone().requires_grad_(not options)
+        with peak_memory("cpu") as forward:
+            y = ckptkern.scaled_dot_product_attention(given, q, q, is_causal=True, workspace=workspace, **options)
+        dy = torch.ones_like(y)
+        with peak_memory("cpu") as backward:
+            y.backward(dy)
+        return forward.bytes, backward.bytes
+
+    (with_sinks, of_sinks), (without, _) = peaks(sinks=sinks), peaks()
+    rows = 4 * 4 * 1024
+    assert with_sinks <= without + workspace + 3 * rows
+    assert of_sinks <= workspace + 4 * rows
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (30, 5), (7, None), (None, -20), (2, -1)], ids=str)

@@ -287,8 +287,10 @@ def test_attention_of_a_subclass_is_torchs():
     mask = torch.rand(4, 6) > 0.3
     y = ckptkern.scaled_dot_product_attention(q, t["k"], t["v"], mask)
     torch.testing.assert_close(y, F.scaled_dot_product_attention(t["q"], t["k"], t["v"], mask))
-    with pytest.raises(TypeError, match="window_size, alibi_slopes and softcap do not go with a Logged"):
+    with pytest.raises(TypeError, match="window_size, alibi_slopes, softcap and sinks do not go with a Logged"):
         ckptkern.scaled_dot_product_attention(q, t["k"], t["v"], window_size=(1, 1))
+    with pytest.raises(TypeError, match="and sinks do not go with a Logged"):
+        ckptkern.scaled_dot_product_attention(q, t["k"], t["v"], sinks=torch.zeros(q.shape[1]))
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0)])
@@ -298,7 +300,7 @@ def test_attention_of_a_subclass_takes_a_window_that_torch_has(window):
     ours = ckptkern.scaled_dot_product_attention(q.as_subclass(Logged), q, q, window_size=window)
     expected = F.scaled_dot_product_attention(q, q, q, is_causal=window == (-1, 0))
     torch.testing.assert_close(ours.as_subclass(Tensor), expected)
-    with pytest.raises(TypeError, match="window_size, alibi_slopes and softcap do not go with a Logged"):
+    with pytest.raises(TypeError, match="window_size, alibi_slopes, softcap and sinks do not go with a Logged"):
         ckptkern.scaled_dot_product_attention(q.as_subclass(Logged), q, q, window_size=(2, 0))
 
 

@@ -85,6 +85,53 @@ class Attention(nn.Module):
         return self.o_proj(o.transpose(1, 2).flatten(2)), None
 
 
+class WithSinks(Attention):
+    """Written out as GPT-OSS's: a column of sinks that is left out again, and the maximum taken off."""
+
+    def __init__(self, **options):
+        super().__init__(bias=True, **options)
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        column = self.sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], -1)
+        scores = torch.cat([scores, column], -1)
+        scores = scores - scores.max(-1, keepdim=True).values
+        return F.softmax(scores, -1)[..., :-1]
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        q, k = (self.rotated(self.heads(one(x)), tables) for one in (self.q_proj, self.k_proj))
+        k, v = (one.repeat_interleave(HEADS // one.shape[1], 1) for one in (k, self.heads(self.v_proj(x))))
+        scores = q @ k.transpose(2, 3) * self.scaling
+        scores = scores if attention_mask is None else scores + attention_mask
+        p = F.dropout(self.probabilities(scores), self.dropout, self.training)
+        return self.o_proj((p @ v).transpose(1, 2).flatten(2)), None
+
+
+class GatedAttention(Attention):
+    """o * sigmoid(gate) before the output projection. The gate lies in q's projection, as Qwen3-Next's, or has one of its own,
+    with a row for each column (AFMoE) or each head (Step 3.5)."""
+
+    def __init__(self, gate: str = "query"):
+        super().__init__(norm=lambda width: RMSNorm(width, plus_one=True))
+        self.gate, rows = gate, {"query": 2 * HEADS * D, "columns": HEADS * D, "heads": HEADS}[gate]
+        self.add_module("q_proj" if gate == "query" else "gate_proj", nn.Linear(WIDTH, rows, gate == "heads"))
+
+    def opened(self, gate: Tensor) -> Tensor:
+        return torch.sigmoid(gate)
+
+    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+        if self.gate == "query":
+            q, gate = self.q_proj(x).view(*x.shape[:-1], -1, 2 * D).chunk(2, -1)
+        else:
+            q, gate = self.q_proj(x).view(*x.shape[:-1], -1, D), self.gate_proj(x).view(*x.shape[:-1], HEADS, -1)
+        q = self.rotated(self.q_norm(q).transpose(1, 2), tables)
+        k = self.rotated(self.k_norm(self.heads(self.k_proj(x))), tables)
+        o = F.scaled_dot_product_attention(
+            q, k, self.heads(self.v_proj(x)), attention_mask, is_causal=attention_mask is None, enable_gqa=True
+        )
+        return self.o_proj((o.transpose(1, 2) * self.opened(gate)).flatten(2)), None
+
+
 class Gated(nn.Module):
     def __init__(self, activation: nn.Module | None = None):
         super().__init__()
@@ -431,6 +478,10 @@ def with_tables(x: Tensor) -> dict[str, Any]:
     return {"tables": rotary(x)}
 
 
+def with_tables_and_mask(x: Tensor) -> dict[str, Any]:
+    return with_tables(x) | with_mask(x)
+
+
 def with_part_of_tables(x: Tensor) -> dict[str, Any]:
     angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(0, D // 2, 2) / D)
     angles = torch.cat((angles, angles), -1)[None, None]
@@ -474,6 +525,10 @@ ARCHITECTURES = {
         lambda: Llama(mlp=Gated(nn.GELU("tanh")), norm=lambda width: RMSNorm(width, 1e-5, plus_one=True)), with_tables
     ),
     "qwen": Architecture(lambda: Llama(Attention(bias=True, norm=RMSNorm)), with_tables),
+    "sinks": Architecture(lambda: Llama(WithSinks()), with_tables_and_mask),
+    "gated query": Architecture(lambda: Llama(GatedAttention()), with_tables),
+    "gated columns": Architecture(lambda: Llama(GatedAttention("columns")), with_tables),
+    "gated heads": Architecture(lambda: Llama(GatedAttention("heads")), with_tables),
     "phi3": Architecture(lambda: Llama(mlp=GatedByHalves(0))),
     "gate second": Architecture(lambda: Llama(mlp=GatedByHalves(1))),
     "gpt": Architecture(GPT),

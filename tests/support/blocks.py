@@ -76,10 +76,22 @@ def unfused_rotary_of_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def unfused_attention(
-    q, k, v, *, scale=None, softcap=None, slopes=None, added=None, causal=False, hidden=None, p=0.0, drawn=None
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    softcap=None,
+    slopes=None,
+    added=None,
+    causal=False,
+    hidden=None,
+    p=0.0,
+    drawn=None,
+    sinks=None,
 ) -> Tensor:
     """[B, H, S, D] of dropout(softmax(q k^T - slopes |i - j| + added)) v; slopes: [H] or [B, H]; softcap: as Gemma 2 caps the
-    scores.
+    scores; sinks [H]: a column of scores that is left out of the softmax's result, as in GPT-OSS.
 
     hidden: bool, broadcast to the scores, True = not seen.
     """
@@ -96,7 +108,12 @@ def unfused_attention(
         hidden = later if hidden is None else later | hidden
     if hidden is not None:
         s = s.masked_fill(hidden, -math.inf)
-    probabilities = s.softmax(-1)
+    if sinks is None:
+        probabilities = s.softmax(-1)
+    else:
+        probabilities = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)), -1).softmax(-1)[
+            ..., :-1
+        ]
     if p:
         B, H, Sq, Sk = s.shape
         keep = state.keep_mask(next(drawn), p, Sq, Sk, planes=B * H).view(s.shape)
@@ -227,6 +244,8 @@ class Attention(Sublayer):
     mask: tuple[int, ...] = ()  # the shape of one that is trained
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
+    gate: str = ""  # "columns" or "heads", with a projection of its own that has as many rows; or "query", in q's
     qk_norm: str = ""  # rms or layer, of one head, or followed by " rows" (one for each head) or " all" (heads at once)
     dropout_p: float = P
     out: int = FEATURES
@@ -249,7 +268,9 @@ class Attention(Sublayer):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         rows = {"q": HEADS * HEAD_DIM, "k": self.kv_heads * HEAD_DIM, "v": self.kv_heads * HEAD_DIM}
         rows = {"qkv": sum(rows.values())} if self.packed else rows
-        features = {"q": FEATURES, "qkv": FEATURES}
+        rows |= {"q": 2 * rows["q"]} if self.gate == "query" else {}
+        rows |= {"o_gate": self.gate_columns()} if self.gate not in ("", "query") else {}
+        features = {"q": FEATURES, "qkv": FEATURES, "o_gate": FEATURES}
         shapes = {f"{name}_weight": (n, features.get(name, self.key_features or FEATURES)) for name, n in rows.items()}
         shapes |= {"out_weight": (self.out, HEADS * HEAD_DIM)}
         if self.bias:
@@ -259,10 +280,14 @@ class Attention(Sublayer):
         if self.qk_norm.startswith("layer"):
             shapes |= {"q_shift": self.qk_shape(HEADS), "k_shift": self.qk_shape(self.kv_heads)}
         shapes |= {"mask": self.mask} if self.mask else {}
+        shapes |= {"sinks": (HEADS,)} if self.sinks else {}
         shapes |= self.lora_shapes(shapes)
         shapes = {f"{self.prefix}{name}": shape for name, shape in shapes.items()}
         memory = {"key_value": (BATCH, KEY_LENGTH, self.key_features)} if self.key_features else {}
         return memory | shapes | self.norm_shapes()
+
+    def gate_columns(self) -> int:
+        return 0 if not self.gate else HEADS if self.gate == "heads" else HEADS * HEAD_DIM
 
     def qk_shape(self, heads: int) -> tuple[int, ...]:
         return {"rows": (heads, HEAD_DIM), "all": (heads * HEAD_DIM,)}.get(self.qk_norm.partition(" ")[2], (HEAD_DIM,))
@@ -296,7 +321,8 @@ class Attention(Sublayer):
             qk_norm=tuple((t[f"{n}_gain"], t.get(f"{n}_shift")) for n in "qk") if self.qk_norm else None,
             qk_norm_kind=self.qk_norm.partition(" ")[0] or "rms", qk_norm_eps=1e-5, rotary=self.tables(),
             rotary_interleaved=self.interleaved, alibi_slopes=self.alibi(), scale=self.scale,
-            softcap=self.softcap, is_causal=self.causal,
+            softcap=self.softcap, is_causal=self.causal, sinks=t.get("sinks"), gate_weight=t.get("o_gate_weight"),
+            gate_bias=t.get("o_gate_bias"), gate_in_query=self.gate == "query",
             attn_mask=t.get("mask"), key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.lora_arguments(t),
             **around,
         )  # fmt: skip
@@ -307,7 +333,8 @@ class Attention(Sublayer):
             rows = [math.prod(one.shape[:-1]) for one in (h, key_value)]
             q = self.linear("q", h, t, lora, rows[1])
             k, v = (self.linear(name, key_value, t, lora, rows[0]) for name in "kv")
-            q, k, v = (one.unflatten(-1, (-1, HEAD_DIM)) for one in (q, k, v))
+            q, gate = self.unfused_gate(q, h, t)
+            k, v = (one.unflatten(-1, (-1, HEAD_DIM)) for one in (k, v))
         elif self.key_features:
             weights, biases = ([t.get(f"{name}_{kind}") for name in "qkv"] for kind in ("weight", "bias"))
             if self.packed:
@@ -319,7 +346,10 @@ class Attention(Sublayer):
         elif self.packed:
             qkv = self.linear("qkv", h, t, lora)
         else:
-            qkv = torch.cat([self.linear(name, h, t, lora) for name in "qkv"], -1)
+            q, gate = self.unfused_gate(self.linear("q", h, t, lora), h, t)
+            qkv = torch.cat([q.flatten(-2), *(self.linear(name, h, t, lora) for name in "kv")], -1)
+        if self.packed:
+            gate = self.unfused_gate(None, h, t)[1]
         if self.key_features:
             pass
         elif self.layout == "qkv":
@@ -337,22 +367,33 @@ class Attention(Sublayer):
         o = unfused_attention(
             *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, softcap=self.softcap,
             slopes=self.alibi(), added=t.get("mask"), causal=self.causal, p=self.dropout_p, drawn=drawn,
-            hidden=None if hidden is None else hidden[:, None, None],
+            hidden=None if hidden is None else hidden[:, None, None], sinks=t.get("sinks"),
         )  # fmt: skip
+        if gate is not None:
+            o = o * torch.sigmoid(gate).transpose(-3, -2)
         more_rows = math.prod(key_value.shape[:-1]) if self.key_features else 0
         return self.linear("out", o.transpose(-3, -2).flatten(-2), t, lora, more_rows)
+
+    def unfused_gate(self, q: Tensor | None, h: Tensor, t: Tensors) -> tuple[Tensor | None, Tensor | None]:
+        """(q, the gate) [B, S, H, D or 1]."""
+        if self.gate == "query":  # as Qwen3-Next takes them apart
+            return q.unflatten(-1, (HEADS, -1)).chunk(2, -1)
+        q = None if q is None else q.unflatten(-1, (HEADS, -1))
+        if not self.gate:
+            return q, None
+        return q, F.linear(h, t["o_gate_weight"], t.get("o_gate_bias")).unflatten(-1, (HEADS, -1))
 
     def saved(self, mode: str) -> tuple[int, int]:
         """(elements in the compute dtype, bytes) per token, without x."""
         core, keys = HEADS * HEAD_DIM, 2 * self.kv_heads * HEAD_DIM * Fraction(self.columns(), LENGTH)
-        elements = {"full": 0, "selective": core, "none": 2 * core + keys}[mode]
+        elements = {"full": 0, "selective": core, "none": 2 * core + keys + self.gate_columns()}[mode]
         return elements, 0 if mode == "full" else 4 * HEADS
 
     def matmuls(self) -> dict[str, int]:
         """Multiply-adds per token of each matmul, and of one [S, D] x [D, S] of all heads."""
         core = HEADS * HEAD_DIM
         keys = Fraction(self.columns(), LENGTH) * (self.key_features or FEATURES)
-        qkv = FEATURES * core + keys * 2 * self.kv_heads * HEAD_DIM
+        qkv = FEATURES * (core + self.gate_columns()) + keys * 2 * self.kv_heads * HEAD_DIM
         return {"qkv": qkv, "out": core * self.out, "core": core * self.columns()}
 
     def multiply_adds(self, mode: str) -> tuple[int, int]:
@@ -362,7 +403,14 @@ class Attention(Sublayer):
         backward += {"none": 0, "selective": qkv, "full": qkv + 2 * core}[mode]
         recomputed = [name for name in ("q", "k", "v", "qkv") if mode != "none"] + ["out"] * self.reads_branch()
         lora = self.lora_multiply_adds(recomputed)
-        return qkv + out + 2 * core + lora[0], backward + (out if self.reads_branch() else 0) + lora[1]
+        branch = out + self.gate_again(mode) if self.reads_branch() else 0
+        return qkv + out + 2 * core + lora[0], backward + branch + lora[1]
+
+    def gate_again(self, mode: str) -> int:
+        """Multiply-adds per token of the gate alone, which what the branch gave is recomputed of, with q if they have one
+        projection; unless all projections are at hand."""
+        columns = self.gate_columns() * (2 if self.gate == "query" else 1)
+        return FEATURES * columns if mode == "selective" else 0
 
 
 @dataclass(frozen=True)
@@ -520,7 +568,7 @@ class Block:
         total = sum(self.mlp.multiply_adds("none" if mode == "none" else "full"))
         for sublayer in self.sublayers[:-1]:
             forward, backward = sublayer.multiply_adds("none" if mode == "full" else mode)
-            out = sublayer.matmuls()["out"] + sum(sublayer.lora_matmuls().get("out", ()))
+            out = sublayer.matmuls()["out"] + sum(sublayer.lora_matmuls().get("out", ())) + sublayer.gate_again(mode)
             between = {"none": 0, "selective": out, "full": forward}[mode]
             total += forward + backward + between - (out if mode != "none" and sublayer.reads_branch() else 0)
         return total
@@ -562,6 +610,14 @@ VARIANTS = (
                                                                 mask=(HEADS, LENGTH, KEY_LENGTH))),
     Block("post-norm decoder", Attention(norm_first=False), MLP(norm_first=False, dropout_p=0.0),
           Attention(causal=False, key_features=FEATURES, norm_first=False, scale=0.3, kv_heads=1)),
+    Block("gpt-oss", Attention(norm="rms", kv_heads=2, packed=False, rotary=True, sinks=True, resid_p=0.0),
+          MLP(**LLAMA, gated=True, activation="silu", resid_p=0.0)),
+    Block("gated query", Attention(**LLAMA, kv_heads=2, packed=False, rotary=True, qk_norm="rms", gate="query")),
+    Block("gated query", Attention(**LLAMA, kv_heads=2, packed=False, qk_norm="rms", gate="query"),
+          MLP(**LLAMA, gated=True, activation="silu", resid_p=0.0)),
+    Block("gated heads", Attention(kv_heads=2, layout="heads", gate="heads", sinks=True, softcap=2.0, post_norm="rms")),
+    Block("gated columns", Attention(gate="columns", padded=True), MLP(dropout_p=0.0)),
+    Block("gated crossing", Attention(causal=False, padded=True, key_features=8, packed=False, gate="query", sinks=True)),
     Block("learned bias", Attention(**LLAMA, kv_heads=2, packed=False, causal=False, padded=True, softcap=2.0, resid_p=0.0,
                                     mask=(HEADS, LENGTH, LENGTH))),
     Block("learned bias", Attention(mask=(BATCH, 1, LENGTH, LENGTH), resid_p=0.0), MLP(dropout_p=0.0)),
@@ -576,7 +632,10 @@ VARIANTS = (
 ALL = BLOCKS + VARIANTS
 # A layer's reference is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
 TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
-COMPILED = [one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder")]
+COMPILED = [
+    one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder", "gpt-oss")
+]
+COMPILED += [one for one in VARIANTS if one.name == "gated query" and one.mlp is None]
 COMPILED += [one for one in VARIANTS if one.name == "learned bias" and one.mlp is None]
 
 
@@ -611,10 +670,11 @@ class Call:
     options: dict
     shapes: tuple = ((2, 4, 7, 6), (2, 4, 5, 6), (2, 4, 5, 6))
     mask: tuple = ()  # the shape of one that is trained
+    sinks: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*"qkv", "mask") if self.mask else (*"qkv",)
+        return (*"qkv", *("mask",) * bool(self.mask), *("sinks",) * self.sinks)
 
     @property
     def packed(self) -> bool:
@@ -626,16 +686,19 @@ class Call:
 
     op_name = "attention"
 
-    def make(self, dtype=torch.float32, *, frozen=(), trained=("q", "k", "v", "mask")):
+    def make(self, dtype=torch.float32, *, frozen=(), trained=("q", "k", "v", "mask", "sinks")):
         tensors = heads(*self.shapes, dtype=dtype)
         if self.mask:
             tensors["mask"] = torch.randn(self.mask, generator=torch.Generator().manual_seed(8)).to(dtype)
+        if self.sinks:
+            tensors["sinks"] = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=dtype)
         return {name: t.requires_grad_(name in trained and name not in frozen) for name, t in tensors.items()}
 
     def call(self, t):
         if self.packed:
             return ckptkern.varlen_attn(t["q"], t["k"], t["v"], CU_Q, CU_K, 5, 6, **self.options)
         options = self.options | ({"attn_mask": t["mask"]} if self.mask else {})
+        options |= {"sinks": t["sinks"]} if self.sinks else {}
         return ckptkern.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
 
     def fused(self, t):
@@ -648,6 +711,8 @@ CALLS = {
     "dropout": Call({"dropout_p": P}),
     "mask": Call({"attn_mask": MASKS["all"], "dropout_p": P}),
     "learned mask": Call({"dropout_p": P, "window_size": (5, 3)}, mask=(4, 1, 5)),
+    "sinks": Call({"is_causal": True}, sinks=True),
+    "sinks, dropout": Call({"dropout_p": P, "window_size": (5, 3)}, mask=(4, 1, 5), sinks=True),
     "packed": Call({}, ((11, 4, 6), (14, 4, 6), (14, 4, 6))),
     "packed grouped": Call({"window_size": (2, 1), "enable_gqa": True}, ((11, 4, 6), (14, 2, 6), (14, 2, 6))),
 }

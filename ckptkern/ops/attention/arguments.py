@@ -29,7 +29,7 @@ from ..dispatch.choices import (
 )
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
-from .core import check_softcap, check_whole_sequence, fused_core
+from .core import check_sinks, check_softcap, check_whole_sequence, fused_core
 from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
@@ -63,7 +63,15 @@ def check_key_value(op: str, x: Tensor, key_value: Tensor | None, **self_attenti
 
 
 def check_projections(
-    op: str, x: Tensor, key_value: Tensor | None, qkv_weight, qkv_bias, layout: str, H: int, H_kv: int
+    op: str,
+    x: Tensor,
+    key_value: Tensor | None,
+    qkv_weight,
+    qkv_bias,
+    layout: str,
+    H: int,
+    H_kv: int,
+    gate_in_query: bool,
 ) -> tuple[tuple, tuple, int]:
     """(weights, biases, head dim): one packed projection, or those of q, k and v."""
     weights = one_or_three(op, "qkv_weight", qkv_weight)
@@ -73,6 +81,8 @@ def check_projections(
     check_choice(op, "qkv_layout", layout, QKV_LAYOUTS)
     if layout != "qkv" and len(weights) == 3:
         raise ValueError(f"{op}: qkv_layout={layout!r} needs q, k and v in one qkv_weight, not three")
+    if gate_in_query and len(weights) == 1:
+        raise ValueError(f"{op}: gate_in_query needs three weights (q, k, v), the first with 2 H D rows, not one")
     names = ("qkv_weight",) if len(weights) == 1 else ("q_weight", "k_weight", "v_weight")
     features = x.shape[-1] if key_value is None else key_value.shape[-1]
     if len(weights) == 1 and features != x.shape[-1]:
@@ -83,14 +93,29 @@ def check_projections(
     for name, w, b in zip(names, weights, biases, strict=True):
         of_x = key_value is None or name in ("qkv_weight", "q_weight")
         check_weight(op, name, w, b, x, x.shape[-1] if of_x else features, "input" if of_x else "key_value")
-    rows, heads = weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else H
+    rows, heads = weights[0].shape[0], H + 2 * H_kv if len(weights) == 1 else 2 * H if gate_in_query else H
     D = rows // heads  # divmod takes no symbolic numbers
     if rows % heads or any(w.shape[0] != H_kv * D for w in weights[1:]):
         raise ShapeError(
             f"{op}: q, k, v weights with {[w.shape[0] for w in weights]} rows do not fit {H} query and {H_kv} key and "
-            f"value heads"
+            f"value heads{' with gate_in_query' if gate_in_query else ''}"
         )
     return weights, biases, D
+
+
+def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, in_query: bool, H: int, D: int) -> None:
+    if weight is None:
+        if bias is not None:
+            raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
+        return
+    if in_query:
+        raise ValueError(f"{op}: gate_weight does not go with gate_in_query, where q's weight has the gate's rows")
+    check_weight(op, "gate_weight", weight, bias, x, x.shape[-1], "input")
+    if weight.shape[0] not in (H * D, H):
+        raise ShapeError(
+            f"{op}: gate_weight must have {H * D} rows, one for each column of o, or {H}, one for each head, but has "
+            f"{weight.shape[0]}"
+        )
 
 
 def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
@@ -201,8 +226,8 @@ def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, softcap=None, dropout_p=0.0, lora=None, residual=False, training=True,
-    recompute="selective", workspace=None, **others,
+    scale=None, softcap=None, sinks=None, gate_weight=None, gate_bias=None, gate_in_query=False, dropout_p=0.0, lora=None,
+    residual=False, training=True, recompute="selective", workspace=None, **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
     check_whole_sequence(op)
@@ -210,7 +235,7 @@ def gather(
     check_probability(op, dropout_p)
     check_flags(
         op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
-        training=training,
+        training=training, gate_in_query=gate_in_query,
     )  # fmt: skip
     check_number(op, "qk_norm_eps", qk_norm_eps)
     check_number(op, "scale", 1.0 if scale is None else scale)
@@ -223,7 +248,9 @@ def gather(
     layout = None if qkv_layout == "qkv" else qkv_layout
     check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
     S_k = S if key_value is None else key_value.shape[-2]
-    weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv)
+    weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
+    check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
+    check_sinks(op, sinks, x, H)
     check_output(op, x, out_weight, out_bias, H * D, residual)
     lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, weights, out_weight)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
@@ -243,7 +270,7 @@ def gather(
     for name, tensor in ((other, padding), ("alibi_slopes", alibi_slopes)):
         check_no_gradient(op, name, tensor)
     max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
-    dtype = compute_dtype(op, x, *weights, out_weight, key_value)
+    dtype = compute_dtype(op, x, *weights, out_weight, gate_weight, key_value)
     probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(D))
     fused = fused_core(
@@ -254,12 +281,13 @@ def gather(
     bq, bk, bv = (*biases, None, None)[:3]
     t = AttentionTensors(
         key_value=key_value, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
-        q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, cos=cos, sin=sin, mask=mask, padding=padding, slopes=slopes,
-        cu=cu_seqlens, **lora_tensors, **tensors,
+        q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, sinks=sinks, wg=gate_weight, bg=gate_bias, cos=cos, sin=sin,
+        mask=mask, padding=padding, slopes=slopes, cu=cu_seqlens, **lora_tensors, **tensors,
     )  # fmt: skip
     o = AttentionOptions(
-        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, qk_norm=qk_norm_kind, qk_norm_eps=float(qk_norm_eps),
-        theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion, left=left, right=right,
+        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, gate_in_query=gate_in_query, qk_norm=qk_norm_kind,
+        qk_norm_eps=float(qk_norm_eps), theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion,
+        left=left, right=right,
         max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
         recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), fused=fused, lora=lora_numbers,

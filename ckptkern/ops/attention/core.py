@@ -16,18 +16,20 @@ from torch.types import IntLikeType
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import eager
-from ..dispatch.checks import check_number
+from ...errors import ShapeError
+from ..dispatch.checks import check_number, check_tensor
 from ..dispatch.choices import kernels_alone
 from ..registration.functions import bodies_are_seen
 from ..sublayer.dropout import dropout_arguments
 
 
 class CoreTensors(NamedTuple):
-    """What the core reads besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], the dropout state,
-    and where packed sequences begin, int32 [N + 1]."""
+    """What the core reads besides q, k and v: mask [B or 1, H or 1, Sq or 1, Sk or 1], slopes [B or 1, H], sinks [H], the
+    dropout state, and where packed sequences begin, int32 [N + 1]."""
 
     mask: Tensor | None = None
     slopes: Tensor | None = None
+    sinks: Tensor | None = None
     rng: Tensor | None = None
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
@@ -61,6 +63,7 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     mask = t.mask.view(torch.int8) if t.mask is not None and t.mask.dtype == torch.bool else t.mask
     return eager.AttentionCore(
         scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
+        sinks=None if t.sinks is None else t.sinks[None],
         dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
         fused=o.fused, softcap=o.softcap, plane_base=o.first_plane, planes=o.planes,
         workspace=o.workspace,
@@ -110,7 +113,7 @@ def fused_core(
 ) -> str:  # fmt: skip
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
-    others: masks, slopes, dropout, cu_seqlens, softcap. The backend's kernel runs
+    others: masks, slopes, dropout, cu_seqlens, softcap, not sinks. The backend's kernel runs
     - if any of these is not None;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernel;
@@ -143,10 +146,13 @@ def fused_core(
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
-    """(o, lse, delta) of the core; delta only if `do` is given and the core's backward reads it. p: the backend's module."""
+    """(o, lse, delta) of the core; delta only if `do` is given and the core's backward reads it, not with sinks, which change
+    the o that it is made of. p: the backend's module."""
     p = eager if core.fused else p
     wants_delta = do is not None and not core.fused and not (p is eager and eager.flash_on_cpu(q, k, core))
-    o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta else None)
+    o, lse, delta = p.attn_fwd(q, k, v, core, do=do if wants_delta and core.sinks is None else None)
+    if core.sinks is not None:
+        o, lse = eager.with_sinks(o, lse, core)
     return eager.as_heads(o), lse, delta
 
 
@@ -161,6 +167,8 @@ def attention_grads(
     PyTorch ops only.
     """
     needs = dict(need_dq=need_dq, need_dkv=need_dkv)
+    if not (need_dq or need_dkv or need_dslopes or dmask_shape is not None):  # with sinks alone
+        return (None,) * 5
     if core.fused or p is eager:
         of_scores = dict(dmask_shape=dmask_shape, need_dslopes=need_dslopes)
         return eager.attn_grads(q, k, v, do, o, lse, core, delta=delta, **needs, **of_scores, outs=out)
@@ -170,6 +178,22 @@ def attention_grads(
         dq, dk, dv = p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
     dmask = None if dmask_shape is None else p.attn_dmask(q, k, v, do, lse, delta, core, dmask_shape)
     return dq, dk, dv, dmask, None
+
+
+def check_sinks(op: str, sinks: Tensor | None, x: Tensor, H: int) -> None:
+    if sinks is None:
+        return
+    check_tensor(op, "sinks", sinks, x)
+    if sinks.shape != (H,):
+        raise ShapeError(
+            f"{op}: sinks must have a number for each query head, [{H}], but has shape {tuple(sinks.shape)}"
+        )
+
+
+def sink_gradient(p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None):
+    """(dsinks [H] in float32, delta), from o and lse; delta is formed unless it is at hand."""
+    delta = p.attn_delta(o, do, core) if delta is None else delta
+    return eager.sink_gradient(lse, delta, core.sinks), delta
 
 
 def in_context_parallel() -> bool:

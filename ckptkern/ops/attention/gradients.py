@@ -21,9 +21,15 @@ def reads_core(need: Collection[str]) -> bool:
     return not OF_OUTPUT.isdisjoint(need - {"bo"})
 
 
+def gate_needs(inner: Collection[str], t: AttentionTensors) -> bool:
+    """Does one of the gradients of `inner` have a part from the gate?"""
+    of_gate = {"wg", "bg"} if t.wg is not None else {"wq", "bq", *names_of("q")}
+    return not of_gate.isdisjoint(inner) or not {"x", "norm_weight", "norm_bias"}.isdisjoint(inner)
+
+
 def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:
     """(need dq, need dk and dv) for the gradients of `inner`."""
-    inner = set(inner) - {"mask"}
+    inner = set(inner) - {"mask", "sinks", "wg", "bg"}
     behind_q, of_q = {"q_norm", "q_norm_bias"}, {"wq", "bq", *names_of("q")}
     packed, read_by_q = of_q if t.wk is None else set(), {"x", "norm_weight", "norm_bias"}
     behind_both = packed if t.key_value is not None else packed | read_by_q

@@ -11,7 +11,16 @@ from ... import eager
 from ..registration.gradients import token_chunks
 from ..registration.rows import row_count
 from ..sublayer.residual import has_trailing_norm
-from .tensors import AttentionOptions, AttentionTensors, head_dim, in_group, over_all_heads
+from .tensors import (
+    AttentionOptions,
+    AttentionTensors,
+    gate_columns,
+    has_gate,
+    head_dim,
+    in_group,
+    over_all_heads,
+    query_columns,
+)
 
 
 def group_of(
@@ -24,6 +33,8 @@ def group_of(
 
     H = o.num_heads // count
     t = t._replace(wo=cut(t.wo, 1))
+    if t.wg is not None:
+        t = t._replace(wg=cut(t.wg, 0))
     if t.o_lora_a is not None:
         t = t._replace(o_lora_a=cut(t.o_lora_a, 1))
     if t.mask is not None and t.mask.shape[1] > 1:
@@ -35,6 +46,8 @@ def group_of(
     core = core._replace(plane_base=core.plane_base + index * H, planes=core.planes or o.num_heads)
     if core.mask is not None and core.mask.shape[1] > 1:
         core = core._replace(mask=cut(core.mask, 1))
+    if core.sinks is not None:
+        core = core._replace(sinks=cut(core.sinks, 1))
     if core.slopes is not None:
         core = core._replace(slopes=cut(core.slopes, 1).clone())  # at an address as aligned as that of all
     return t, o._replace(num_heads=H, num_kv_heads=o.num_kv_heads // count), core
@@ -78,8 +91,8 @@ def _cuts(count: int, D: int, t: AttentionTensors, o: AttentionOptions) -> bool:
 
 
 def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[int, int]:
-    """Of the transient rows of all heads: (h; o in forward, if it is not saved, or in backward the gradients of h and of the
-    branch's result, as far as they are not those of x and y)."""
+    """Of the transient rows of all heads: (h; in forward o, if it is not saved, and o with a gate, or in backward the gradients
+    of h and of the branch's result, as far as they are not those of x and y)."""
     (rows, d), (e, width), size, cast = x.shape, t.wo.shape, o.dtype.itemsize, x.dtype != o.dtype
     h = d * size if cast or (o.norm and o.norm_first) else 0
     trailing = has_trailing_norm(o)
@@ -88,27 +101,30 @@ def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[i
     )
     df = e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
     dh = 4 * d if size < 4 else d * size if cast else 0
-    return rows * h, rows * max(width * size if o.recompute == "full" else 0, df + dh)
+    whole = (o.recompute == "full") + has_gate(t, o)
+    return rows * h, rows * max(whole * width * size, df + dh)
 
 
 def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     """Of what is transient of all heads at once, in the pass that takes more.
 
-    Both form q, k, v, rotated copies of q and k if they are not rotated in place, and o. Backward has do, dq, dk and dv, the
-    buffer of all three if they are not what the projections read, and the temporaries of PyTorch ops.
+    Both form q, k, v, a gate and its sigmoid, rotated copies of q and k if they are not rotated in place, and o. Backward has
+    do, dq, dk and dv, the gate's gradient, the buffer of all if they are not what the projections read, and the temporaries of
+    PyTorch ops.
     """
     D, size, eagerly = head_dim(t, o), o.dtype.itemsize, o.backend == "eager"
     key_value_rows = rows if t.key_value is None else row_count(t.key_value)
     q, kv = rows * o.num_heads * D, key_value_rows * o.num_kv_heads * D
-    qkv = q + 2 * kv
+    qkv = rows * (query_columns(t, o) + gate_columns(t)) + 2 * kv
+    gate = 0 if not has_gate(t, o) else q if o.gate_in_query else rows * gate_columns(t)
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
     # torch's attention on a CPU has as many heads of k and v as of q, and their gradients are summed
     repeats = eagerly and o.num_heads != o.num_kv_heads
-    grads, repeated = (3 * q + 2 * kv, 2 * q) if repeats else (qkv, 0)
-    core = raw + copies + repeated + 3 * q + grads
-    rotated = (raw if t.q_norm is not None else 0) + 2 * qkv
+    grads, repeated = (3 * q + 2 * kv, 2 * q) if repeats else (q + 2 * kv, 0)
+    core = raw + copies + repeated + 3 * q + grads + 2 * gate
+    rotated = (raw if t.q_norm is not None else 0) + 2 * qkv + gate
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
     copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
-    of_rows = 3 * 4 * rows * o.num_heads  # lse, and delta twice
+    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows

@@ -20,9 +20,10 @@ from .tensors import (
     key_rows,
     out_projection,
     over_all_heads,
-    projected_shape,
     projections,
+    split_gate,
     split_heads,
+    split_query,
 )
 
 
@@ -44,15 +45,20 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
 
     def linear(rows: Tensor, part: Projection) -> Tensor:
         y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
-        pair = update_of(part.letter, B * S, t, o)
+        pair = None if part.letter == "g" else update_of(part.letter, B * S, t, o)
         return y if pair is None else y + pair.reference(rows)
 
     sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
-    qkv = [linear(sources[part.of_key_value], part) for part in projections(t, o)]
+    parts: dict[bool, list[Tensor]] = {False: [], True: []}
+    for part in projections(t, o):
+        parts[part.of_key_value].append(linear(sources[part.of_key_value], part))
+    own = torch.cat(parts[False], -1)
+    own = own.view(B, S, own.shape[-1])
     if t.key_value is None:
-        q, k, v = split_heads(torch.cat(qkv, -1).view(B, S, projected_shape(B, S, t, o)[1]), o)
+        q, k, v = split_heads(own, o, D)
     else:
-        q, kv = qkv[0].view(B, S, H, D), torch.cat(qkv[1:], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
+        q, _ = split_query(own, o, D)
+        kv = torch.cat(parts[True], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
         k, v = kv.split(o.num_kv_heads, 2)
     if t.q_norm is not None:
         q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
@@ -61,5 +67,7 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
     core = sublayer_core(t, o)
     out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    f = linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * D), out_projection(t))
+    out, gate = out.transpose(1, 2), split_gate(own, t, o)
+    out = out if gate is None else out * torch.sigmoid(gate)
+    f = linear(out.reshape(*x.shape[:-1], H * D), out_projection(t))
     return reference_output(x, f, t, o)

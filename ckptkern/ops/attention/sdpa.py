@@ -31,21 +31,23 @@ from .core import (
     CoreTensors,
     attend,
     attention_grads,
+    check_sinks,
     check_softcap,
     check_whole_sequence,
     core_of,
     fused_core,
+    sink_gradient,
 )
 from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 
-Q, K, V, MASK, SLOPES = range(5)
+Q, K, V, MASK, SLOPES, SINKS = range(6)
 OTHERS = len(CoreTensors._fields)
 
 
 class Attention(Op):
     name = "attention"
     Options = CoreOptions
-    constants = frozenset(range(SLOPES + 1, V + 1 + OTHERS))
+    constants = frozenset(range(SINKS + 1, V + 1 + OTHERS))
 
     @staticmethod
     def saves(o):
@@ -60,14 +62,18 @@ class Attention(Op):
     @staticmethod
     def backward(do, tensors, saved, o, needs):
         q, k, v, *others = tensors
-        t, need_dmask = CoreTensors(*others), needed(needs, MASK)
+        t, need_dmask, p = CoreTensors(*others), needed(needs, MASK), primitives(o.backend)
+        core, dsinks, delta = core_of(t, o), None, None
+        if needed(needs, SINKS):
+            dsinks, delta = sink_gradient(p, do, saved["y"], saved["lse"], core, delta)
+            dsinks = dsinks.to(t.sinks.dtype)
         *grads, dmask, dslopes = attention_grads(
-            primitives(o.backend), q, k, v, do, saved["y"], saved["lse"], core_of(t, o), need_dq=needed(needs, Q),
+            p, q, k, v, do, saved["y"], saved["lse"], core, delta=delta, need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V), dmask_shape=t.mask.shape if need_dmask else None,
             need_dslopes=needed(needs, SLOPES),
         )  # fmt: skip
         heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
-        return [*heads, dmask.to(t.mask.dtype) if need_dmask else None, dslopes] + [None] * (OTHERS - 2)
+        return [*heads, dmask.to(t.mask.dtype) if need_dmask else None, dslopes, dsinks] + [None] * (OTHERS - 3)
 
     @staticmethod
     def reference(tensors, o):
@@ -109,6 +115,7 @@ def scaled_dot_product_attention(
     window_size: tuple[int, int] | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     workspace: int | str | None = None,
 ) -> Tensor:
     """dropout(softmax(scale q k^T + mask)) v: torch.nn.functional.scaled_dot_product_attention, with replayed dropout.
@@ -124,14 +131,15 @@ def scaled_dot_product_attention(
     attn_mask pass the window instead. Both align top-left.
     alibi_slopes [H] or [B, H]: adds -slope |i - j|. Their gradient, if wanted, is formed in PyTorch ops. dropout_p always
     applies, as in torch. softcap: scores before masks are softcap tanh(scale q k^T / softcap) (Gemma 2).
+    sinks [H]: trained logits of which a head's takes part in its softmax's denominator alone (GPT-OSS, as its modelling code in
+    transformers): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). dsink = -sum of exp(sink - lse) rowsum(do o).
     workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
     "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
     share one of key. Kernels write none of it out.
-    A row that sees nothing and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
-    gives the mean of the values, as in torch, and no gradient from the kernels.
+    A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
+    gives the mean of the values (zeros with sinks), as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
-    CausalBias together with is_causal, workspace),
-    RuntimeError (attn_mask together with is_causal; backend).
+    CausalBias together with is_causal, workspace), RuntimeError (attn_mask together with is_causal; backend).
     """
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
@@ -150,11 +158,9 @@ def scaled_dot_product_attention(
             f"{op}: Explicit attn_mask should not be set when is_causal=True; pass window_size=(-1, 0) with attn_mask, "
             f"which hides what is_causal hides, or attn_mask alone with the causal triangle in it"
         )
-    if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes)):
+    if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes, sinks)):
         bounded = left is not None or right not in (None, 0) or (right == 0 and attn_mask is not None)
-        if bounded or alibi_slopes is not None or softcap:
-            raise TypeError(f"{op}: window_size, alibi_slopes and softcap do not go with a {kind.__name__}")
-        compose_of(op, kind)
+        _check_subclass(op, kind, bounded or softcap, alibi_slopes, sinks)
         is_causal = is_causal or right == 0
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -172,24 +178,42 @@ def scaled_dot_product_attention(
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
-    out = _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap, workspace)
+    check_sinks(op, sinks, query, query.shape[1])
+    out = _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace)
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
+
+
+def _check_subclass(op: str, kind: type, bounded: bool | float, *others: Tensor | None) -> None:
+    if bounded or any(other is not None for other in others):
+        raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
+    compose_of(op, kind)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
 
 
-def _attention(op, query, key, value, mask, slopes, dropout_p, scale, left, right, softcap, workspace) -> Tensor:
+def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace) -> Tensor:
     """Calls the op, on the backend that forms all its gradients."""
     check_whole_sequence(op)
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels form no gradient of alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
-    tensors = CoreTensors(mask, slopes, draw_state(query, dropout_p, True))
+    tensors = CoreTensors(mask, slopes, sinks, draw_state(query, dropout_p, True))
     fused = fused_core(
-        backend, query, query.dtype, query.shape, key.shape, left, right, scale, *tensors, softcap or None
+        backend,
+        query,
+        query.dtype,
+        query.shape,
+        key.shape,
+        left,
+        right,
+        scale,
+        mask,
+        slopes,
+        tensors.rng,
+        softcap or None,
     )
     options = CoreOptions(
         dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,

@@ -17,6 +17,7 @@ class AttentionTensors(NamedTuple):
     padding: key_padding_mask [B, S_k], or a second attn_mask, which has four dimensions.
     q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
     LAYER_lora_a, LAYER_lora_b: low-rank updates (`low_rank`) of wq, wk, wv and wo.
+    sinks: [H]. wg: the output gate's weight, [H D, d] or [H, d]; with `gate_in_query` wq has its rows instead.
     """
 
     key_value: Tensor | None
@@ -45,6 +46,9 @@ class AttentionTensors(NamedTuple):
     v_lora_b: Tensor | None
     o_lora_a: Tensor | None
     o_lora_b: Tensor | None
+    sinks: Tensor | None
+    wg: Tensor | None
+    bg: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
     mask: Tensor | None
@@ -66,6 +70,7 @@ class AttentionOptions(NamedTuple):
     num_heads: int
     num_kv_heads: int
     qkv_layout: str
+    gate_in_query: bool
     norm: str
     norm_eps: float
     norm_first: bool
@@ -114,6 +119,21 @@ def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
     return t.wo.shape[1] // o.num_heads
 
 
+def has_gate(t: AttentionTensors, o: AttentionOptions) -> bool:
+    """Is o multiplied by the sigmoid of a projection?"""
+    return t.wg is not None or o.gate_in_query
+
+
+def query_columns(t: AttentionTensors, o: AttentionOptions) -> int:
+    """Of the projection of q, which may have the gate's, too."""
+    return t.wo.shape[1] * (2 if o.gate_in_query else 1)
+
+
+def gate_columns(t: AttentionTensors) -> int:
+    """Of a projection of the gate alone."""
+    return 0 if t.wg is None else t.wg.shape[0]
+
+
 class Projection(NamedTuple):
     """A matmul with a weight, or with the rows of one: letter names it, as "q" names wq and bq. rows: those, if not all."""
 
@@ -125,12 +145,12 @@ class Projection(NamedTuple):
 
 
 def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> list[Projection]:
-    """Those of q, k and v, or of what is packed; of the heads of group `index` of `count`.
+    """Those of q, k and v, or of what is packed, and of a gate; of the heads of group `index` of `count`.
 
     A packed weight has rows for x and rows for key_value, if there is one.
     """
     crosses, D = t.key_value is not None, head_dim(t, o)
-    q, kv = o.num_heads * D, o.num_kv_heads * D
+    q, kv = query_columns(t, o), o.num_kv_heads * D
     if t.wk is not None:
         blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
     elif o.qkv_layout == "heads" or (count == 1 and not crosses):
@@ -139,6 +159,8 @@ def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count:
         blocks = [("q", 0, q, False), ("q", q, 2 * kv, True)]
     else:
         blocks = [("q", 0, q, False), ("q", q, kv, crosses), ("q", q + kv, kv, crosses)]
+    if t.wg is not None:
+        blocks.append(("g", 0, t.wg.shape[0], False))
     made = []
     for letter, start, width, of_key_value in blocks:
         weight, bias = getattr(t, f"w{letter}"), getattr(t, f"b{letter}")
@@ -160,11 +182,12 @@ def key_rows(S: int, t: AttentionTensors) -> int:
 
 
 def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[int, ...]:
-    """Of the projections' buffer: [B S, (H + 2 H_kv) D]; or, because a key_value has other rows, [B S H D + B S_k 2 H_kv D]."""
-    D = head_dim(t, o)
+    """Of the projections' buffer: [B S, (H + 2 H_kv) D + gate]; or, because a key_value has other rows, [B S (H D + gate) +
+    B S_k 2 H_kv D]."""
+    own, kv = query_columns(t, o) + gate_columns(t), 2 * o.num_kv_heads * head_dim(t, o)
     if t.key_value is None:
-        return B * S, (o.num_heads + 2 * o.num_kv_heads) * D
-    return (B * (S * o.num_heads + 2 * key_rows(S, t) * o.num_kv_heads) * D,)
+        return B * S, own + kv
+    return (B * (S * own + key_rows(S, t) * kv),)
 
 
 def part_of(whole: slice, index: int, count: int) -> slice:
@@ -173,17 +196,39 @@ def part_of(whole: slice, index: int, count: int) -> slice:
     return slice(whole.start + index * size, whole.start + (index + 1) * size)
 
 
-def split_heads(qkv: Tensor, o: AttentionOptions, index: int = 0, count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D]; of the heads of group `index` of `count`.
+def split_heads(qkv: Tensor, o: AttentionOptions, D: int, index: int = 0, count: int = 1) -> tuple[Tensor, ...]:
+    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D + gate]; of the heads of group `index` of `count`.
 
     Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
     """
     H, H_kv = o.num_heads, o.num_kv_heads
     if o.qkv_layout == "qkv":
-        return in_group(qkv.unflatten(-1, (H + 2 * H_kv, -1)).split([H, H_kv, H_kv], 2), index, count)
-    heads = qkv.unflatten(-1, (H_kv, H // H_kv + 2, -1))[:, :, part_of(slice(0, H_kv), index, count)]
-    q, k, v = heads.split([H // H_kv, 1, 1], 3)
+        q, rest = split_query(qkv, o, D)
+        return in_group((q, *rest[..., : 2 * H_kv * D].unflatten(-1, (2 * H_kv, D)).split(H_kv, 2)), index, count)
+    heads = qkv[..., : (H + 2 * H_kv) * D].unflatten(-1, (H_kv, H // H_kv + 2, D))
+    q, k, v = heads[:, :, part_of(slice(0, H_kv), index, count)].split([H // H_kv, 1, 1], 3)
     return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+
+
+def split_query(rows: Tensor, o: AttentionOptions, D: int) -> tuple[Tensor, Tensor]:
+    """(q [B, S, H, D], the columns behind q's projection) of rows [B, S, ...] that begin with it."""
+    width = o.num_heads * D
+    if o.gate_in_query:
+        return rows[..., : 2 * width].unflatten(-1, (o.num_heads, 2, D))[..., 0, :], rows[..., 2 * width :]
+    return rows[..., :width].unflatten(-1, (o.num_heads, D)), rows[..., width:]
+
+
+def split_gate(rows: Tensor, t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> Tensor | None:
+    """The gate [B, S, heads, D or 1], if there is one, of rows [B, S, ...] that begin with q's projection or end with the
+    gate's; of the heads of group `index` of `count`."""
+    H = o.num_heads
+    if o.gate_in_query:
+        gate = rows[..., : query_columns(t, o)].unflatten(-1, (H, 2, head_dim(t, o)))[..., 1, :]
+    elif t.wg is not None:
+        gate = rows[..., rows.shape[-1] - gate_columns(t) :].unflatten(-1, (H, gate_columns(t) // H))
+    else:
+        return None
+    return in_group((gate,), index, count)[0]
 
 
 def in_group(parts: Iterable[Tensor], index: int, count: int, dim: int = 2) -> tuple[Tensor, ...]:
