@@ -161,7 +161,7 @@ class AttentionSublayer(Sublayer):
             yield slice(None), h
         else:
             for start, stop in self.division.chunks:
-                yield slice(start, stop), self.input_rows(self.x[start:stop])
+                yield slice(start, stop), self.rows(start, stop).inputs()
 
     def project(self, h: Tensor | None) -> Tensor:
         """q, k and v: all weights write into one buffer, none is copied."""
