@@ -505,7 +505,7 @@ ERRORS = {
         "norm": "layer", "norm_scale": X}),
     "a scale of all samples": (ValueError, r"norm_shift must have .* but has \(10,\)", {
         "norm": "layer", "norm_shift": X[0, 0]}),
-    "a scale without a norm": (ValueError, "norm_scale is of a norm before the branch; pass norm='layer' or 'rms' and norm_first", {
+    "a scale without a norm": (ValueError, "norm_scale is of a norm before the branch; pass norm='layer' or 'rms' and", {
         "norm_scale": X[:, 0]}),
     "a shift of a trailing norm": (ValueError, "norm_shift is of a norm before the branch", {
         "norm": "rms", "norm_first": False, "norm_shift": X[:, 0]}),

@@ -387,8 +387,8 @@ def check_modulation(
 
 def around(
     op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
-    norm_scale=None, norm_shift=None, post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, layer_scale=None,
-    drop_path_p=0.0,
+    norm_scale=None, norm_shift=None, post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5,
+    resid_dropout_p=0.0, layer_scale=None, drop_path_p=0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Checks a sublayer's arguments around its branch, whose result has `features`; returns them as tensors and options."""
     check_probability(op, resid_dropout_p)
@@ -401,8 +401,8 @@ def around(
     branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
     modulation = check_modulation(op, x, norm, norm_first, norm_scale=norm_scale, norm_shift=norm_shift)
     tensors = dict(
-        norm_weight=norm_weight, norm_bias=norm_bias, **modulation, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        layer_scale=layer_scale,
+        norm_weight=norm_weight, norm_bias=norm_bias, **modulation, post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias, layer_scale=layer_scale,
     )  # fmt: skip
     options = dict(
         norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
