@@ -110,10 +110,9 @@ def attention_block(
         "selective"  x, o, lse: the core is not run again
         "full"       x: as many matmuls as torch.utils.checkpoint
 
-    and key_value itself, which the layers of a decoder share.
-    workspace: transient bytes (default: by x's device). Heads of k, with theirs of q, are computed in the fewest equal groups
-    that fit in it, at least one head; a norm of q or k over all heads takes all at once. Raises
-    ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
+    and key_value itself, which the layers of a decoder share. workspace: transient bytes (default: by x's device). Heads of k,
+    with theirs of q, are computed in the fewest equal groups that fit in it; a norm of q or k over all heads takes all at once.
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
     arguments = dict(
         qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, out_bias=out_bias, num_heads=num_heads,
