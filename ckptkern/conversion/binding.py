@@ -24,6 +24,7 @@ from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
 from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
+from .computed import Computed, computed_of, conditions, live
 from .guard import Watch
 from .leaves import Probability, Weight
 from .masks import register
@@ -57,13 +58,16 @@ def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 @dataclass
 class Call:
-    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, and the
-    parameters that were split, so that each is split once and the gradients of its parts are joined once."""
+    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
+    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
+    was computed."""
 
     flat: list[Any]
     training: bool
     length: int
+    x: Tensor
     parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
+    computed: list[Any] | None = None
 
 
 # Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
@@ -125,6 +129,17 @@ class LiveProbability:
 
 
 @dataclass
+class ComputedValue:
+    module: nn.Module
+    of: Computed
+
+    def __call__(self, call: Call) -> Tensor:
+        if call.computed is None:
+            call.computed = self.of.program(self.module, call.flat, call.x)
+        return live(self.of.value, self.module, call.flat, call.x, call.computed)
+
+
+@dataclass
 class Values:
     """A tuple or list, in which some are live."""
 
@@ -160,6 +175,8 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
     if isinstance(value, Table):
         owner, name = look_up(module, value.path)
         return TableRows(owner._buffers, name, value.form)
+    if isinstance(value, Computed):
+        return ComputedValue(module, value)
     if isinstance(value, Probability):
         owner = module.get_submodule(value.path) if value.attribute else None
         return LiveProbability(owner, value.attribute, value.value)
@@ -218,13 +235,14 @@ class Segment:
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
+        self.conditions, self.computes = conditions(template), any(computed_of(template))
         # of two masks of an attention, the first may be trained
-        firsts = (next(templates(value, Argument), None) for value in values_of(template, "attn_mask"))
-        self.biases = [one.index for one in firsts if one is not None]
+        firsts = (value[0] if type(value) is tuple else value for value in values_of(template, "attn_mask"))
+        self.biases = [one.index for one in firsts if isinstance(one, Argument)]
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
     def __call__(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> object:
-        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
+        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
@@ -237,7 +255,7 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
     """All of a kind in a template."""
     if isinstance(template, kind):
         yield template
-    elif isinstance(template, (dict, tuple, list)):
+    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
         for one in template.values() if isinstance(template, dict) else template:
             yield from templates(one, kind)
 

@@ -89,6 +89,31 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
             m._buffers.update(buffers)
 
 
+@contextlib.contextmanager
+def in_float64(module: nn.Module) -> Iterator[None]:
+    """The floating-point parameters and buffers in float64 for a while."""
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    made: dict[int, Tensor] = {}
+
+    def double(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
+        if id(tensor) not in made:
+            wider = tensor.detach().double()
+            made[id(tensor)] = nn.Parameter(wider) if isinstance(tensor, nn.Parameter) else wider
+        return made[id(tensor)]
+
+    try:
+        for m, parameters, buffers in before:
+            m._parameters.update({name: double(one) for name, one in parameters.items()})
+            m._buffers.update({name: double(one) for name, one in buffers.items()})
+        yield
+    finally:
+        for m, parameters, buffers in before:
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+
+
 def varied(value: Any) -> Any:
     """Another mask of the same kind: with few exceptions those of an example hide nothing."""
     if not isinstance(value, Tensor) or value.dim() < 2:

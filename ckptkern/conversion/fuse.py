@@ -19,14 +19,15 @@ from ..subclasses import own_dispatch
 from .alike import Checked, call_kinds
 from .binding import Fused, Segment, is_cache, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
-from .check import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
+from .check import TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
+from .computed import computed_of, resolve
 from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
 from .leaves import Probability
 from .masks import is_adopted
 from .reading import Argument, Reading
-from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
+from .trace import Trace, Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 
 
 def check_candidate(module: nn.Module) -> None:
@@ -83,15 +84,38 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             traced = trace(module, args, kwargs, flat)
             y, result = result_of(traced.result, flat)
             reading, log = read(module, traced.node(y)), traced.log
+            if any(computed_of([reading.arguments, reading.choices])):
+                resolve(module, reading, following(form, traced, args, kwargs))
         module.eval()
         return *check_numerics(form, reading, result, args, kwargs), log
+
+
+def following(form: Form, traced: Trace, args: tuple, kwargs: dict[str, Any]) -> set[tuple[int, int]] | None:
+    """Places of dtypes in a trace that follow those of arguments and parameters: in float64 they are others. None if a trace
+    in float64 is another one."""
+    if not traced.dtypes:
+        return set()
+    args, kwargs = mapped(lambda one: one.double() if one.is_floating_point() else one, (args, kwargs))
+    try:
+        with in_float64(form.module):
+            again = trace(form.module, args, kwargs, leaves_of(form.counting(args, kwargs))).dtypes
+    except Exception:  # a forward may take no float64
+        return None
+    if [one[:2] for one in again] != [one[:2] for one in traced.dtypes]:
+        return None
+    return {(at, i) for (at, i, dtype), (*_, other) in zip(traced.dtypes, again, strict=True) if dtype != other}
 
 
 def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
     """(the call's values with random inputs and masks, the places of the masks)."""
     masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
     flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
-    return [torch.randn_like(value) if i in segment.inputs else value for i, value in enumerate(flat)], masks
+    random = {*segment.inputs, *(i for i in segment.conditions if is_floating(flat[i]))}
+    return [torch.randn_like(value) if i in random else value for i, value in enumerate(flat)], masks
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
@@ -99,7 +123,8 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
     segment = Segment(module, reading.op, reading.arguments, reading.x)
     inputs = segment.inputs
     flat, masks = random_call(form, segment, args, kwargs)
-    trained = [*inputs, *(i for i in segment.biases if flat[i].is_floating_point())]
+    trained = [*inputs, *(i for i in (*segment.biases, *segment.conditions) if is_floating(flat[i]))]
+    trained = list(dict.fromkeys(trained))
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def original(flat: list[Any]) -> Tensor:
@@ -136,15 +161,17 @@ def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat:
         module.train()
         check_enlarged("training", original, fused, flat)
         module.eval()
-    others = enlarged(flat, segment.inputs, masks)
+    others = enlarged(segment, flat, masks)
     if segment.op == "moe_mlp":  # which is not traced
         others = itertools.chain(others, routed(segment.template, segment.x, flat))
     for what, other in others:
         check_enlarged(what, original, fused, other)
 
 
-def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
-    """The arguments of calls with twice as many tokens of each input, and with two samples in place of one."""
+def enlarged(segment: Segment, flat: list[Any], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
+    """The arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice as many
+    samples if something is computed: of what is computed it is not known whether its sizes are the example's."""
+    inputs, conditions = segment.inputs, segment.conditions
     if flat[inputs[0]].dim() < 2:
         return
 
@@ -163,19 +190,28 @@ def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tu
             "another length" if length > 1 else "more tokens than the example's one (give an example of at least two)"
         )
         yield what, [twice(value, i, length) for i, value in enumerate(flat)]
-    if flat[inputs[0]].dim() > 2 and flat[inputs[0]].shape[0] == 1:
-        others = {i: torch.cat((flat[i], torch.randn_like(flat[i]))) for i in inputs}
-        yield "another batch", [others.get(i, value) for i, value in enumerate(flat)]
+        if conditions:
+            yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
+    if flat[inputs[0]].dim() < 3:
+        return
+    B = flat[inputs[0]].shape[0]
+    of_samples = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == B}
+    for wanted in [set(inputs)] * (B == 1) + [of_samples] * segment.computes:
+        others = {i: torch.randn_like(flat[i]) if i in (*inputs, *conditions) and is_floating(flat[i]) else flat[i].flip(0)
+                  for i in wanted}  # fmt: skip
+        yield "another batch", [torch.cat((v, others[i])) if i in others else v for i, v in enumerate(flat)]
 
 
 def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any]) -> None:
     """Do both still agree in what they return? Some forwards have a window or a scale that depends on sizes, and an example
     of one sample does not tell a batch from a sequence."""
     with torch.no_grad():
+        torch.manual_seed(0)  # of what something computed samples
         try:
             theirs = original(flat)
         except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
             return
+        torch.manual_seed(0)
         try:
             error = difference([fused(flat)], [theirs])
         except (ValueError, TypeError, RuntimeError) as refusal:
