@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .computed import Computed
 from .leaves import Weight, in_training
 from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
@@ -310,20 +311,23 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
         else:
             found.append((_mask(steps, one, sliced), node.shape))
     if len(found) > 2:
-        raise Unreadable(f"{len(found)} masks are added")
+        if len(seen) > 1:
+            raise Unreadable(f"{len(found)} masks are added")
+        found = [(Computed(seen[0]), seen[0].shape)]
     # of two masks the first may be trained: that is a bias, which differs from head to head
     masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
-def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | None:
-    """The argument that the core's mask is, and how it is viewed. sliced: it may have more columns than there are keys."""
+def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:
+    """The argument that the core's mask is, and how it is viewed; or what it is computed of. sliced: it may have more columns
+    than there are keys."""
     if seen is None:
         return None
     mask = steps.strip(seen)
     if mask.kind != "argument":
-        raise steps.refuse("the mask is no argument but", mask)
+        return Computed(seen)
     shape = tuple(mask.shape)
     wanted = tuple(seen.shape)
     if (1,) * (len(wanted) - len(shape)) + shape == wanted and (len(shape) != 2 or shape[0] != 1):
@@ -333,7 +337,7 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | No
     for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
         if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
             return Argument(mask.source, form)
-    raise Unreadable(f"a mask {list(shape)} that is viewed as {list(wanted)}")
+    return Computed(seen)
 
 
 # -- torch's own module

@@ -237,8 +237,9 @@ class Segment:
         self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
         self.conditions, self.computes = conditions(template), any(computed_of(template))
         # of two masks of an attention, the first may be trained
-        firsts = (value[0] if type(value) is tuple else value for value in values_of(template, "attn_mask"))
-        self.biases = [one.index for one in firsts if isinstance(one, Argument)]
+        masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
+        self.biases = [one.index for one, *_ in masks if isinstance(one, Argument)]
+        found |= {i for _, *second in masks for i in conditions(second)}
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
     def __call__(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> object:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..errors import ShapeError
 from .leaves import Weight
 from .reading import Argument, Reading
 from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
@@ -22,6 +23,7 @@ RANDOM = frozenset((
     "alpha_dropout", "bernoulli", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout",
     "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
 ))  # fmt: skip
+COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
 LARGEST = 64  # calls. What is computed for each sample takes fewer
 
 
@@ -33,9 +35,21 @@ class Result(NamedTuple):
 
 
 class Of(NamedTuple):
-    """An attribute of the op's input in the present call: its dtype or device."""
+    """What follows the op's input in the present call: its dtype or device, or a number, `value` where it has `samples`."""
 
     name: str
+    value: int = 0
+    samples: int = 1
+
+    def of(self, x: Tensor) -> Any:
+        if self.name != "samples":
+            return getattr(x, self.name)
+        if x.shape[0] * self.value % self.samples:
+            raise ShapeError(f"convert: a batch of {x.shape[0]} is no multiple of {self.samples // self.value}")
+        return x.shape[0] * self.value // self.samples
+
+
+Followed = dict[tuple[int, int], Of | None]  # by (call, argument); None: it changes in another way
 
 
 class Step(NamedTuple):
@@ -81,15 +95,15 @@ def live(value: Any, module: nn.Module, flat: list[Any], x: Tensor, made: list[A
     if isinstance(value, Weight):
         owner, _, name = value.path.rpartition(".")
         return getattr(module.get_submodule(owner), name)
-    return getattr(x, value.name) if isinstance(value, Of) else value
+    return value.of(x) if isinstance(value, Of) else value
 
 
 class Resolver:
     """Makes the program of what a reading has computed. x: the index of the op's input, which nothing computed may read;
-    dtypes: places, as (call, argument), of dtypes that follow the input's, None if that could not be found out."""
+    followed: values that follow the input, None if that could not be found out."""
 
-    def __init__(self, module: nn.Module, x: int, dtypes: set[tuple[int, int]] | None):
-        self.module, self.x, self.dtypes = module, x, dtypes
+    def __init__(self, module: nn.Module, x: int, followed: Followed | None):
+        self.module, self.x, self.followed = module, x, followed
         self.program = Program()
         self.made: dict[int, int] = {}  # places of steps, by those of their calls
         self.free: dict[int, bool] = {}  # of the input, by the id of a node
@@ -149,11 +163,16 @@ class Resolver:
     def leaf(self, value: Any, at: int, place: int) -> Any:
         if isinstance(value, Node):
             return self.value(value)
-        if isinstance(value, torch.dtype) and value.is_floating_point:
-            if self.dtypes is None:
-                raise Unreadable("a scale, a gate or a bias is computed in a dtype that may depend on the input's")
-            return Of("dtype") if (at, place) in self.dtypes else value
-        return Of("device") if isinstance(value, torch.device) else value
+        if isinstance(value, torch.device):
+            return Of("device")
+        if self.followed is None and isinstance(value, (torch.dtype, int)) and value.__class__ is not bool:
+            raise Unreadable(
+                "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
+            )
+        follows = (self.followed or {}).get((at, place), value)
+        if follows is None and value is not None:
+            raise Unreadable(f"a scale, a gate or a bias is computed with {value}, which depends on the input")
+        return follows
 
 
 def is_overwritten(node: Node) -> bool:
@@ -184,10 +203,27 @@ def replaced(template: Any, made: dict[int, Computed]) -> Any:
     return {name: replaced(one, made) for name, one in template.items()} if type(template) is dict else template
 
 
-def resolve(module: nn.Module, reading: Reading, dtypes: set[tuple[int, int]] | None) -> None:
+def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed | None:
+    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. None if these are not
+    alike."""
+    if list(map(len, before)) != list(map(len, after)):
+        return None
+    found: Followed = {}
+    for at, (ours, theirs) in enumerate(zip(before, after, strict=True)):
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if type(one) in COMPARED and one != other:
+                found[at, i] = None
+                if isinstance(one, torch.dtype):
+                    found[at, i] = Of("dtype")
+                elif type(one) is type(other) is int and other == times * one:
+                    found[at, i] = Of("samples", one, B)
+    return found
+
+
+def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
     """Makes one program of all that the reading has computed. Raises Unreadable for what cannot run again."""
     nodes = {id(one.node): one.node for one in computed_of([reading.arguments, reading.choices])}
-    resolver = Resolver(module, reading.x, dtypes)
+    resolver = Resolver(module, reading.x, followed)
     made = {key: Computed(None, resolver.program, resolver.value(node)) for key, node in nodes.items()}
     reading.arguments = replaced(reading.arguments, made)
     reading.choices = [[replaced(one, made) for one in choice] for choice in reading.choices]

@@ -20,7 +20,7 @@ from .alike import Checked, call_kinds
 from .binding import Fused, Segment, is_cache, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .check import TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
-from .computed import computed_of, resolve
+from .computed import Followed, computed_of, following, resolve
 from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
@@ -85,25 +85,34 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             y, result = result_of(traced.result, flat)
             reading, log = read(module, traced.node(y)), traced.log
             if any(computed_of([reading.arguments, reading.choices])):
-                resolve(module, reading, following(form, traced, args, kwargs))
+                resolve(module, reading, followed(form, reading, traced, args, kwargs))
         module.eval()
         return *check_numerics(form, reading, result, args, kwargs), log
 
 
-def following(form: Form, traced: Trace, args: tuple, kwargs: dict[str, Any]) -> set[tuple[int, int]] | None:
-    """Places of dtypes in a trace that follow those of arguments and parameters: in float64 they are others. None if a trace
-    in float64 is another one."""
-    if not traced.dtypes:
-        return set()
-    args, kwargs = mapped(lambda one: one.double() if one.is_floating_point() else one, (args, kwargs))
-    try:
-        with in_float64(form.module):
-            again = trace(form.module, args, kwargs, leaves_of(form.counting(args, kwargs))).dtypes
-    except Exception:  # a forward may take no float64
-        return None
-    if [one[:2] for one in again] != [one[:2] for one in traced.dtypes]:
-        return None
-    return {(at, i) for (at, i, dtype), (*_, other) in zip(traced.dtypes, again, strict=True) if dtype != other}
+def followed(form: Form, reading: Reading, traced: Trace, args: tuple, kwargs: dict[str, Any]) -> Followed | None:
+    """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
+    None if no such trace is alike."""
+    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(args, kwargs))]
+    x = flat[reading.x]
+    inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
+    for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
+        given = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
+        with (
+            contextlib.suppress(Exception),
+            in_float64(form.module),
+        ):  # sizes, or a dtype, that the module does not take
+            calls = trace(form.module, *form.call_of(given, args, kwargs), given).calls
+            found = following(traced.calls, calls, len(x) if more else 1, 2 if more else 1)
+            if found is not None:
+                return found
+    return None
+
+
+def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
+    """Which arguments may have a sample's rows, beside the inputs: none, or all of the batch's size."""
+    found = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
+    return [inputs, found] if found - inputs else [inputs]
 
 
 def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
@@ -123,8 +132,8 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
     segment = Segment(module, reading.op, reading.arguments, reading.x)
     inputs = segment.inputs
     flat, masks = random_call(form, segment, args, kwargs)
-    trained = [*inputs, *(i for i in (*segment.biases, *segment.conditions) if is_floating(flat[i]))]
-    trained = list(dict.fromkeys(trained))
+    others = {*segment.biases, *segment.conditions}.difference(inputs, segment.constants)
+    trained = [*inputs, *(i for i in sorted(others) if is_floating(flat[i]))]
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def original(flat: list[Any]) -> Tensor:
@@ -194,12 +203,13 @@ def enlarged(segment: Segment, flat: list[Any], masks: set[int]) -> Iterator[tup
             yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
     if flat[inputs[0]].dim() < 3:
         return
-    B = flat[inputs[0]].shape[0]
-    of_samples = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == B}
-    for wanted in [set(inputs)] * (B == 1) + [of_samples] * segment.computes:
-        others = {i: torch.randn_like(flat[i]) if i in (*inputs, *conditions) and is_floating(flat[i]) else flat[i].flip(0)
-                  for i in wanted}  # fmt: skip
-        yield "another batch", [torch.cat((v, others[i])) if i in others else v for i, v in enumerate(flat)]
+    x = flat[inputs[0]]
+    times = 3 if segment.computes else 2  # `followed` has seen two
+    for more in samples(flat, x, set(inputs)) if segment.computes else [set(inputs)] * (len(x) == 1):
+        others = {
+            i: [torch.randn_like(flat[i]) if i in inputs else flat[i].flip(0) for _ in range(1, times)] for i in more
+        }
+        yield "another batch", [torch.cat((v, *others[i])) if i in others else v for i, v in enumerate(flat)]
 
 
 def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any]) -> None:

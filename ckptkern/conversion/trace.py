@@ -132,8 +132,7 @@ class _Tracer(TorchFunctionMode):
         self.inside = 0  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
-        self.dtypes: list[tuple[int, int, torch.dtype]] = []  # (call, argument, value), where one is an argument
-        self.count = 0  # of calls
+        self.calls: list[list[Any]] = []  # of each call the leaves of its arguments that are no tensors
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
             self.nodes[id(tensor)] = Node("parameter", path, tensor.shape)
@@ -150,10 +149,8 @@ class _Tracer(TorchFunctionMode):
 
     def counted(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, dict[str, Any]]:
         """(the place of a call among all, its args and kwargs with Nodes)."""
-        at, self.count = self.count, self.count + 1
-        leaves = enumerate(leaves_of((args, kwargs)))
-        self.dtypes += [(at, i, one) for i, one in leaves if isinstance(one, torch.dtype) and one.is_floating_point]
-        return at, *mapped(self.node, (args, kwargs))
+        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of((args, kwargs))])
+        return len(self.calls) - 1, *mapped(self.node, (args, kwargs))
 
     def record(
         self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object, function: Callable | None = None
@@ -205,12 +202,13 @@ class _Tracer(TorchFunctionMode):
 
 @dataclass
 class Trace:
-    """One call of a module: what it returned, the node of every tensor in it, what was called, and with which dtypes."""
+    """One call of a module: what it returned, the node of every tensor in it, what was called, and each call's arguments that
+    are no tensors."""
 
     result: object
     node: Callable[[Tensor], Node]
     log: list[tuple]
-    dtypes: list[tuple[int, int, torch.dtype]]
+    calls: list[list[Any]]
 
 
 def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None) -> Trace:
@@ -240,4 +238,4 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
         raise Unreadable("forward samples Python's random numbers")
-    return Trace(result, tracer.node, tracer.log, tracer.dtypes)
+    return Trace(result, tracer.node, tracer.log, tracer.calls)
