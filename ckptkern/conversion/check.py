@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .trace import plain_attributes
 
+ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 
@@ -100,7 +101,7 @@ def in_float64(module: nn.Module) -> Iterator[None]:
             return tensor
         if id(tensor) not in made:
             wider = tensor.detach().double()
-            made[id(tensor)] = nn.Parameter(wider) if isinstance(tensor, nn.Parameter) else wider
+            made[id(tensor)] = nn.Parameter(wider, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wider
         return made[id(tensor)]
 
     try:
