@@ -168,7 +168,7 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
 def difference_in_float64(
     module: nn.Module, original: Callable, fused: Callable, flat: list[Any], trained: list[int]
 ) -> float:
-    """That of results and gradients. In float32 sums over many tokens, as a key bias has, which is rounding alone, differ more."""
+    """That of results and gradients. In float32 sums over many tokens, such as a key bias has, differ by more."""
     flat = [value.double() if is_floating(value) else value for value in flat]
     try:
         with in_float64(module):
