@@ -24,7 +24,7 @@ from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
 from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
-from .computed import Computed, computed_of, conditions, live
+from .computed import Computed, computed_of, conditions
 from .guard import Watch
 from .leaves import Probability, Weight
 from .masks import register
@@ -136,7 +136,7 @@ class ComputedValue:
     def __call__(self, call: Call) -> Tensor:
         if call.computed is None:
             call.computed = self.of.program(self.module, call.flat, call.x)
-        return live(self.of.value, self.module, call.flat, call.x, call.computed)
+        return self.of.of(self.module, call.flat, call.x, call.computed)
 
 
 @dataclass

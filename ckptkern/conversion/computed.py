@@ -79,11 +79,18 @@ class Program:
 
 
 class Computed(NamedTuple):
-    """A tensor that is computed anew in each call: a traced node; and once `resolved`, of what a program returns."""
+    """A tensor that is computed anew in each call: a traced node; and once resolved, of what a program returns. of_samples: a
+    vector for each sample, or one that stands for all as it would broadcast."""
 
     node: Node | None
+    of_samples: bool = False
     program: Program | None = None
     value: Result | Argument | Weight | None = None
+
+    def of(self, module: nn.Module, flat: list[Any], x: Tensor, made: list[Any]) -> Tensor:
+        """made: what the program returned in the present call."""
+        value = live(self.value, module, flat, x, made)
+        return value.expand(x.shape[0], *value.shape[1:]) if self.of_samples else value
 
 
 def live(value: Any, module: nn.Module, flat: list[Any], x: Tensor, made: list[Any]) -> Any:
@@ -197,7 +204,7 @@ def computed_of(template: Any) -> Iterator[Computed]:
 def replaced(template: Any, made: dict[int, Computed]) -> Any:
     """The template with these in place of unresolved ones, by the id of their node."""
     if isinstance(template, Computed):
-        return made[id(template.node)]
+        return made[id(template.node)]._replace(of_samples=template.of_samples)
     if type(template) in (tuple, list):
         return type(template)(replaced(one, made) for one in template)
     return {name: replaced(one, made) for name, one in template.items()} if type(template) is dict else template
@@ -224,7 +231,7 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
     """Makes one program of all that the reading has computed. Raises Unreadable for what cannot run again."""
     nodes = {id(one.node): one.node for one in computed_of([reading.arguments, reading.choices])}
     resolver = Resolver(module, reading.x, followed)
-    made = {key: Computed(None, resolver.program, resolver.value(node)) for key, node in nodes.items()}
+    made = {key: Computed(None, False, resolver.program, resolver.value(node)) for key, node in nodes.items()}
     reading.arguments = replaced(reading.arguments, made)
     reading.choices = [[replaced(one, made) for one in choice] for choice in reading.choices]
 

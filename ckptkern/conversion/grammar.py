@@ -103,16 +103,16 @@ class Grammar(Steps):
         if node.is_function(*DIVIDE) and len(node.inputs) == 1:
             return self.number(node), self.strip(node.inputs[0])
         if node.is_function(*MULTIPLY) and (found := self.of_samples(node)) is not None:
-            return Computed(found[0]), self.strip(found[1])
+            return Computed(found[0], True), self.strip(found[1])
         return None
 
     @staticmethod
     def of_samples(node: Node) -> tuple[Node, Node] | None:
         """(a vector for each sample, what it meets) of a sum or product [B, ..., d] of two tensors."""
         if len(node.inputs) == 2 and len(node.shape) > 2:
-            shape = (node.shape[0], *(1,) * (len(node.shape) - 2), node.shape[-1])
+            shape = (*(1,) * (len(node.shape) - 2), node.shape[-1])
             for vectors, other in (node.inputs, node.inputs[::-1]):
-                if vectors.shape == shape and other.shape == node.shape:
+                if vectors.shape[1:] == shape and vectors.shape[0] in (1, node.shape[0]) and other.shape == node.shape:
                     return vectors, other
         return None
 
@@ -133,11 +133,11 @@ class Grammar(Steps):
         """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
         found: dict[str, Any] = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
-            found["norm_shift"], node = Computed(pair[0]), self.strip(pair[1])
+            found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
         if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
             if self.leaves.norm(self.strip(pair[1])) is None:
                 return None
-            found["norm_scale"], node = Computed(self.less_one(pair[0])), self.strip(pair[1])
+            found["norm_scale"], node = Computed(self.less_one(pair[0]), True), self.strip(pair[1])
         return None if self.leaves.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
 
     def is_sum(self, node: Node) -> bool:

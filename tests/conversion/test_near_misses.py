@@ -169,12 +169,129 @@ class Limited(Layer):
         return y / 2 if y.abs().max() > 1e4 else y
 
 
+class Adaptive(Layer):
+    """Scale, shift and gate of each sample, which a condition gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm3, self.vectors = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.order, self.head = [0, 1, 2], nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition
+
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return h * (1 + scale) + shift
+
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return gate * f
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = self.vectors(self.of(condition, x))[:, None].chunk(3, -1)
+        scale, shift, gate = (parts[i] for i in self.order)
+        q, k, v = self.split(self.norm1(x))
+        x = x + self.proj(self.core(q, k, v).transpose(1, 2).reshape(x.shape))
+        return x + self.gated(self.down(F.gelu(self.up(self.modulated(self.norm2(x), scale, shift)))), gate)
+
+
+class WithoutOne(Adaptive):
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return h * scale + shift
+
+
+class ShiftFirst(Adaptive):
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return (h + shift) * (1 + scale)
+
+
+class OfTokens(Adaptive):
+    """The condition is [B, S, d]."""
+
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return h * (1 + scale[:, 0]) + shift[:, 0]
+
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return f * gate[:, 0]
+
+
+class GateInANorm(Adaptive):
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return self.norm3(gate * f)
+
+
+class Excited(Adaptive):
+    """Of the input itself (squeeze and excitation)."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return self.head(x.mean(1)) + condition
+
+
+class Remembering(Adaptive):
+    """A module inside reads what forward has put there."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, condition: Tensor) -> Tensor:
+            return self.inner(condition) + self.seen
+
+    def __init__(self):
+        super().__init__()
+        self.reader = self.Reader()
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        self.reader.seen = x.mean(1)
+        return self.reader(condition)
+
+
+class Sampled(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition + torch.randn_like(condition)
+
+
+class OfSamples(Adaptive):
+    """Sizes of the example's batch."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition.repeat(1, 2).reshape(x.shape[0], 2, -1)[:, 0].expand(len(x), -1) * x.shape[0]
+
+
+class OfMoreThanSamples(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition * (x.shape[0] + 1)
+
+
+class OfLength(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition * x.shape[1]
+
+
+class Biased(Layer):
+    """A bias of attention that is computed of a parameter, of as many rows as the input has."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def distances(self, S: int) -> Tensor:
+        return torch.arange(S)[:, None] - torch.arange(S)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.slopes.exp() * self.distances(q.shape[2]).abs())
+
+
 def tokens(B: int = 2, S: int = 6) -> Tensor:
     return torch.randn(B, S, WIDTH)
 
 
 def tables(S: int) -> dict[str, Tensor]:
     return {name: table[0] for name, table in zip(("cos", "sin"), rotary(torch.empty(1, S, 1)), strict=True)}
+
+
+def conditioned(B: int = 2, S: int = 6) -> tuple[Tensor, dict[str, Tensor]]:
+    return tokens(B, S), {"condition": torch.randn(B, WIDTH)}
 
 
 X = torch.randn(2, 6, WIDTH)
@@ -225,6 +342,27 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
     "a memory without a gradient": (
         Attached, (tokens(), {"memory": tokens(2, 5)}), [(tokens(), {"memory": tokens(2, 5)})], lambda layer: None,
     ),
+    "vectors of each sample": (
+        Adaptive, conditioned(), [conditioned(), conditioned(5, 9), conditioned(1)], lambda layer: None,
+    ),
+    "vectors of one sample": (Adaptive, conditioned(1), [conditioned(3), conditioned(1, 9)], lambda layer: None),
+    "vectors in another order": (Adaptive, conditioned(), [conditioned()], set_to("order", [1, 0, 2])),
+    "vectors that more is done to": (
+        Adaptive, conditioned(), [conditioned()], lambda layer: layer.vectors.register_forward_hook(lambda *call: 2 * call[2]),
+    ),
+    "a scale without 1": (WithoutOne, conditioned(), [conditioned()], lambda layer: None),
+    "a shift before the scale": (ShiftFirst, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of each token": (
+        OfTokens, (tokens(), {"condition": tokens()}), [(tokens(3, 9), {"condition": tokens(3, 9)})], lambda layer: None,
+    ),
+    "a gate in a norm": (GateInANorm, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of the input": (Excited, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of what was put aside": (Remembering, conditioned(), [conditioned()], lambda layer: None),
+    "sampled vectors": (Sampled, conditioned(), [], lambda layer: None),
+    "numbers that follow the batch": (OfSamples, conditioned(), [conditioned(3), conditioned(1)], lambda layer: None),
+    "numbers that follow it otherwise": (OfMoreThanSamples, conditioned(), [conditioned(3)], lambda layer: None),
+    "numbers that follow the length": (OfLength, conditioned(), [conditioned(2, 9)], lambda layer: None),
+    "a bias of the length": (Biased, (tokens(), {}), [(tokens(2, 9), {})], lambda layer: None),
     "numbers that are read on the host": (
         Limited, (tokens(), {}), [(tokens(), {})], lambda layer: layer.down.weight.data.mul_(1e6),
     ),
@@ -240,7 +378,7 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
 
 def step(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> list[Tensor | None]:
     x = x.clone().requires_grad_()
-    inputs = {name: value.clone().requires_grad_() for name, value in kwargs.items() if name == "memory"}
+    inputs = {name: value.clone().requires_grad_() for name, value in kwargs.items() if name in ("memory", "condition")}
     y = layer(x, **kwargs | inputs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
     return [y, *torch.autograd.grad(y, [x, *inputs.values(), *layer.parameters()], dy, allow_unused=True)]
@@ -262,7 +400,8 @@ def test_other_calls_than_the_example_are_right(why: str) -> None:
 
 REPLACED = {
     "a mask of keys", "longer tables", "another function", "another configuration", "another list",
-    "a memory that was the input", "a mask of the memory", "one memory for all",
+    "a memory that was the input", "a mask of the memory", "one memory for all", "vectors of each sample",
+    "vectors of one sample", "vectors in another order", "vectors that more is done to", "numbers that follow the batch",
 }  # fmt: skip
 
 
