@@ -305,7 +305,8 @@ def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 def test_converted_models_on_two_ranks_train_as_on_one(sequence, ranks):
     """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel sublayers."""
-    names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm")
+    names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm", "adaptive",
+             "adaptive by a table", "windows")  # fmt: skip
     on_mesh(ranks, 2, _check_converted, sequence, names)
 
 
