@@ -19,10 +19,6 @@ from .leaves import Weight
 from .reading import Argument, Reading
 from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
 
-RANDOM = frozenset((
-    "alpha_dropout", "bernoulli", "dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout", "feature_dropout",
-    "multinomial", "normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
-))  # fmt: skip
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
 LARGEST = 64  # calls. What is computed for each sample takes fewer
 
@@ -145,8 +141,6 @@ class Resolver:
         name = node.source
         if is_in_place(name) or "out" in (node.kwargs or {}) or name == "__setitem__":
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({name})")
-        if name in RANDOM:
-            raise Unreadable(f"a scale, a gate or a bias is sampled ({name})")
 
     def step(self, of: Any, call: Node | Outer) -> int:
         """The place of this call's step."""

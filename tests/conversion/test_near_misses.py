@@ -227,15 +227,15 @@ class Excited(Adaptive):
 
 
 class Remembering(Adaptive):
-    """A module inside reads what forward has put there."""
+    """A module inside, of which the trace sees what it is given alone, reads what forward has put there."""
 
     class Reader(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.weight = nn.Parameter(torch.randn(WIDTH))
 
         def forward(self, condition: Tensor) -> Tensor:
-            return self.inner(condition) + self.seen
+            return self.weight * condition * self.seen
 
     def __init__(self):
         super().__init__()
@@ -249,6 +249,34 @@ class Remembering(Adaptive):
 class Sampled(Adaptive):
     def of(self, condition: Tensor, x: Tensor) -> Tensor:
         return condition + torch.randn_like(condition)
+
+
+class DroppedOut(Adaptive):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return self.drop(condition)
+
+
+class DroppedByAFunction(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(condition, 0.5, self.training)
+
+
+class AboveTheLeast(Adaptive):
+    """A number that follows the dtype."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition.clamp(torch.finfo(condition.dtype).min)
+
+
+class OfPowers(Adaptive):
+    """A number that is twice as large for twice as many samples, and not thrice for thrice."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition * (1 << x.shape[0].bit_length())
 
 
 class OfSamples(Adaptive):
@@ -358,7 +386,11 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
     "a gate in a norm": (GateInANorm, conditioned(), [conditioned()], lambda layer: None),
     "vectors of the input": (Excited, conditioned(), [conditioned()], lambda layer: None),
     "vectors of what was put aside": (Remembering, conditioned(), [conditioned()], lambda layer: None),
-    "sampled vectors": (Sampled, conditioned(), [], lambda layer: None),
+    "sampled vectors": (Sampled, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of a dropout": (DroppedOut, conditioned(), [conditioned(), conditioned(5)], lambda layer: None),
+    "vectors of a dropout's function": (DroppedByAFunction, conditioned(), [conditioned()], lambda layer: None),
+    "numbers that follow the dtype": (AboveTheLeast, conditioned(), [conditioned()], lambda layer: None),
+    "numbers that follow powers": (OfPowers, conditioned(), [conditioned(3)], lambda layer: None),
     "numbers that follow the batch": (OfSamples, conditioned(), [conditioned(3), conditioned(1)], lambda layer: None),
     "numbers that follow it otherwise": (OfMoreThanSamples, conditioned(), [conditioned(3)], lambda layer: None),
     "numbers that follow the length": (OfLength, conditioned(), [conditioned(2, 9)], lambda layer: None),
@@ -379,6 +411,7 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
 def step(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> list[Tensor | None]:
     x = x.clone().requires_grad_()
     inputs = {name: value.clone().requires_grad_() for name, value in kwargs.items() if name in ("memory", "condition")}
+    torch.manual_seed(0)
     y = layer(x, **kwargs | inputs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
     return [y, *torch.autograd.grad(y, [x, *inputs.values(), *layer.parameters()], dy, allow_unused=True)]
@@ -402,6 +435,7 @@ REPLACED = {
     "a mask of keys", "longer tables", "another function", "another configuration", "another list",
     "a memory that was the input", "a mask of the memory", "one memory for all", "vectors of each sample",
     "vectors of one sample", "vectors in another order", "vectors that more is done to", "numbers that follow the batch",
+    "vectors of a dropout",
 }  # fmt: skip
 
 

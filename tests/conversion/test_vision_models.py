@@ -131,6 +131,16 @@ def test_a_copy_in_another_dtype(name: str) -> None:
     assert_same(results(ours, call), results(theirs, call), 0.1)
 
 
+def test_attention_over_many_windows_is_replaced() -> None:
+    """Whose key bias has a gradient of rounding alone, that of 6,272 tokens in float32."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = dict(image_size=112, patch_size=4, embed_dim=96, depths=[2], num_heads=[3], window_size=7)
+    torch.manual_seed(0)
+    model = transformers.SwinModel(transformers.SwinConfig(**SWIN | sizes))
+    rows = ckptkern.convert(model, pixel_values=torch.randn(8, 3, 112, 112)).converted
+    assert [row.replaced_by for row in rows if row.kind == "SwinAttention"] == ["attention_block"] * 2
+
+
 @pytest.mark.parametrize("name", ["DiTTransformer2DModel", "SwinModel"])
 def test_compiled(name: str) -> None:
     ours, theirs = converted(name)

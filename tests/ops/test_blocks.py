@@ -139,6 +139,15 @@ def test_empty_and_unbatched(block, lead):
     assert again is None or again.shape == tensors["x"].shape
 
 
+@pytest.mark.parametrize("block", variants(names=("adaptive",)))
+def test_each_vector_of_samples_alone_is_trained(block):
+    tensors = block.make(torch.float64)
+    whole = gradients(block.fused, tensors)
+    for name in (one for one in tensors if one.endswith(("norm_scale", "norm_shift", "layer_scale"))):
+        alone = gradients(block.fused, block.make(torch.float64, frozen=set(tensors) - {name}))
+        assert_same_within_rounding({name: alone[name]}, {name: whole[name]})
+
+
 @pytest.mark.parametrize("needs_x", [False, True])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
