@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .computed import Computed
+from .computed import Computed, Of, call
 from .leaves import Weight, in_training
 from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
@@ -49,6 +49,7 @@ class Core:
     scale: float
     softcap: float | None = None
     window: int | None = None  # of transformers: how many keys a row sees at most
+    head_scale: Node | None = None  # a factor for each head
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Projection:
     outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
     tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
     factor: float = 1.0
+    unit: bool = False  # rows have length 1: torch's normalize
 
 
 def read_attention(steps: Steps, node: Node) -> Part:
@@ -70,14 +72,14 @@ def read_attention(steps: Steps, node: Node) -> Part:
     out = steps.linear(end, "the branch's end")
     core = read_core(steps, steps.strip(out.input))
     q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
-    if v.norms or v.outside or v.factor != 1.0:
+    if v.norms or v.outside or v.factor != 1.0 or v.unit:
         raise Unreadable("v is changed between its projection and core attention")
     arguments, x, choices = _projections(steps, core, q, k, v, out)
-    arguments |= _norms(steps, q, k)
+    arguments |= _norms(steps, core, q, k)
     rotary, rotary_choices = _rotary(steps, q, k)
     arguments |= {
         "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
-        "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
+        "scale": core.scale * q.factor * k.factor / (core.query.shape[-1] if q.unit else 1), "dropout_p": core.dropout_p,
         "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
     arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
@@ -115,13 +117,13 @@ def _written_out(steps: Steps, node: Node) -> Core:
     weights, value = steps.strip(node.inputs[0], dropouts), node.inputs[1]
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
-    scores, masks, scale, softcap = steps.strip(weights.inputs[0]), [], 1.0, None
+    scores, masks, scale, softcap, head_scale = steps.strip(weights.inputs[0]), [], 1.0, None, None
     while not scores.is_function(*PRODUCT):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
             a, b = (a, b) if _is_of_matmul(a) else (b, a)
             scores = steps.strip(a)
-            masks.append(b)
+            masks.append(_over_windows(b, a.shape))
         elif scores.is_function("where") and len(scores.args) == 3 and len(scores.inputs) == 2:
             masks.append(scores.inputs[0])
             scores = steps.strip(scores.inputs[1])
@@ -134,14 +136,34 @@ def _written_out(steps: Steps, node: Node) -> Core:
                 softcap, scores = number, steps.strip(inner.inputs[0])
             else:
                 scale, scores = scale * number, steps.strip(scores.inputs[0])
+        elif scores.is_function(*MULTIPLY) and head_scale is None and (pair := _factor_of_heads(scores)) is not None:
+            head_scale, scores = pair[0], steps.strip(pair[1])
         else:
             raise steps.refuse("scores are formed by", scores)
     if softcap is not None:
         scale *= softcap  # tanh reads scores / softcap
     query, key = scores.inputs
     return Core(
-        query, key, value, masks, steps.probability(dropouts), False, scale, softcap
+        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, head_scale=head_scale
     )  # fmt: skip
+
+
+def _factor_of_heads(product: Node) -> tuple[Node, Node] | None:
+    """(a factor [H, 1, 1] for each head, the scores that it scales)."""
+    for factor, scores in (product.inputs, product.inputs[::-1]) if len(product.inputs) == 2 else ():
+        if len(scores.shape) == 4 and factor.shape in ((scores.shape[1], 1, 1), (1, scores.shape[1], 1, 1)):
+            return factor, scores
+    return None
+
+
+def _over_windows(mask: Node, scores: torch.Size) -> Node:
+    """A mask [1, windows, 1, S, S], which meets scores [B / windows, windows, H, S, S], as it meets [B, H, S, S]."""
+    if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
+        return mask
+    images, windows, _, *rows = scores
+    times = Of("samples", images, images * windows)
+    whole = call(Tensor.expand, mask, times, -1, -1, -1, -1)
+    return call(Tensor.flatten, whole, 0, 1, shape=(images * windows, 1, *rows))
 
 
 def _is_of_matmul(node: Node) -> bool:
@@ -169,6 +191,8 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     if steps.leaves.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
+    elif _is_unit(node):
+        found.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
@@ -176,6 +200,14 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     for one in node.inputs:
         projection(steps, one, found)
     return found
+
+
+def _is_unit(node: Node) -> bool:
+    """Has torch's normalize given its rows length 1?"""
+    if not node.is_function("normalize"):
+        return False
+    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
+    return (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
 
 
 def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer):
@@ -224,7 +256,9 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     return {"key_value": Argument(key.source)}
 
 
-def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
+def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, Any]:
+    if q.unit or k.unit or core.head_scale is not None:
+        return _cosine(core, q, k)
     if not q.norms and not k.norms:
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
@@ -237,6 +271,19 @@ def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
     pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
     arguments = {"qk_norm": pairs, "qk_norm_eps": found[0].eps}
     return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
+
+
+def _cosine(core: Core, q: Projection, k: Projection) -> dict[str, Any]:
+    """Rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)."""
+    if not (q.unit and k.unit) or q.norms or k.norms:
+        raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
+    (_, H, _, D), device = core.query.shape, torch.device("cpu")
+    ones = call(torch.ones, D, device=device, shape=(D,))
+    factor = ones
+    if core.head_scale is not None:
+        factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
+    # normalize divides by 1e-12 at least, so that a row of zeros is zero
+    return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
 
 
 def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
@@ -311,13 +358,22 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
         else:
             found.append((_mask(steps, one, sliced), node.shape))
     if len(found) > 2:
-        if len(seen) > 1:
-            raise Unreadable(f"{len(found)} masks are added")
-        found = [(Computed(seen[0]), seen[0].shape)]
+        found = _joined(found)
     # of two masks the first may be trained: that is a bias, which differs from head to head
     masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
+
+
+def _joined(found: list[tuple[Argument | Computed, torch.Size]]) -> list[tuple[Argument | Computed, torch.Size]]:
+    """Two masks of several that are computed: the sum of those of all heads, which are alike, and of the others."""
+    if any(isinstance(mask, Argument) for mask, _ in found):
+        raise Unreadable(f"{len(found)} masks are added")
+    sums: dict[bool, Node] = {}
+    for mask, shape in found:
+        alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
+        sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
+    return [(Computed(node), node.shape) for node in sums.values()]
 
 
 def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:

@@ -6,7 +6,7 @@ It is a small part of the trace, which each call runs again on what it is given 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ShapeError
+from .guard import OF_EVERY_MODULE
 from .leaves import Weight
 from .reading import Argument, Reading
 from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
@@ -139,7 +140,7 @@ class Resolver:
     @staticmethod
     def check(node: Node) -> None:
         name = node.source
-        if is_in_place(name) or "out" in (node.kwargs or {}) or name == "__setitem__":
+        if is_in_place(name) or (node.kwargs or {}).get("out") is not None or name == "__setitem__":
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({name})")
 
     def step(self, of: Any, call: Node | Outer) -> int:
@@ -176,6 +177,13 @@ class Resolver:
         return follows
 
 
+def call(function: Callable, *args: Any, shape: Iterable[int] = (), **kwargs: Any) -> Node:
+    """A node of a function that the trace has not seen. Of a number among its arguments is taken what it is now."""
+    node = Node("function", function.__name__, torch.Size(shape), args, kwargs, function=function)
+    node.at = -id(node)
+    return node
+
+
 def is_overwritten(node: Node) -> bool:
     """Was memory that it shares changed?"""
     return node.kind == "function" and node.function is None
@@ -183,7 +191,8 @@ def is_overwritten(node: Node) -> bool:
 
 def holds_tensors(module: nn.Module) -> bool:
     """Has it attributes that an earlier part of a forward may have set?"""
-    return any(isinstance(value, Tensor) for value in module.__dict__.values())
+    own = [value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE]
+    return any(isinstance(value, Tensor) for value in leaves_of(own))
 
 
 def computed_of(template: Any) -> Iterator[Computed]:

@@ -95,6 +95,36 @@ class OneSequence(Layer):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Cosine(Layer):
+    """Queries and keys of length 1, and a factor for each head (Swin v2)."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = self.units(q, k)
+        return (q @ k.transpose(-1, -2) * self.factors.clamp(max=4).exp()).softmax(-1) @ v
+
+
+class CosineOfOne(Cosine):
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), k
+
+
+class CosineOfTokens(Cosine):
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-2), F.normalize(k, dim=-2)
+
+
+class CosineOfSums(Cosine):
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, 1, -1), F.normalize(k, 1, -1)
+
+
 class Padded(Layer):
     """A mask [B, S] among the arguments."""
 
@@ -242,7 +272,7 @@ class Remembering(Adaptive):
         self.reader = self.Reader()
 
     def of(self, condition: Tensor, x: Tensor) -> Tensor:
-        self.reader.seen = x.mean(1)
+        self.reader.seen = x.mean(1).detach()
         return self.reader(condition)
 
 
@@ -349,6 +379,10 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
         Padded, (tokens(1), {"mask": torch.zeros(1, 6)}),
         [(tokens(2), {"mask": torch.randn(2, 6)}), (tokens(6), {"mask": torch.randn(6, 6)})], lambda layer: None,
     ),
+    "cosines": (Cosine, (tokens(), {}), [(tokens(3, 9), {})], lambda layer: None),
+    "cosines of q alone": (CosineOfOne, (tokens(), {}), [(tokens(), {})], lambda layer: None),
+    "cosines of tokens": (CosineOfTokens, (tokens(), {}), [(tokens(), {})], lambda layer: None),
+    "another length than the root of squares": (CosineOfSums, (tokens(), {}), [(tokens(), {})], lambda layer: None),
     "longer tables": (Sliced, (tokens(2, 12), tables(12)), [(tokens(2, 5), tables(12))], lambda layer: None),
     "a memory that was the input": (
         Decoder, (X, {"memory": X}), [(tokens(), {"memory": tokens(2, 5)}), (tokens(), {"memory": tokens(2, 6)})],
@@ -435,7 +469,7 @@ REPLACED = {
     "a mask of keys", "longer tables", "another function", "another configuration", "another list",
     "a memory that was the input", "a mask of the memory", "one memory for all", "vectors of each sample",
     "vectors of one sample", "vectors in another order", "vectors that more is done to", "numbers that follow the batch",
-    "vectors of a dropout",
+    "vectors of a dropout", "cosines",
 }  # fmt: skip
 
 

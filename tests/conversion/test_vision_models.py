@@ -66,6 +66,9 @@ MODELS = {
         "transformers", "BeitConfig", IMAGES | NO_DROPOUT | dict(use_relative_position_bias=True), images, {"BeitLayer": 2}
     ),
     "Dinov2Model": Model("transformers", "Dinov2Config", IMAGES | NO_DROPOUT, images, {"Dinov2Layer": 2}),
+    "Swinv2Model": Model(
+        "transformers", "Swinv2Config", SWIN, images, {"Swinv2Attention": 4},
+    ),
     "SwinModel": Model("transformers", "SwinConfig", SWIN, images, {"SwinAttention": 4, "SwinMLP": 4}),
 }  # fmt: skip
 
