@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .computed import Computed, Of, call
 from .leaves import Weight, in_training
 from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
-from .trace import Node, Unreadable
+from .trace import Node, Unreadable, leaves_of
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 MHA = (
@@ -50,6 +50,7 @@ class Core:
     softcap: float | None = None
     window: int | None = None  # of transformers: how many keys a row sees at most
     head_scale: Node | None = None  # a factor for each head
+    excludes: bool = False  # does a mask's True hide?
 
 
 @dataclass
@@ -62,6 +63,10 @@ class Projection:
     tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
     factor: float = 1.0
     unit: bool = False  # rows have length 1: torch's normalize
+
+    def copied(self) -> Projection:
+        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
 
 
 def read_attention(steps: Steps, node: Node) -> Part:
@@ -83,6 +88,8 @@ def read_attention(steps: Steps, node: Node) -> Part:
         "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
     arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
+    if core.excludes:
+        arguments["mask_is_exclusion"] = True
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
     if core.window is not None:
@@ -118,7 +125,8 @@ def _written_out(steps: Steps, node: Node) -> Core:
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
     scores, masks, scale, softcap, head_scale = steps.strip(weights.inputs[0]), [], 1.0, None, None
-    while not scores.is_function(*PRODUCT):
+    excludes = False
+    while not scores.is_function(*PRODUCT, "baddbmm"):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
             a, b = (a, b) if _is_of_matmul(a) else (b, a)
@@ -129,7 +137,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
             scores = steps.strip(scores.inputs[1])
         elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
             masks.append(scores.inputs[1])
-            scores = steps.strip(scores.inputs[0])
+            scores, excludes = steps.strip(scores.inputs[0]), True
         elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
             number = steps.number(scores)
             if softcap is None and (inner := steps.strip(scores.inputs[0])).is_function("tanh"):
@@ -142,10 +150,23 @@ def _written_out(steps: Steps, node: Node) -> Core:
             raise steps.refuse("scores are formed by", scores)
     if softcap is not None:
         scale *= softcap  # tanh reads scores / softcap
-    query, key = scores.inputs
+    if scores.is_function("baddbmm"):
+        bias, query, key, factor = _with_bias(scores, weights.shape)
+        masks, scale = [*masks, bias], scale * factor
+    else:
+        query, key = scores.inputs
     return Core(
-        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, head_scale=head_scale
+        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, head_scale=head_scale, excludes=excludes
     )  # fmt: skip
+
+
+def _with_bias(scores: Node, shape: torch.Size) -> tuple[Node, Node, Node, float]:
+    """(the bias [B, H, ...], query, key, their scale) of beta * bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi)."""
+    how = {"beta": 1, "alpha": 1} | scores.called_with("input", "batch1", "batch2")
+    bias = call(Tensor.unflatten, how["input"], 0, (-1, shape[1]), shape=(*shape[:2], *how["input"].shape[1:]))
+    if how["beta"] != 1:
+        bias = call(torch.mul, bias, how["beta"], shape=bias.shape)
+    return bias, how["batch1"], how["batch2"], float(how["alpha"])
 
 
 def _factor_of_heads(product: Node) -> tuple[Node, Node] | None:
@@ -168,14 +189,14 @@ def _over_windows(mask: Node, scores: torch.Size) -> Node:
 
 def _is_of_matmul(node: Node) -> bool:
     """Is a matmul behind it, as there is behind scores and not behind masks?"""
-    return node.is_function(*PRODUCT) or any(map(_is_of_matmul, node.inputs))
+    return node.is_function(*PRODUCT, "baddbmm") or any(map(_is_of_matmul, node.inputs))
 
 
 # -- what is before it
 
 
-def projection(steps: Steps, node: Node, found: Projection | None = None) -> Projection:
-    """All linear layers behind a node, and the norms, outside tensors and factors on the way."""
+def projection(steps: Steps, node: Node, found: Projection | None = None, apart: bool = False) -> Projection:
+    """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
     found = Projection() if found is None else found
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
@@ -198,8 +219,28 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
         found.factor *= steps.number(node)
     for one in node.inputs:
-        projection(steps, one, found)
+        if apart or _reads_linear(steps, one):
+            found = projection(steps, one, found, apart)
+            continue
+        try:
+            found = projection(steps, one, found.copied(), True)
+        except Unreadable:
+            found.outside.append(one)  # a table that is computed
+            found.tables.append(one)
     return found
+
+
+def _reads_linear(steps: Steps, node: Node) -> bool:
+    return steps.linear_of(steps.strip(node)) is not None or any(_reads_linear(steps, one) for one in node.inputs)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Are these nodes of one tensor, or of the same function of such nodes?"""
+    if not (isinstance(a, Node) and isinstance(b, Node)) or a is b:
+        return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and a == b)
+    ours, theirs = (leaves_of((one.args, one.kwargs or {})) for one in (a, b))
+    same = a.kind == b.kind == "function" and (a.source, a.output, len(ours)) == (b.source, b.output, len(theirs))
+    return same and all(map(_alike, ours, theirs))
 
 
 def _is_unit(node: Node) -> bool:
@@ -288,10 +329,13 @@ def _cosine(core: Core, q: Projection, k: Projection) -> dict[str, Any]:
 
 def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     """(the tables, choices)."""
-    if [id(one) for one in q.outside] != [id(one) for one in k.outside]:
+    if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
         return None, []
+    if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
+        tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
+        return tables, [[{"rotary_interleaved": interleaved} for interleaved in (False, True)]]
     if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {kinds}")
@@ -365,6 +409,14 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
+def _from_column(view: Node) -> int | None:
+    """The first column that an index of slices shows."""
+    if not view.is_function("__getitem__") or view.inputs[0].kind != "argument" or not isinstance(view.args[1], tuple):
+        return None
+    last = view.args[1][-1]
+    return last.start if isinstance(last, slice) and last.stop is None else None
+
+
 def _joined(found: list[tuple[Argument | Computed, torch.Size]]) -> list[tuple[Argument | Computed, torch.Size]]:
     """Two masks of several that are computed: the sum of those of all heads, which are alike, and of the others."""
     if any(isinstance(mask, Argument) for mask, _ in found):
@@ -390,6 +442,8 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
         return Argument(mask.source)
     if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
         return Argument(mask.source, "columns")
+    if sliced and shape[:-1] == wanted[:-1] and _from_column(seen) == shape[-1] - wanted[-1] > 0:
+        return Argument(mask.source, "last columns")
     for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
         if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
             return Argument(mask.source, form)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
@@ -30,6 +29,7 @@ from .leaves import Probability, Weight
 from .masks import register
 from .reading import Argument, Rows, Table
 from .report import RAN
+from .unread import Probabilities, returned
 
 WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
@@ -197,14 +197,14 @@ def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
     """An argument as the op reads it: "" as it is.
 
-    A mask: "columns", of which the first `length` count; "keys" [B, S] and "rows" [B, S, S], without an axis of heads. The
-    others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more: "table", and
-    "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's.
+    A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
+    an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
+    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's.
     """
     if not form:
         return tensor
-    if form == "columns":
-        return tensor[..., :length]
+    if form in ("columns", "last columns"):
+        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
     if form in ("keys", "rows"):
         return tensor[:, None, None] if form == "keys" else tensor[:, None]
     if tensor.dim() == 4:
@@ -239,17 +239,25 @@ class Segment:
         # of two masks of an attention, the first may be trained
         masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
         self.biases = [one.index for one, *_ in masks if isinstance(one, Argument)]
+        self.excludes = any(values_of(template, "mask_is_exclusion"))
         found |= {i for _, *second in masks for i in conditions(second)}
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
-    def __call__(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> object:
+    @property
+    def unread(self) -> bool:
+        """Does the forward return probabilities, for which placeholders stand?"""
+        return self.result is not None and any(isinstance(one, Probabilities) for one in self.result[1])
+
+    def __call__(
+        self, flat: list[Any], mode: str, workspace: int | str | None = None, forward: Callable[[], object] | None = None
+    ) -> object:  # fmt: skip
         arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
-        return y if self.result is None else in_place(y, flat, *self.result)
+        return y if self.result is None else returned(y, flat, *self.result, forward)
 
 
 def templates(template: Any, kind: type) -> Iterator[Any]:
@@ -275,13 +283,6 @@ def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
     for name in names:
         for value in values_of(template, name):
             yield from templates(value, Argument)
-
-
-def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int) -> object:
-    """y among what else forward returns: None, and its own arguments."""
-    leaves = [flat[one.index] if isinstance(one, Argument) else one for one in leaves]
-    leaves[at] = y
-    return tree_unflatten(leaves, spec)
 
 
 class Forward:
@@ -398,6 +399,7 @@ class Fused(Forward):
         if (
             not self.watch.unchanged()
             or (segment.attends and in_context_parallel())
+            or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
@@ -405,7 +407,7 @@ class Fused(Forward):
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
         try:
-            y = segment(flat, self.recompute, self.workspace)
+            y = segment(flat, self.recompute, self.workspace, functools.partial(self.original, *args, **kwargs))
         except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)

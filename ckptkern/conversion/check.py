@@ -115,14 +115,14 @@ def in_float64(module: nn.Module) -> Iterator[None]:
             m._buffers.update(buffers)
 
 
-def varied(value: Any) -> Any:
-    """Another mask of the same kind: with few exceptions those of an example hide nothing."""
+def varied(value: Any, excludes: bool = False) -> Any:
+    """Another mask of the same kind: with few exceptions those of an example hide nothing. excludes: does True hide?"""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.dtype == torch.bool:
         other = torch.rand(value.shape, device=value.device) < 0.7
         other[..., 0] = True
-        return other
+        return ~other if excludes else other
     return torch.randn_like(value) if value.is_floating_point() else value
 
 

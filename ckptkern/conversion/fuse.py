@@ -24,10 +24,11 @@ from .computed import Followed, computed_of, following, resolve
 from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
-from .leaves import Probability
+from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .reading import Argument, Reading
 from .trace import Trace, Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
+from .unread import Probabilities, are_probabilities
 
 
 def check_candidate(module: nn.Module) -> None:
@@ -50,8 +51,10 @@ def is_stack(module: nn.Module) -> bool:
     return len({type(one) for one in module}) == 1 and not any(map(is_leaf, module))
 
 
-def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | None]:
-    """(the one tensor that a forward returns, how it lies in what is returned)."""
+def result_of(
+    output: object, arguments: list[Any], unread: Callable[[Tensor], bool] = lambda one: False
+) -> tuple[Tensor, tuple | None]:
+    """(the one tensor that a forward returns, how it lies in what is returned). unread: may a placeholder stand for another?"""
     if isinstance(output, Tensor):
         return output, None
     leaves, spec = tree_flatten(output)
@@ -59,12 +62,21 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
     leaves = [Argument(given[id(one)]) if id(one) in given else one for one in leaves]
     tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
     others = [one for one in leaves if not isinstance(one, (Tensor, Argument, type(None)))]
+    for i in tensors[1:]:
+        if unread(leaves[i]):
+            leaves[i] = Probabilities()
+    tensors = [i for i in tensors if isinstance(leaves[i], Tensor)]
     if len(tensors) != 1 or others:
         raise Unreadable(
             f"forward returns {len(tensors)} tensors" if len(tensors) != 1 else "forward returns an object"
         )
     at = tensors[0]
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
+
+
+def seen(tensor: Tensor) -> bool:
+    """A trace has seen that the other results are probabilities."""
+    return True
 
 
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
@@ -82,7 +94,8 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             reading, log = read_experts(module, flat), []
         else:
             traced = trace(module, args, kwargs, flat)
-            y, result = result_of(traced.result, flat)
+            leaves = Leaves(module)
+            y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
             reading, log = read(module, traced.node(y)), traced.log
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
@@ -118,7 +131,10 @@ def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
 def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
     """(the call's values with random inputs and masks, the places of the masks)."""
     masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
-    flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
+    flat = [
+        varied(value, segment.excludes) if i in masks else value
+        for i, value in enumerate(leaves_of(form.counting(args, kwargs)))
+    ]
     random = {*segment.inputs, *(i for i in segment.conditions if is_floating(flat[i]))}
     return [torch.randn_like(value) if i in random else value for i, value in enumerate(flat)], masks
 
@@ -138,7 +154,7 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
 
     def original(flat: list[Any]) -> Tensor:
         args_, kwargs_ = form.call_of(flat, args, kwargs)
-        return result_of(type(module).forward(module, *args_, **kwargs_), flat)[0]
+        return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
 
     theirs, best = results(original, flat, trained, parameters), math.inf
     for arguments in reading.candidates():
@@ -207,7 +223,7 @@ def enlarged(segment: Segment, flat: list[Any], masks: set[int]) -> Iterator[tup
         for dim in range(value.dim() > 2, value.dim()):
             if value.shape[dim] == length:
                 value = torch.cat((value, value), dim)
-        return varied(value) if i in masks else value
+        return varied(value, segment.excludes) if i in masks else value
 
     for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
         what = (
@@ -294,7 +310,7 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
         with unmoved(module), torch.no_grad():
             module.eval()
             given = form.call_of(flat, args, kwargs)
-            theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat)[0]
+            theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat, seen)[0]
             ours = result_of(segment(flat, "full"), flat)[0]
         if (error := difference([ours.float()], [theirs.float()])) > 0.05:
             raise Unreadable(f"in {theirs.dtype} the numbers differ by {error:.1e}")
@@ -315,7 +331,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
 
     def original(flat: list[Any]) -> Tensor:
         args_, kwargs_ = form.call_of(flat, *wide_call)
-        return result_of(type(module).forward(module, *args_, **kwargs_), flat)[0]
+        return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
 
     def fused(flat: list[Any]) -> Tensor:
         return result_of(segment(flat, "full"), flat)[0]

@@ -184,11 +184,13 @@ class Grammar(Steps):
     # -- modules
 
     def terms(self, node: Node, dropouts: list[Probability]) -> list[Node]:
-        """The terms of a sum."""
-        node = self.strip(node, dropouts)
-        if self.is_sum(node):
-            return [term for one in node.inputs for term in self.terms(one, dropouts)]
-        return [node]
+        """The terms of a sum. dropouts: collects those of sums."""
+        own: list[Probability] = []
+        total = self.strip(node, own)
+        if not self.is_sum(total):
+            return [self.strip(node)]
+        dropouts += own
+        return [term for one in total.inputs for term in self.terms(one, dropouts)]
 
     def parallel(self, node: Node) -> Reading:
         """x + attention branch + MLP branch."""

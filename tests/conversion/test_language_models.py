@@ -39,8 +39,12 @@ MODELS = {
     "PhiForCausalLM": ("PhiConfig", BASE),
     "MixtralForCausalLM": ("MixtralConfig", BASE | dict(num_local_experts=4)),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SPARSE),
+    "GPTJForCausalLM": ("GPTJConfig", SMALL | dict(rotary_dim=4)),
+    "BloomForCausalLM": ("BloomConfig", dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4)),
+    "MptForCausalLM": ("MptConfig", dict(vocab_size=V, d_model=32, n_layers=2, n_heads=4, max_seq_len=32)),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", DEEPSEEK),
 }
+WRITTEN_OUT = {"GPTJForCausalLM", "BloomForCausalLM", "MptForCausalLM"}  # attention, whose probabilities are returned
 EXPERTS = {"MixtralForCausalLM": 2, "Qwen3MoeForCausalLM": 2, "DeepseekV3ForCausalLM": 1}  # layers with experts
 
 
@@ -63,6 +67,8 @@ def converted(model: nn.Module) -> nn.Module:
     replaced = [row.replaced_by for row in ckptkern.convert(model, **batch()).converted]
     assert replaced.count("linear_cross_entropy") == 1
     assert replaced.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
+    if type(model).__name__ in WRITTEN_OUT:
+        assert replaced.count("transformer_layer") == 2
     return model
 
 

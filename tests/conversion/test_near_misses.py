@@ -54,6 +54,20 @@ class Indexed(Layer):
         return q * self.cos[positions][:, None] + rotated(q) * self.sin[positions][:, None]
 
 
+class IndexedApart(Layer):
+    """Keys at other positions than queries."""
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        q, k = (
+            one * self.cos[at][:, None] + rotated(one) * self.sin[at][:, None]
+            for one, at in ((q, positions), (k, positions.flip(-1)))
+        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def rotated(self, q: Tensor, positions: Tensor) -> Tensor:
+        return q
+
+
 class Shifted(Layer):
     def rotated(self, q: Tensor) -> Tensor:
         return q * self.cos[2 : 2 + q.shape[2]] + rotated(q) * self.sin[2 : 2 + q.shape[2]]
@@ -365,6 +379,10 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
         Indexed, (tokens(), {"positions": torch.arange(6)[None]}),
         [(tokens(), {"positions": torch.tensor([[0, 1, 2, 0, 1, 2]])})], lambda layer: None,
     ),
+    "other positions of keys": (
+        IndexedApart, (tokens(), {"positions": torch.arange(6)[None]}), [(tokens(), {"positions": torch.arange(6)[None]})],
+        lambda layer: None,
+    ),
     "tables from their third row": (Shifted, (tokens(), {}), [(tokens(2, 9), {})], lambda layer: None),
     "a clamp beyond the example's numbers": (
         Clamped, (tokens(), {}), [(tokens(), {})], lambda layer: layer.qkv.weight.data.mul_(50),
@@ -469,7 +487,7 @@ REPLACED = {
     "a mask of keys", "longer tables", "another function", "another configuration", "another list",
     "a memory that was the input", "a mask of the memory", "one memory for all", "vectors of each sample",
     "vectors of one sample", "vectors in another order", "vectors that more is done to", "numbers that follow the batch",
-    "vectors of a dropout", "cosines",
+    "vectors of a dropout", "cosines", "rows of tables that a tensor chooses",
 }  # fmt: skip
 
 

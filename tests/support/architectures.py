@@ -355,6 +355,21 @@ class Windows(Vision):
         return x + self.norm2(self.fc2(self.act(self.fc1(x))))
 
 
+class Weighted(Windows):
+    """Returns attention's probabilities, or its scores, beside its output, as GPT-J, Bloom and MPT do."""
+
+    def __init__(self, scores: bool = False):
+        super().__init__()
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm1(x)).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-1, -2) * D**-0.5 + self.table[self.index].permute(2, 0, 1)
+        weights = scores.softmax(-1)
+        x = x + self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x)))), scores if self.scores else weights
+
+
 class Parallel(nn.Module):
     """Attention and MLP read one input, through two norms or one; q, k and v of a head lie side by side."""
 
@@ -507,6 +522,7 @@ ARCHITECTURES = {
     "adaptive": Architecture(Adaptive, with_condition),
     "adaptive by a table": Architecture(AdaptiveTable, with_condition),
     "windows": Architecture(Windows),
+    "weighted": Architecture(Weighted),
     "parallel": Architecture(lambda: Parallel(2), with_part_of_tables),
     "parallel, one norm": Architecture(lambda: Parallel(1), with_part_of_tables),
 }

@@ -1,0 +1,78 @@
+"""What a forward returns around its one result: None, its own arguments, and attention's probabilities, which hardly any caller
+reads. Placeholders stand for these; the original forward computes them when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from .leaves import Leaves
+from .reading import Argument, Steps
+from .trace import Node, mapped
+
+
+class Probabilities:
+    """Stands for attention's probabilities in what a forward returns."""
+
+
+def are_probabilities(leaves: Leaves, node: Node) -> bool:
+    """Is it a softmax, with a dropout or without?"""
+    return Steps(leaves).strip(node, []).is_function("softmax")
+
+
+class Original(NamedTuple):
+    """One call of an original forward, which runs when the first of its other results is read."""
+
+    forward: Callable[[], object]
+    made: list[list[Any]]
+
+    def leaf(self, at: int) -> Tensor:
+        if not self.made:
+            self.made.append(tree_flatten(self.forward())[0])
+        return self.made[0][at]
+
+
+class Unread(Tensor):
+    """Attention's probabilities until they are read: any function that takes them gets values. Its dropout samples anew."""
+
+    original: Original
+    at: int
+
+    @staticmethod
+    def __new__(cls, original: Original, at: int, like: Tensor) -> Unread:
+        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
+        made.original, made.at = original, at
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = mapped(lambda one: one if type(one) is not Unread else values_of(one), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = mapped(lambda one: one if type(one) is not Unread else values_of(one), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def values_of(one: Unread) -> Tensor:
+    return one.__dict__["original"].leaf(one.__dict__["at"])
+
+
+def returned(
+    y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int, forward: Callable[[], object] | None
+) -> object:
+    """y among what else forward returns. forward: runs the original one; without it nothing stands for probabilities."""
+    original = None if forward is None else Original(forward, [])
+    made: list[Any] = []
+    for i, one in enumerate(leaves):
+        if isinstance(one, Argument):
+            made.append(flat[one.index])
+        elif isinstance(one, Probabilities):
+            made.append(None if original is None else Unread(original, i, y))
+        else:
+            made.append(y if i == at else one)
+    return tree_unflatten(made, spec)
