@@ -6,12 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .leaves import Leaves
 from .reading import Argument, Steps
 from .trace import Node, mapped
+
+# What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
+ANSWERED = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
+)
 
 
 class Probabilities:
@@ -36,7 +42,8 @@ class Original(NamedTuple):
 
 
 class Unread(Tensor):
-    """Attention's probabilities until they are read: any function that takes them gets values. Its dropout samples anew."""
+    """Attention's probabilities until they are read: any function that takes them gets values, which a gradient flows through.
+    Their dropout samples anew."""
 
     original: Original
     at: int
@@ -49,6 +56,9 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
         args, kwargs = mapped(lambda one: one if type(one) is not Unread else values_of(one), (args, kwargs or {}))
         return function(*args, **kwargs)
 

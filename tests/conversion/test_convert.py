@@ -108,7 +108,9 @@ def test_probabilities_are_there_for_who_reads_them() -> None:
         _, weights = layer(x)
         grads = torch.autograd.grad((weights * weights.detach().cos()).sum(), layer.qkv.weight)
         found.append((weights + 0, weights.sum(-1), torch.stack([weights, weights]), *grads))
-    assert isinstance(ours(x)[1], Unread)
+    unread = ours(x)[1]
+    assert isinstance(unread, Unread)
+    assert (unread.requires_grad, unread.dtype, unread.original.made) == (False, torch.float32, [])
     assert ours(x)[1].shape == (2, HEADS, 6, 6)
     torch.testing.assert_close(*found)
 

@@ -55,17 +55,14 @@ class Indexed(Layer):
 
 
 class IndexedApart(Layer):
-    """Keys at other positions than queries."""
+    """Keys at positions of their own, which in the example are those of queries."""
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    def core(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor:
         q, k = (
             one * self.cos[at][:, None] + rotated(one) * self.sin[at][:, None]
-            for one, at in ((q, positions), (k, positions.flip(-1)))
+            for one, at in ((q, positions), (k, of_keys))
         )
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def rotated(self, q: Tensor, positions: Tensor) -> Tensor:
-        return q
 
 
 class Shifted(Layer):
@@ -380,8 +377,8 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
         [(tokens(), {"positions": torch.tensor([[0, 1, 2, 0, 1, 2]])})], lambda layer: None,
     ),
     "other positions of keys": (
-        IndexedApart, (tokens(), {"positions": torch.arange(6)[None]}), [(tokens(), {"positions": torch.arange(6)[None]})],
-        lambda layer: None,
+        IndexedApart, (tokens(), {"positions": torch.arange(6)[None], "of_keys": torch.arange(6)[None]}),
+        [(tokens(), {"positions": torch.arange(6)[None], "of_keys": torch.arange(6).flip(0)[None]})], lambda layer: None,
     ),
     "tables from their third row": (Shifted, (tokens(), {}), [(tokens(2, 9), {})], lambda layer: None),
     "a clamp beyond the example's numbers": (
