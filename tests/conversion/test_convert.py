@@ -25,6 +25,7 @@ from support.architectures import (
     results,
     saved,
     with_mask,
+    with_part_of_tables,
     with_tables,
 )
 from support.cases import assert_as_exact
@@ -113,6 +114,14 @@ def test_probabilities_are_there_for_who_reads_them() -> None:
     assert (unread.requires_grad, unread.dtype, unread.original.made) == (False, torch.float32, [])
     assert ours(x)[1].shape == (2, HEADS, 6, 6)
     torch.testing.assert_close(*found)
+
+
+def test_parallel_branches_have_dropouts_of_their_own() -> None:
+    layer = ARCHITECTURES["parallel"].layer()
+    layer.down, layer.dense = (nn.Sequential(one, nn.Dropout(0.25)) for one in (layer.down, layer.dense))
+    x = torch.randn(2, 6, WIDTH)
+    (row,) = ckptkern.convert(layer, x, **with_part_of_tables(x)).converted
+    assert row.replaced_by == "transformer_layer"
 
 
 def test_scores_are_no_probabilities() -> None:
