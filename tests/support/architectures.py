@@ -393,6 +393,20 @@ class Parallel(nn.Module):
         return self.down(F.gelu(self.up(self.norm_2(x)))) + self.dense(o) + x
 
 
+class ParallelVision(Vision):
+    """ViT-22B's layer: both sublayers read one norm, and queries and keys are normed."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm2, self.q_norm, self.k_norm = nn.Identity(), nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = self.qkv(h).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return x + self.proj(o.transpose(1, 2).reshape(x.shape)) + self.fc2(self.act(self.fc1(h)))
+
+
 class LoRA(nn.Module):
     """An adapter as PEFT puts it in a linear layer's place."""
 
@@ -524,6 +538,7 @@ ARCHITECTURES = {
     "windows": Architecture(Windows),
     "weighted": Architecture(Weighted),
     "parallel": Architecture(lambda: Parallel(2), with_part_of_tables),
+    "parallel, normed heads": Architecture(ParallelVision),
     "parallel, one norm": Architecture(lambda: Parallel(1), with_part_of_tables),
 }
 
