@@ -318,6 +318,7 @@ class Adaptive(Vision):
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, 1e-6, elementwise_affine=False) for _ in range(2))
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
+        del self.ls1, self.ls2
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, -1)
@@ -341,6 +342,7 @@ class Windows(Vision):
 
     def __init__(self):
         super().__init__()
+        del self.ls1, self.ls2
         self.table = nn.Parameter(torch.randn(2 * S - 1, HEADS))
         self.register_buffer("index", torch.arange(S)[:, None] - torch.arange(S) + S - 1)
 
@@ -398,7 +400,8 @@ class ParallelVision(Vision):
 
     def __init__(self):
         super().__init__()
-        self.norm2, self.q_norm, self.k_norm = nn.Identity(), nn.LayerNorm(D), nn.LayerNorm(D)
+        del self.norm2, self.ls1, self.ls2
+        self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
