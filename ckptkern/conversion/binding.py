@@ -257,7 +257,7 @@ class Segment:
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
-        return y if self.result is None else returned(y, flat, *self.result, forward)
+        return y if self.result is None else returned(y, flat, *self.result, self.module, forward)
 
 
 def templates(template: Any, kind: type) -> Iterator[Any]:

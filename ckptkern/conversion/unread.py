@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .leaves import Leaves
@@ -30,13 +30,26 @@ def are_probabilities(leaves: Leaves, node: Node) -> bool:
 
 
 class Original(NamedTuple):
-    """One call of an original forward, which runs when the first of its other results is read."""
+    """One call of an original forward, which runs when the first of its other results is read. versions: of the tensors that it
+    reads, as they were."""
 
     forward: Callable[[], object]
+    reads: list[Tensor]
+    versions: list[int]
     made: list[list[Any]]
+
+    @classmethod
+    def of(cls, forward: Callable[[], object], module: nn.Module, flat: list[Any]) -> Original:
+        reads = [one for one in (*module.parameters(), *flat) if isinstance(one, Tensor) and not one.is_inference()]
+        return cls(forward, reads, [one._version for one in reads], [])
 
     def leaf(self, at: int) -> Tensor:
         if not self.made:
+            if [one._version for one in self.reads] != self.versions:
+                raise RuntimeError(
+                    "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
+                    "their layer has changed since the call; read them before the optimizer's step"
+                )
             self.made.append(tree_flatten(self.forward())[0])
         return self.made[0][at]
 
@@ -73,10 +86,13 @@ def values_of(one: Unread) -> Tensor:
 
 
 def returned(
-    y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int, forward: Callable[[], object] | None
-) -> object:
-    """y among what else forward returns. forward: runs the original one; without it nothing stands for probabilities."""
-    original = None if forward is None else Original(forward, [])
+    y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int, module: nn.Module,
+    forward: Callable[[], object] | None,
+) -> object:  # fmt: skip
+    """y among what else the module's forward returns. forward: runs the original one; without it nothing stands for
+    probabilities."""
+    unread = forward is not None and any(isinstance(one, Probabilities) for one in leaves)
+    original = Original.of(forward, module, flat) if unread else None
     made: list[Any] = []
     for i, one in enumerate(leaves):
         if isinstance(one, Argument):

@@ -114,6 +114,12 @@ def test_probabilities_are_there_for_who_reads_them() -> None:
     assert (unread.requires_grad, unread.dtype, unread.original.made) == (False, torch.float32, [])
     assert ours(x)[1].shape == (2, HEADS, 6, 6)
     torch.testing.assert_close(*found)
+    with torch.no_grad():
+        ours.fc2.bias.add_(1)
+    with pytest.raises(
+        RuntimeError, match="a parameter or an argument of their layer has changed since the call; read them"
+    ):
+        unread.sum()
 
 
 def test_parallel_branches_have_dropouts_of_their_own() -> None:

@@ -255,6 +255,11 @@ class OfTokens(Adaptive):
         return f * gate[:, 0]
 
 
+class GateBeforeADropout(Adaptive):
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return F.dropout(gate * f, 0.25, self.training)
+
+
 class GateInANorm(Adaptive):
     def gated(self, f: Tensor, gate: Tensor) -> Tensor:
         return self.norm3(gate * f)
@@ -432,6 +437,7 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
     "vectors of each token": (
         OfTokens, (tokens(), {"condition": tokens()}), [(tokens(3, 9), {"condition": tokens(3, 9)})], lambda layer: None,
     ),
+    "a gate before a dropout": (GateBeforeADropout, conditioned(), [conditioned()], lambda layer: None),
     "a gate in a norm": (GateInANorm, conditioned(), [conditioned()], lambda layer: None),
     "vectors of the input": (Excited, conditioned(), [conditioned()], lambda layer: None),
     "vectors of what was put aside": (Remembering, conditioned(), [conditioned()], lambda layer: None),
