@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from .computed import Computed, Of, call
 from .leaves import Weight, in_training
 from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
-from .trace import Node, Unreadable
+from .trace import Node, Unreadable, leaves_of
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 MHA = (
@@ -49,6 +50,8 @@ class Core:
     softcap: float | None = None
     window: int | None = None  # of transformers: how many keys a row sees at most
     sinks: Node | None = None
+    head_scale: Node | None = None  # a factor for each head
+    excludes: bool = False  # does a mask's True hide?
 
 
 @dataclass
@@ -60,6 +63,11 @@ class Projection:
     outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
     tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
     factor: float = 1.0
+    unit: bool = False  # rows have length 1: torch's normalize
+
+    def copied(self) -> Projection:
+        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
 
 
 def read_attention(steps: Steps, node: Node) -> Part:
@@ -71,17 +79,19 @@ def read_attention(steps: Steps, node: Node) -> Part:
     gate, inner = read_gate(steps, steps.strip(out.input))
     core = read_core(steps, inner)
     q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
-    if v.norms or v.outside or v.factor != 1.0:
+    if v.norms or v.outside or v.factor != 1.0 or v.unit:
         raise Unreadable("v is changed between its projection and core attention")
     arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
-    arguments |= _norms(steps, q, k) | _sinks(steps, core)
+    arguments |= _norms(steps, core, q, k) | _sinks(steps, core)
     rotary, rotary_choices = _rotary(steps, q, k)
     arguments |= {
         "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
-        "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
+        "scale": core.scale * q.factor * k.factor / (core.query.shape[-1] if q.unit else 1), "dropout_p": core.dropout_p,
         "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
     arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
+    if core.excludes:
+        arguments["mask_is_exclusion"] = True
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
     if core.window is not None:
@@ -138,32 +148,39 @@ def _written_out(steps: Steps, node: Node) -> Core:
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
     sinks, scores = _column(steps, steps.strip(weights.inputs[0]))
-    masks, scale, softcap = [], 1.0, None
-    while not scores.is_function(*PRODUCT):
+    masks, scale, softcap, head_scale, excludes = [], 1.0, None, None, False
+    while not scores.is_function(*PRODUCT, "baddbmm"):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
             a, b = (a, b) if _is_of_matmul(a) else (b, a)
             scores = steps.strip(a)
-            masks.append(b)
+            masks.append(_over_windows(b, a.shape))
         elif scores.is_function("where") and len(scores.args) == 3 and len(scores.inputs) == 2:
             masks.append(scores.inputs[0])
             scores = steps.strip(scores.inputs[1])
         elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
             masks.append(scores.inputs[1])
-            scores = steps.strip(scores.inputs[0])
+            scores, excludes = steps.strip(scores.inputs[0]), True
         elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
             number = steps.number(scores)
             if softcap is None and (inner := steps.strip(scores.inputs[0])).is_function("tanh"):
                 softcap, scores = number, steps.strip(inner.inputs[0])
             else:
                 scale, scores = scale * number, steps.strip(scores.inputs[0])
+        elif scores.is_function(*MULTIPLY) and head_scale is None and (pair := _factor_of_heads(scores)) is not None:
+            head_scale, scores = pair[0], steps.strip(pair[1])
         else:
             raise steps.refuse("scores are formed by", scores)
     if softcap is not None:
         scale *= softcap  # tanh reads scores / softcap
-    query, key = scores.inputs
+    if scores.is_function("baddbmm"):
+        bias, query, key, factor = _with_bias(scores, weights.shape)
+        masks, scale = [*masks, bias], scale * factor
+    else:
+        query, key = scores.inputs
     return Core(
-        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, sinks=sinks
+        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, sinks=sinks, head_scale=head_scale,
+        excludes=excludes,
     )  # fmt: skip
 
 
@@ -180,16 +197,43 @@ def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
     return sinks, steps.strip(scores)
 
 
+def _with_bias(scores: Node, shape: torch.Size) -> tuple[Node, Node, Node, float]:
+    """(the bias [B, H, ...], query, key, their scale) of beta * bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi)."""
+    how = {"beta": 1, "alpha": 1} | scores.called_with("input", "batch1", "batch2")
+    bias = call(Tensor.unflatten, how["input"], 0, (-1, shape[1]), shape=(*shape[:2], *how["input"].shape[1:]))
+    if how["beta"] != 1:
+        bias = call(torch.mul, bias, how["beta"], shape=bias.shape)
+    return bias, how["batch1"], how["batch2"], float(how["alpha"])
+
+
+def _factor_of_heads(product: Node) -> tuple[Node, Node] | None:
+    """(a factor [H, 1, 1] for each head, the scores that it scales)."""
+    for factor, scores in (product.inputs, product.inputs[::-1]) if len(product.inputs) == 2 else ():
+        if len(scores.shape) == 4 and factor.shape in ((scores.shape[1], 1, 1), (1, scores.shape[1], 1, 1)):
+            return factor, scores
+    return None
+
+
+def _over_windows(mask: Node, scores: torch.Size) -> Node:
+    """A mask [1, windows, 1, S, S], which meets scores [B / windows, windows, H, S, S], as it meets [B, H, S, S]."""
+    if len(scores) != 5 or len(mask.shape) != 5 or mask.shape[0] != 1 or mask.shape[2] != 1:
+        return mask
+    images, windows, _, *rows = scores
+    times = Of("samples", images, images * windows)
+    whole = call(Tensor.expand, mask, times, -1, -1, -1, -1)
+    return call(Tensor.flatten, whole, 0, 1, shape=(images * windows, 1, *rows))
+
+
 def _is_of_matmul(node: Node) -> bool:
     """Is a matmul behind it, as there is behind scores and not behind masks?"""
-    return node.is_function(*PRODUCT) or any(map(_is_of_matmul, node.inputs))
+    return node.is_function(*PRODUCT, "baddbmm") or any(map(_is_of_matmul, node.inputs))
 
 
 # -- what is before it
 
 
-def projection(steps: Steps, node: Node, found: Projection | None = None) -> Projection:
-    """All linear layers behind a node, and the norms, outside tensors and factors on the way."""
+def projection(steps: Steps, node: Node, found: Projection | None = None, apart: bool = False) -> Projection:
+    """All linear layers behind a node, and the norms, outside tensors and factors on the way. apart: no layer is behind it."""
     found = Projection() if found is None else found
     view, node = node, steps.strip(node)
     if steps.linear_of(node) is not None:
@@ -205,13 +249,43 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
     if steps.leaves.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
+    elif _is_unit(node):
+        found.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
         found.factor *= steps.number(node)
     for one in node.inputs:
-        projection(steps, one, found)
+        if apart or _reads_linear(steps, one):
+            found = projection(steps, one, found, apart)
+            continue
+        try:
+            found = projection(steps, one, found.copied(), True)
+        except Unreadable:
+            found.outside.append(one)  # a table that is computed
+            found.tables.append(one)
     return found
+
+
+def _reads_linear(steps: Steps, node: Node) -> bool:
+    return steps.linear_of(steps.strip(node)) is not None or any(_reads_linear(steps, one) for one in node.inputs)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Are these nodes of one tensor, or of the same function of such nodes?"""
+    if not (isinstance(a, Node) and isinstance(b, Node)) or a is b:
+        return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and a == b)
+    ours, theirs = (leaves_of((one.args, one.kwargs or {})) for one in (a, b))
+    same = a.kind == b.kind == "function" and (a.source, a.output, len(ours)) == (b.source, b.output, len(theirs))
+    return same and all(map(_alike, ours, theirs))
+
+
+def _is_unit(node: Node) -> bool:
+    """Has torch's normalize given its rows length 1?"""
+    if not node.is_function("normalize"):
+        return False
+    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
+    return (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
 
 
 def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
@@ -279,7 +353,9 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     return {"key_value": Argument(key.source)}
 
 
-def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
+def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, Any]:
+    if q.unit or k.unit or core.head_scale is not None:
+        return _cosine(core, q, k)
     if not q.norms and not k.norms:
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
@@ -294,12 +370,28 @@ def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
     return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
 
 
+def _cosine(core: Core, q: Projection, k: Projection) -> dict[str, Any]:
+    """Rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)."""
+    if not (q.unit and k.unit) or q.norms or k.norms:
+        raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
+    (_, H, _, D), device = core.query.shape, torch.device("cpu")
+    ones = call(torch.ones, D, device=device, shape=(D,))
+    factor = ones
+    if core.head_scale is not None:
+        factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
+    # normalize divides by 1e-12 at least, so that a row of zeros is zero
+    return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
+
+
 def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     """(the tables, choices)."""
-    if [id(one) for one in q.outside] != [id(one) for one in k.outside]:
+    if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
         return None, []
+    if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
+        tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
+        return tables, [[{"rotary_interleaved": interleaved} for interleaved in (False, True)]]
     if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {kinds}")
@@ -366,30 +458,52 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
         else:
             found.append((_mask(steps, one, sliced), node.shape))
     if len(found) > 2:
-        raise Unreadable(f"{len(found)} masks are added")
+        found = _joined(found)
     # of two masks the first may be trained: that is a bias, which differs from head to head
     masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
 
 
-def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | None:
-    """The argument that the core's mask is, and how it is viewed. sliced: it may have more columns than there are keys."""
+def _from_column(view: Node) -> int | None:
+    """The first column that an index of slices shows."""
+    if not view.is_function("__getitem__") or view.inputs[0].kind != "argument" or not isinstance(view.args[1], tuple):
+        return None
+    last = view.args[1][-1]
+    return last.start if isinstance(last, slice) and last.stop is None else None
+
+
+def _joined(found: list[tuple[Argument | Computed, torch.Size]]) -> list[tuple[Argument | Computed, torch.Size]]:
+    """Two masks of several that are computed: the sum of those of all heads, which are alike, and of the others."""
+    if any(isinstance(mask, Argument) for mask, _ in found):
+        raise Unreadable(f"{len(found)} masks are added")
+    sums: dict[bool, Node] = {}
+    for mask, shape in found:
+        alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
+        sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
+    return [(Computed(node), node.shape) for node in sums.values()]
+
+
+def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:
+    """The argument that the core's mask is, and how it is viewed; or what it is computed of. sliced: it may have more columns
+    than there are keys."""
     if seen is None:
         return None
     mask = steps.strip(seen)
     if mask.kind != "argument":
-        raise steps.refuse("the mask is no argument but", mask)
+        return Computed(seen)
     shape = tuple(mask.shape)
     wanted = tuple(seen.shape)
     if (1,) * (len(wanted) - len(shape)) + shape == wanted and (len(shape) != 2 or shape[0] != 1):
         return Argument(mask.source)
     if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
         return Argument(mask.source, "columns")
+    if sliced and shape[:-1] == wanted[:-1] and _from_column(seen) == shape[-1] - wanted[-1] > 0:
+        return Argument(mask.source, "last columns")
     for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
         if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
             return Argument(mask.source, form)
-    raise Unreadable(f"a mask {list(shape)} that is viewed as {list(wanted)}")
+    return Computed(seen)
 
 
 # -- torch's own module

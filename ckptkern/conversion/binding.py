@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
@@ -24,11 +23,13 @@ from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
 from ..storage import Store
 from .calls import Form, pattern_of, regardless_of_precision
+from .computed import Computed, computed_of, conditions
 from .guard import Watch
 from .leaves import Probability, Weight
 from .masks import register
 from .reading import Argument, Rows, Table
 from .report import RAN
+from .unread import Probabilities, returned
 
 WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
@@ -57,13 +58,16 @@ def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 @dataclass
 class Call:
-    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, and the
-    parameters that were split, so that each is split once and the gradients of its parts are joined once."""
+    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
+    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
+    was computed."""
 
     flat: list[Any]
     training: bool
     length: int
+    x: Tensor
     parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
+    computed: list[Any] | None = None
 
 
 # Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
@@ -125,6 +129,17 @@ class LiveProbability:
 
 
 @dataclass
+class ComputedValue:
+    module: nn.Module
+    of: Computed
+
+    def __call__(self, call: Call) -> Tensor:
+        if call.computed is None:
+            call.computed = self.of.program(self.module, call.flat, call.x)
+        return self.of.of(self.module, call.flat, call.x, call.computed)
+
+
+@dataclass
 class Values:
     """A tuple or list, in which some are live."""
 
@@ -160,6 +175,8 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
     if isinstance(value, Table):
         owner, name = look_up(module, value.path)
         return TableRows(owner._buffers, name, value.form)
+    if isinstance(value, Computed):
+        return ComputedValue(module, value)
     if isinstance(value, Probability):
         owner = module.get_submodule(value.path) if value.attribute else None
         return LiveProbability(owner, value.attribute, value.value)
@@ -180,14 +197,14 @@ def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
     """An argument as the op reads it: "" as it is.
 
-    A mask: "columns", of which the first `length` count; "keys" [B, S] and "rows" [B, S, S], without an axis of heads. The
-    others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more: "table", and
-    "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's.
+    A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
+    an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
+    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's.
     """
     if not form:
         return tensor
-    if form == "columns":
-        return tensor[..., :length]
+    if form in ("columns", "last columns"):
+        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
     if form in ("keys", "rows"):
         return tensor[:, None, None] if form == "keys" else tensor[:, None]
     if tensor.dim() == 4:
@@ -218,26 +235,36 @@ class Segment:
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
+        self.conditions, self.computes = conditions(template), any(computed_of(template))
         # of two masks of an attention, the first may be trained
-        firsts = (next(templates(value, Argument), None) for value in values_of(template, "attn_mask"))
-        self.biases = [one.index for one in firsts if one is not None]
+        masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
+        self.biases = [one.index for one, *_ in masks if isinstance(one, Argument)]
+        self.excludes = any(values_of(template, "mask_is_exclusion"))
+        found |= {i for _, *second in masks for i in conditions(second)}
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
 
-    def __call__(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> object:
-        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
+    @property
+    def unread(self) -> bool:
+        """Does the forward return probabilities, for which placeholders stand?"""
+        return self.result is not None and any(isinstance(one, Probabilities) for one in self.result[1])
+
+    def __call__(
+        self, flat: list[Any], mode: str, workspace: int | str | None = None, forward: Callable[[], object] | None = None
+    ) -> object:  # fmt: skip
+        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
-        return y if self.result is None else in_place(y, flat, *self.result)
+        return y if self.result is None else returned(y, flat, *self.result, self.module, forward)
 
 
 def templates(template: Any, kind: type) -> Iterator[Any]:
     """All of a kind in a template."""
     if isinstance(template, kind):
         yield template
-    elif isinstance(template, (dict, tuple, list)):
+    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
         for one in template.values() if isinstance(template, dict) else template:
             yield from templates(one, kind)
 
@@ -256,13 +283,6 @@ def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
     for name in names:
         for value in values_of(template, name):
             yield from templates(value, Argument)
-
-
-def in_place(y: Tensor, flat: list[Any], spec: TreeSpec, leaves: list[Any], at: int) -> object:
-    """y among what else forward returns: None, and its own arguments."""
-    leaves = [flat[one.index] if isinstance(one, Argument) else one for one in leaves]
-    leaves[at] = y
-    return tree_unflatten(leaves, spec)
 
 
 class Forward:
@@ -383,6 +403,7 @@ class Fused(Forward):
         if (
             not self.watch.unchanged()
             or (segment.attends and in_context_parallel())
+            or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
@@ -390,7 +411,7 @@ class Fused(Forward):
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
         try:
-            y = segment(flat, self.recompute, self.workspace)
+            y = segment(flat, self.recompute, self.workspace, functools.partial(self.original, *args, **kwargs))
         except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .trace import plain_attributes
 
+ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 
@@ -89,14 +90,39 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
             m._buffers.update(buffers)
 
 
-def varied(value: Any) -> Any:
-    """Another mask of the same kind: with few exceptions those of an example hide nothing."""
+@contextlib.contextmanager
+def in_float64(module: nn.Module) -> Iterator[None]:
+    """The floating-point parameters and buffers in float64 for a while."""
+    before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    made: dict[int, Tensor] = {}
+
+    def double(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point():
+            return tensor
+        if id(tensor) not in made:
+            wider = tensor.detach().double()
+            made[id(tensor)] = nn.Parameter(wider, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wider
+        return made[id(tensor)]
+
+    try:
+        for m, parameters, buffers in before:
+            m._parameters.update({name: double(one) for name, one in parameters.items()})
+            m._buffers.update({name: double(one) for name, one in buffers.items()})
+        yield
+    finally:
+        for m, parameters, buffers in before:
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+
+
+def varied(value: Any, excludes: bool = False) -> Any:
+    """Another mask of the same kind: with few exceptions those of an example hide nothing. excludes: does True hide?"""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.dtype == torch.bool:
         other = torch.rand(value.shape, device=value.device) < 0.7
         other[..., 0] = True
-        return other
+        return ~other if excludes else other
     return torch.randn_like(value) if value.is_floating_point() else value
 
 

@@ -19,14 +19,16 @@ from ..subclasses import own_dispatch
 from .alike import Checked, call_kinds
 from .binding import Fused, Segment, is_cache, named, templates
 from .calls import Call, Form, pattern_of, regardless_of_precision
-from .check import TOLERANCE, difference, random_parameters, results, unmoved, varied, wide
+from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
+from .computed import Followed, computed_of, following, resolve
 from .experts import is_experts, read_experts, routed
 from .grammar import read
 from .guard import Watch
-from .leaves import Probability
+from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .reading import Argument, Reading
-from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
+from .trace import Trace, Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
+from .unread import Probabilities, are_probabilities
 
 
 def check_candidate(module: nn.Module) -> None:
@@ -49,8 +51,10 @@ def is_stack(module: nn.Module) -> bool:
     return len({type(one) for one in module}) == 1 and not any(map(is_leaf, module))
 
 
-def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | None]:
-    """(the one tensor that a forward returns, how it lies in what is returned)."""
+def result_of(
+    output: object, arguments: list[Any], unread: Callable[[Tensor], bool] = lambda one: False
+) -> tuple[Tensor, tuple | None]:
+    """(the one tensor that a forward returns, how it lies in what is returned). unread: may a placeholder stand for another?"""
     if isinstance(output, Tensor):
         return output, None
     leaves, spec = tree_flatten(output)
@@ -58,12 +62,21 @@ def result_of(output: object, arguments: list[Any]) -> tuple[Tensor, tuple | Non
     leaves = [Argument(given[id(one)]) if id(one) in given else one for one in leaves]
     tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
     others = [one for one in leaves if not isinstance(one, (Tensor, Argument, type(None)))]
+    for i in tensors[1:]:
+        if unread(leaves[i]):
+            leaves[i] = Probabilities()
+    tensors = [i for i in tensors if isinstance(leaves[i], Tensor)]
     if len(tensors) != 1 or others:
         raise Unreadable(
             f"forward returns {len(tensors)} tensors" if len(tensors) != 1 else "forward returns an object"
         )
     at = tensors[0]
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
+
+
+def seen(tensor: Tensor) -> bool:
+    """A trace has seen that the other results are probabilities."""
+    return True
 
 
 def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
@@ -81,17 +94,53 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             reading, log = read_experts(module, flat), []
         else:
             traced = trace(module, args, kwargs, flat)
-            y, result = result_of(traced.result, flat)
+            leaves = Leaves(module)
+            y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
             reading, log = read(module, traced.node(y)), traced.log
+            if any(computed_of([reading.arguments, reading.choices])):
+                resolve(module, reading, followed(form, reading, traced, args, kwargs))
         module.eval()
         return *check_numerics(form, reading, result, args, kwargs), log
+
+
+def followed(form: Form, reading: Reading, traced: Trace, args: tuple, kwargs: dict[str, Any]) -> Followed | None:
+    """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
+    None if no such trace is alike."""
+    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(args, kwargs))]
+    x = flat[reading.x]
+    inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
+    for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
+        given = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
+        with (
+            contextlib.suppress(Exception),
+            in_float64(form.module),
+        ):  # sizes, or a dtype, that the module does not take
+            calls = trace(form.module, *form.call_of(given, args, kwargs), given).calls
+            found = following(traced.calls, calls, len(x) if more else 1, 2 if more else 1)
+            if found is not None:
+                return found
+    return None
+
+
+def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
+    """Which arguments may have a sample's rows, beside the inputs: none, or all of the batch's size."""
+    found = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
+    return [inputs, found] if found - inputs else [inputs]
 
 
 def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
     """(the call's values with random inputs and masks, the places of the masks)."""
     masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
-    flat = [varied(value) if i in masks else value for i, value in enumerate(leaves_of(form.counting(args, kwargs)))]
-    return [torch.randn_like(value) if i in segment.inputs else value for i, value in enumerate(flat)], masks
+    flat = [
+        varied(value, segment.excludes) if i in masks else value
+        for i, value in enumerate(leaves_of(form.counting(args, kwargs)))
+    ]
+    random = {*segment.inputs, *(i for i in segment.conditions if is_floating(flat[i]))}
+    return [torch.randn_like(value) if i in random else value for i, value in enumerate(flat)], masks
+
+
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
@@ -99,12 +148,13 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
     segment = Segment(module, reading.op, reading.arguments, reading.x)
     inputs = segment.inputs
     flat, masks = random_call(form, segment, args, kwargs)
-    trained = [*inputs, *(i for i in segment.biases if flat[i].is_floating_point())]
+    others = {*segment.biases, *segment.conditions}.difference(inputs, segment.constants)
+    trained = [*inputs, *(i for i in sorted(others) if is_floating(flat[i]))]
     parameters = [p for p in module.parameters() if p.requires_grad]
 
     def original(flat: list[Any]) -> Tensor:
         args_, kwargs_ = form.call_of(flat, args, kwargs)
-        return result_of(type(module).forward(module, *args_, **kwargs_), flat)[0]
+        return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
 
     theirs, best = results(original, flat, trained, parameters), math.inf
     for arguments in reading.candidates():
@@ -118,6 +168,8 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
                 error = difference([fused(flat)], theirs[:1])
             if error <= TOLERANCE:
                 error = difference(results(fused, flat, trained, parameters), theirs)
+                if TOLERANCE < error < ROUNDING:
+                    error = min(error, difference_in_float64(module, original, fused, flat, trained))
         except (ValueError, TypeError, RuntimeError) as refusal:
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue
@@ -129,6 +181,19 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
     raise Unreadable(reason if best == math.inf else f"the numbers of {reading.op} differ by {best:.1e}")
 
 
+def difference_in_float64(
+    module: nn.Module, original: Callable, fused: Callable, flat: list[Any], trained: list[int]
+) -> float:
+    """That of results and gradients. In float32 sums over many tokens, such as a key bias has, differ by more."""
+    flat = [value.double() if is_floating(value) else value for value in flat]
+    try:
+        with in_float64(module):
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            return difference(*(results(run, flat, trained, parameters) for run in (fused, original)))
+    except Exception:  # a forward may take no float64
+        return math.inf
+
+
 def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat: list[Any], masks: set[int]) -> None:
     """In training mode, for larger calls, and what a trace would show."""
     module = segment.module
@@ -136,15 +201,17 @@ def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat:
         module.train()
         check_enlarged("training", original, fused, flat)
         module.eval()
-    others = enlarged(flat, segment.inputs, masks)
+    others = enlarged(segment, flat, masks)
     if segment.op == "moe_mlp":  # which is not traced
         others = itertools.chain(others, routed(segment.template, segment.x, flat))
     for what, other in others:
         check_enlarged(what, original, fused, other)
 
 
-def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
-    """The arguments of calls with twice as many tokens of each input, and with two samples in place of one."""
+def enlarged(segment: Segment, flat: list[Any], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
+    """The arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice as many
+    samples if something is computed: of what is computed it is not known whether its sizes are the example's."""
+    inputs, conditions = segment.inputs, segment.conditions
     if flat[inputs[0]].dim() < 2:
         return
 
@@ -156,26 +223,36 @@ def enlarged(flat: list[Any], inputs: list[int], masks: set[int]) -> Iterator[tu
         for dim in range(value.dim() > 2, value.dim()):
             if value.shape[dim] == length:
                 value = torch.cat((value, value), dim)
-        return varied(value) if i in masks else value
+        return varied(value, segment.excludes) if i in masks else value
 
     for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
         what = (
             "another length" if length > 1 else "more tokens than the example's one (give an example of at least two)"
         )
         yield what, [twice(value, i, length) for i, value in enumerate(flat)]
-    if flat[inputs[0]].dim() > 2 and flat[inputs[0]].shape[0] == 1:
-        others = {i: torch.cat((flat[i], torch.randn_like(flat[i]))) for i in inputs}
-        yield "another batch", [others.get(i, value) for i, value in enumerate(flat)]
+        if conditions:
+            yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
+    if flat[inputs[0]].dim() < 3:
+        return
+    x = flat[inputs[0]]
+    times = 3 if segment.computes else 2  # `followed` has seen two
+    for more in samples(flat, x, set(inputs)) if segment.computes else [set(inputs)] * (len(x) == 1):
+        others = {
+            i: [torch.randn_like(flat[i]) if i in inputs else flat[i].flip(0) for _ in range(1, times)] for i in more
+        }
+        yield "another batch", [torch.cat((v, *others[i])) if i in others else v for i, v in enumerate(flat)]
 
 
 def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any]) -> None:
     """Do both still agree in what they return? Some forwards have a window or a scale that depends on sizes, and an example
     of one sample does not tell a batch from a sequence."""
     with torch.no_grad():
+        torch.manual_seed(0)  # of what something computed samples
         try:
             theirs = original(flat)
         except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
             return
+        torch.manual_seed(0)
         try:
             error = difference([fused(flat)], [theirs])
         except (ValueError, TypeError, RuntimeError) as refusal:
@@ -233,7 +310,7 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
         with unmoved(module), torch.no_grad():
             module.eval()
             given = form.call_of(flat, args, kwargs)
-            theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat)[0]
+            theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat, seen)[0]
             ours = result_of(segment(flat, "full"), flat)[0]
         if (error := difference([ours.float()], [theirs.float()])) > 0.05:
             raise Unreadable(f"in {theirs.dtype} the numbers differ by {error:.1e}")
@@ -254,7 +331,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
 
     def original(flat: list[Any]) -> Tensor:
         args_, kwargs_ = form.call_of(flat, *wide_call)
-        return result_of(type(module).forward(module, *args_, **kwargs_), flat)[0]
+        return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
 
     def fused(flat: list[Any]) -> Tensor:
         return result_of(segment(flat, "full"), flat)[0]

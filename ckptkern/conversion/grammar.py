@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 
 from .attention import read_attention
+from .computed import Computed
 from .leaves import Leaves, Probability
-from .reading import ADD, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
+from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
 from .trace import Node, Unreadable
 
 
@@ -84,15 +85,60 @@ class Grammar(Steps):
         if (p := self.leaves.drop_path(node)) is not None:
             around["drop_path_p"] = p
             node = self.strip(node.inputs[0])
-        if (scale := self.leaves.scale(node)) is not None:
-            around["layer_scale"] = scale
-            node = self.strip(next(one for one in node.inputs if one.kind != "parameter"))
+        while (found := self.scale(node)) is not None:
+            scale, node = found
+            if scale != 1.0 and around.setdefault("layer_scale", scale) is not scale:
+                raise Unreadable("a branch is scaled twice")
         if self.leaves.norm(node) is not None:
             around |= self.norm_arguments(node, "post_norm")
             node = node.inputs[0]
         part = core(node)
         part.arguments |= around
         return part
+
+    def scale(self, node: Node) -> tuple[Any, Node] | None:
+        """(layer_scale, what it scales)."""
+        if (scale := self.leaves.scale(node)) is not None:
+            return scale, self.strip(next(one for one in node.inputs if one.kind != "parameter"))
+        if node.is_function(*DIVIDE) and len(node.inputs) == 1:
+            return self.number(node), self.strip(node.inputs[0])
+        if node.is_function(*MULTIPLY) and (found := self.of_samples(node)) is not None:
+            return Computed(found[0], True), self.strip(found[1])
+        return None
+
+    @staticmethod
+    def of_samples(node: Node) -> tuple[Node, Node] | None:
+        """(a vector for each sample, what it meets) of a sum or product [B, ..., d] of two tensors."""
+        if len(node.inputs) == 2 and len(node.shape) > 2:
+            shape = (*(1,) * (len(node.shape) - 2), node.shape[-1])
+            for vectors, other in (node.inputs, node.inputs[::-1]):
+                if vectors.shape[1:] == shape and vectors.shape[0] in (1, node.shape[0]) and other.shape == node.shape:
+                    return vectors, other
+        return None
+
+    def less_one(self, node: Node) -> Node:
+        """The scale of a factor 1 + scale."""
+        inner = self.strip(node)
+        one = [value for value in inner.args if isinstance(value, (int, float))]
+        if (
+            inner.is_function(*ADD)
+            and len(inner.inputs) == 1
+            and one == [1]
+            and inner.shape.numel() == node.shape.numel()
+        ):
+            return inner.inputs[0]
+        raise Unreadable("a norm is multiplied by something else than 1 + a scale")
+
+    def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
+        """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
+        found: dict[str, Any] = {}
+        if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
+            found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
+        if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
+            if self.leaves.norm(self.strip(pair[1])) is None:
+                return None
+            found["norm_scale"], node = Computed(self.less_one(pair[0]), True), self.strip(pair[1])
+        return None if self.leaves.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
 
     def is_sum(self, node: Node) -> bool:
         """Of two tensors, and not a linear layer with its update."""
@@ -129,20 +175,22 @@ class Grammar(Steps):
     def with_norm(self, part: Part, h: Node, x: Node | None) -> Part:
         """The part with the norm that it reads from. x: the residual, if there is one."""
         part.arguments["residual"] = x is not None
-        if h is not x and self.leaves.norm(h) is not None:
-            part.arguments |= self.norm_arguments(h)
-            h = self.strip(h.inputs[0])
+        if h is not x and (normed := self.normed(h)) is not None:
+            part.arguments |= normed[0]
+            h = self.strip(normed[1])
         part.input = h
         return part
 
     # -- modules
 
     def terms(self, node: Node, dropouts: list[Probability]) -> list[Node]:
-        """The terms of a sum."""
-        node = self.strip(node, dropouts)
-        if self.is_sum(node):
-            return [term for one in node.inputs for term in self.terms(one, dropouts)]
-        return [node]
+        """The terms of a sum. dropouts: collects those of sums."""
+        own: list[Probability] = []
+        total = self.strip(node, own)
+        if not self.is_sum(total):
+            return [self.strip(node)]
+        dropouts += own
+        return [term for one in total.inputs for term in self.terms(one, dropouts)]
 
     def parallel(self, node: Node) -> Reading:
         """x + attention branch + MLP branch."""

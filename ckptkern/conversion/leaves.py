@@ -204,7 +204,7 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, _default_eps(None))):
         layer = F.layer_norm(x, (features,), eps=eps)
         rms = F.rms_norm(x, (features,), eps=eps)
-        for names in itertools.permutations([None, *own], 2):
+        for names in itertools.permutations((None, None, *own), 2):
             weight, bias = (own.get(name) for name in names)
             if len(own) != (weight is not None) + (bias is not None):
                 continue

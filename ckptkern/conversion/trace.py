@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,16 @@ class Unreadable(Exception):
     """Says why no fused op computes a module's forward."""
 
 
+class Outer(NamedTuple):
+    """A call of a module that is no leaf, which returned a tensor. args, kwargs, output, at: as of a Node."""
+
+    path: str
+    args: tuple
+    kwargs: dict[str, Any]
+    output: int
+    at: int
+
+
 @dataclass(eq=False)
 class Node:
     """A tensor of the call, by what made it.
@@ -37,7 +47,8 @@ class Node:
     "function"  the name of the torch function that returned it
 
     args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
-    output: its place among the call's results.
+    output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
+    modules that returned it too, the inner ones first.
     """
 
     kind: str
@@ -46,6 +57,9 @@ class Node:
     args: tuple = ()
     kwargs: dict[str, Any] | None = None
     output: int = 0
+    at: int = -1
+    function: Callable | None = None
+    calls: list[Outer] = field(default_factory=list)
 
     @property
     def inputs(self) -> list[Node]:
@@ -118,6 +132,7 @@ class _Tracer(TorchFunctionMode):
         self.inside = 0  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
+        self.calls: list[list[Any]] = []  # of each call the leaves of its arguments that are no tensors
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
             self.nodes[id(tensor)] = Node("parameter", path, tensor.shape)
@@ -132,13 +147,20 @@ class _Tracer(TorchFunctionMode):
             self.alive.append(tensor)
         return self.nodes[id(tensor)]
 
-    def record(self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object) -> None:
-        args, kwargs = mapped(self.node, (args, kwargs))
+    def counted(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, dict[str, Any]]:
+        """(the place of a call among all, its args and kwargs with Nodes)."""
+        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of((args, kwargs))])
+        return len(self.calls) - 1, *mapped(self.node, (args, kwargs))
+
+    def record(
+        self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object, function: Callable | None = None
+    ) -> None:  # fmt: skip
+        at, args, kwargs = self.counted(args, kwargs)
         given = [(one.kind, one.source) if isinstance(one, Node) else str(one) for one in leaves_of((args, kwargs))]
         self.log.append((kind, source, *given))
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                self.nodes[id(result)] = Node(kind, source, result.shape, args, kwargs, i)
+                self.nodes[id(result)] = Node(kind, source, result.shape, args, kwargs, i, at, function)
                 self.alive.append(result)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -151,7 +173,7 @@ class _Tracer(TorchFunctionMode):
             changed = args[0] if name == "__setitem__" or is_in_place(name) else kwargs.get("out")
             if isinstance(changed, Tensor):
                 self.forget_views(changed, name)
-            self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result)
+            self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result, function)
         return result
 
     def forget_views(self, changed: Tensor, name: str) -> None:
@@ -169,14 +191,24 @@ class _Tracer(TorchFunctionMode):
         if self.inside == 0 and id(result) not in given:  # an identity leaves no node
             self.record("module", self.paths[id(leaf)], args, kwargs, result)
 
+    def after_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+        if self.inside:
+            return
+        given, (at, args, kwargs) = {id(value) for value in leaves_of((args, kwargs))}, self.counted(args, kwargs)
+        for i, one in enumerate(tree_leaves(result)):
+            if isinstance(one, Tensor) and id(one) not in given:
+                self.node(one).calls.append(Outer(self.paths[id(module)], args, kwargs, i, at))
+
 
 @dataclass
 class Trace:
-    """One call of a module: what it returned, the node of every tensor in it, and what was called."""
+    """One call of a module: what it returned, the node of every tensor in it, what was called, and each call's arguments that
+    are no tensors."""
 
     result: object
     node: Callable[[Tensor], Node]
     log: list[tuple]
+    calls: list[list[Any]]
 
 
 def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None) -> Trace:
@@ -188,9 +220,12 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
     tracer, before, drawn = _Tracer(module, flat), settings(module), random.getstate()  # of Python's own
     versions = [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]
     hooks = []
-    for leaf in {m for m in module.modules() if m is not module and is_leaf(m)}:
-        hooks.append(leaf.register_forward_pre_hook(tracer.before))
-        hooks.append(leaf.register_forward_hook(tracer.after, with_kwargs=True))
+    for inner in {m for m in module.modules() if m is not module}:
+        if not is_leaf(inner):
+            hooks.append(inner.register_forward_hook(tracer.after_outer, with_kwargs=True))
+            continue
+        hooks.append(inner.register_forward_pre_hook(tracer.before))
+        hooks.append(inner.register_forward_hook(tracer.after, with_kwargs=True))
     try:
         with tracer, torch.no_grad():
             result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
@@ -203,4 +238,4 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
         raise Unreadable("forward samples Python's random numbers")
-    return Trace(result, tracer.node, tracer.log)
+    return Trace(result, tracer.node, tracer.log, tracer.calls)

@@ -126,7 +126,10 @@ def _around(s: Sizes) -> dict[str, Arguments]:
     for norm in ("norm", "post_norm"):
         given = {norm: "layer", f"{norm}_weight": _gain(d), f"{norm}_bias": _normal(d)}
         found |= dict.fromkeys(given, given) | {f"{norm}_eps": given | {f"{norm}_eps": 0.1}}
-    return found | _with(found["norm"], norm_first=False) | _with({"resid_dropout_p": P}, training=False)
+    samples = s.lead[0] if len(s.lead) > 1 else 1
+    vectors = {name: _normal(samples, d) for name in ("norm_scale", "norm_shift", "layer_scale")}
+    adaptive = dict.fromkeys(("norm_scale", "norm_shift"), found["norm"] | vectors)
+    return found | adaptive | _with(found["norm"], norm_first=False) | _with({"resid_dropout_p": P}, training=False)
 
 
 def _lora(rows: int, columns: int) -> LoRA:

@@ -203,9 +203,17 @@ class Shard:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
             (made["key_value"],) = self.summed(made["key_value"])
+        made |= self.vectors(made)
         if made.get("lora"):
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         return made
+
+    def vectors(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Vectors of each sample, whose gradients are sums over ranks: over those of the branch, of a gate over rows."""
+        gate = ("layer_scale",) if self.sequence else ()
+        given = {name: arguments.get(name) for name in ("norm_scale", "norm_shift", *gate)}
+        given = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim() > 1}
+        return dict(zip(given, self.summed(*given.values()), strict=True))
 
     def mask(self, mask: Tensor | None, H: int, heads: int) -> Tensor | None:
         if mask is None or (mask.dim() < 3 and not mask.requires_grad):  # CausalBias, too, which has two dimensions
@@ -219,6 +227,7 @@ class Shard:
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
             if made.get(name) is not None:
                 made[name] = self.part(made[name], 0, count)
+        made |= self.vectors(made)
         if made.get("lora"):
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         return made

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support import architectures
 from support.architectures import (
     ARCHITECTURES,
     HEADS,
@@ -24,6 +25,7 @@ from support.architectures import (
     results,
     saved,
     with_mask,
+    with_part_of_tables,
     with_tables,
 )
 from support.cases import assert_as_exact
@@ -32,6 +34,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion import binding
+from ckptkern.conversion.unread import Unread
 from ckptkern.eager import ACTIVATIONS
 from ckptkern.memory import saved_tensors
 
@@ -94,6 +97,45 @@ def test_other_gates_are_left(gate: Callable[[Tensor], Tensor]) -> None:
     """A dropout inside may be switched on later."""
     (row,) = ckptkern.convert(nn.Sequential(Gated(gate)), torch.randn(2, 6, WIDTH)).left
     assert row.reason.startswith("not a gated product")
+
+
+def test_probabilities_are_there_for_who_reads_them() -> None:
+    ours, x = ARCHITECTURES["weighted"].layer(), torch.randn(2, 6, WIDTH)
+    theirs = copy.deepcopy(ours)
+    (row,) = ckptkern.convert(ours, x).converted
+    assert row.replaced_by == "transformer_layer"
+    found = []
+    for layer in (ours, theirs):
+        _, weights = layer(x)
+        grads = torch.autograd.grad((weights * weights.detach().cos()).sum(), layer.qkv.weight)
+        found.append((weights + 0, weights.sum(-1), torch.stack([weights, weights]), *grads))
+    unread = ours(x)[1]
+    assert isinstance(unread, Unread)
+    assert (unread.requires_grad, unread.dtype, unread.original.made) == (False, torch.float32, [])
+    assert ours(x)[1].shape == (2, HEADS, 6, 6)
+    torch.testing.assert_close(*found)
+    with torch.no_grad():
+        ours.fc2.bias.add_(1)
+    with pytest.raises(
+        RuntimeError, match="a parameter or an argument of their layer has changed since the call; read them"
+    ):
+        unread.sum()
+
+
+def test_parallel_branches_have_dropouts_of_their_own() -> None:
+    layer = ARCHITECTURES["parallel"].layer()
+    layer.down, layer.dense = (nn.Sequential(one, nn.Dropout(0.25)) for one in (layer.down, layer.dense))
+    x = torch.randn(2, 6, WIDTH)
+    (row,) = ckptkern.convert(layer, x, **with_part_of_tables(x)).converted
+    assert row.replaced_by == "transformer_layer"
+
+
+def test_scores_are_no_probabilities() -> None:
+    """A layer that hands on something else than probabilities is not replaced."""
+    layer = architectures.Weighted(scores=True)
+    conversion = ckptkern.convert(layer, torch.randn(2, 6, WIDTH))
+    assert not conversion.converted
+    assert isinstance(layer(torch.randn(2, 6, WIDTH))[1], torch.Tensor)
 
 
 @by_architecture

@@ -41,6 +41,9 @@ MODELS = {
     "PhiForCausalLM": ("PhiConfig", BASE),
     "MixtralForCausalLM": ("MixtralConfig", BASE | dict(num_local_experts=4)),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SPARSE),
+    "GPTJForCausalLM": ("GPTJConfig", SMALL | dict(rotary_dim=4)),
+    "BloomForCausalLM": ("BloomConfig", dict(vocab_size=V, hidden_size=32, n_layer=2, n_head=4)),
+    "MptForCausalLM": ("MptConfig", dict(vocab_size=V, d_model=32, n_layers=2, n_heads=4, max_seq_len=32)),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", DEEPSEEK),
     "GptOssForCausalLM": ("GptOssConfig", WINDOWED | dict(num_local_experts=4, num_experts_per_tok=2)),
     "GraniteSWAForCausalLM": ("GraniteSWAConfig", WINDOWED),
@@ -51,6 +54,7 @@ MODELS = {
 }
 MODELS = {name: one for name, one in MODELS.items() if hasattr(transformers, one[0])}  # older releases have fewer
 # layers with experts that are fused
+WRITTEN_OUT = {"GPTJForCausalLM", "BloomForCausalLM", "MptForCausalLM"}  # attention, whose probabilities are returned
 EXPERTS = {
     "MixtralForCausalLM": 2, "Qwen3MoeForCausalLM": 2, "DeepseekV3ForCausalLM": 1, "Qwen3NextForCausalLM": 2,
     "AfmoeForCausalLM": 1,
@@ -86,6 +90,8 @@ def converted(model: nn.Module) -> nn.Module:
     assert replaced.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
     found = replaced.count("transformer_layer"), replaced.count("attention_block")
     assert found == ATTENTION.get(type(model).__name__, found)
+    if type(model).__name__ in WRITTEN_OUT:
+        assert replaced.count("transformer_layer") == 2
     return model
 
 

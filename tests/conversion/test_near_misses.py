@@ -54,6 +54,17 @@ class Indexed(Layer):
         return q * self.cos[positions][:, None] + rotated(q) * self.sin[positions][:, None]
 
 
+class IndexedApart(Layer):
+    """Keys at positions of their own, which in the example are those of queries."""
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, of_keys: Tensor) -> Tensor:
+        q, k = (
+            one * self.cos[at][:, None] + rotated(one) * self.sin[at][:, None]
+            for one, at in ((q, positions), (k, of_keys))
+        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Shifted(Layer):
     def rotated(self, q: Tensor) -> Tensor:
         return q * self.cos[2 : 2 + q.shape[2]] + rotated(q) * self.sin[2 : 2 + q.shape[2]]
@@ -93,6 +104,36 @@ class OneSequence(Layer):
         q, k, v = self.split(self.norm1(x).reshape(1, -1, WIDTH))
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Cosine(Layer):
+    """Queries and keys of length 1, and a factor for each head (Swin v2)."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = self.units(q, k)
+        return (q @ k.transpose(-1, -2) * self.factors.clamp(max=4).exp()).softmax(-1) @ v
+
+
+class CosineOfOne(Cosine):
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-1), k
+
+
+class CosineOfTokens(Cosine):
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, dim=-2), F.normalize(k, dim=-2)
+
+
+class CosineOfSums(Cosine):
+    def units(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return F.normalize(q, 1, -1), F.normalize(k, 1, -1)
 
 
 class Padded(Layer):
@@ -169,12 +210,162 @@ class Limited(Layer):
         return y / 2 if y.abs().max() > 1e4 else y
 
 
+class Adaptive(Layer):
+    """Scale, shift and gate of each sample, which a condition gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm3, self.vectors = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.order, self.head = [0, 1, 2], nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, WIDTH))
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition
+
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return h * (1 + scale) + shift
+
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return gate * f
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = self.vectors(self.of(condition, x))[:, None].chunk(3, -1)
+        scale, shift, gate = (parts[i] for i in self.order)
+        q, k, v = self.split(self.norm1(x))
+        x = x + self.proj(self.core(q, k, v).transpose(1, 2).reshape(x.shape))
+        return x + self.gated(self.down(F.gelu(self.up(self.modulated(self.norm2(x), scale, shift)))), gate)
+
+
+class WithoutOne(Adaptive):
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return h * scale + shift
+
+
+class ShiftFirst(Adaptive):
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return (h + shift) * (1 + scale)
+
+
+class OfTokens(Adaptive):
+    """The condition is [B, S, d]."""
+
+    def modulated(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return h * (1 + scale[:, 0]) + shift[:, 0]
+
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return f * gate[:, 0]
+
+
+class GateBeforeADropout(Adaptive):
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return F.dropout(gate * f, 0.25, self.training)
+
+
+class GateInANorm(Adaptive):
+    def gated(self, f: Tensor, gate: Tensor) -> Tensor:
+        return self.norm3(gate * f)
+
+
+class Excited(Adaptive):
+    """Of the input itself (squeeze and excitation)."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return self.head(x.mean(1)) + condition
+
+
+class Remembering(Adaptive):
+    """A module inside, of which the trace sees what it is given alone, reads what forward has put there."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, condition: Tensor) -> Tensor:
+            return self.weight * condition * self.seen
+
+    def __init__(self):
+        super().__init__()
+        self.reader = self.Reader()
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        self.reader.seen = x.mean(1).detach()
+        return self.reader(condition)
+
+
+class Sampled(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition + torch.randn_like(condition)
+
+
+class DroppedOut(Adaptive):
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return self.drop(condition)
+
+
+class DroppedByAFunction(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return F.dropout(condition, 0.5, self.training)
+
+
+class AboveTheLeast(Adaptive):
+    """A number that follows the dtype."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition.clamp(torch.finfo(condition.dtype).min)
+
+
+class OfPowers(Adaptive):
+    """A number that is twice as large for twice as many samples, and not thrice for thrice."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition * (1 << x.shape[0].bit_length())
+
+
+class OfSamples(Adaptive):
+    """Sizes of the example's batch."""
+
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition.repeat(1, 2).reshape(x.shape[0], 2, -1)[:, 0].expand(len(x), -1) * x.shape[0]
+
+
+class OfMoreThanSamples(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition * (x.shape[0] + 1)
+
+
+class OfLength(Adaptive):
+    def of(self, condition: Tensor, x: Tensor) -> Tensor:
+        return condition * x.shape[1]
+
+
+class Biased(Layer):
+    """A bias of attention that is computed of a parameter, of as many rows as the input has."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = nn.Parameter(torch.randn(HEADS, 1, 1))
+
+    def distances(self, S: int) -> Tensor:
+        return torch.arange(S)[:, None] - torch.arange(S)
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.slopes.exp() * self.distances(q.shape[2]).abs())
+
+
 def tokens(B: int = 2, S: int = 6) -> Tensor:
     return torch.randn(B, S, WIDTH)
 
 
 def tables(S: int) -> dict[str, Tensor]:
     return {name: table[0] for name, table in zip(("cos", "sin"), rotary(torch.empty(1, S, 1)), strict=True)}
+
+
+def conditioned(B: int = 2, S: int = 6) -> tuple[Tensor, dict[str, Tensor]]:
+    return tokens(B, S), {"condition": torch.randn(B, WIDTH)}
 
 
 X = torch.randn(2, 6, WIDTH)
@@ -190,6 +381,10 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
         Indexed, (tokens(), {"positions": torch.arange(6)[None]}),
         [(tokens(), {"positions": torch.tensor([[0, 1, 2, 0, 1, 2]])})], lambda layer: None,
     ),
+    "other positions of keys": (
+        IndexedApart, (tokens(), {"positions": torch.arange(6)[None], "of_keys": torch.arange(6)[None]}),
+        [(tokens(), {"positions": torch.arange(6)[None], "of_keys": torch.arange(6).flip(0)[None]})], lambda layer: None,
+    ),
     "tables from their third row": (Shifted, (tokens(), {}), [(tokens(2, 9), {})], lambda layer: None),
     "a clamp beyond the example's numbers": (
         Clamped, (tokens(), {}), [(tokens(), {})], lambda layer: layer.qkv.weight.data.mul_(50),
@@ -204,6 +399,10 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
         Padded, (tokens(1), {"mask": torch.zeros(1, 6)}),
         [(tokens(2), {"mask": torch.randn(2, 6)}), (tokens(6), {"mask": torch.randn(6, 6)})], lambda layer: None,
     ),
+    "cosines": (Cosine, (tokens(), {}), [(tokens(3, 9), {})], lambda layer: None),
+    "cosines of q alone": (CosineOfOne, (tokens(), {}), [(tokens(), {})], lambda layer: None),
+    "cosines of tokens": (CosineOfTokens, (tokens(), {}), [(tokens(), {})], lambda layer: None),
+    "another length than the root of squares": (CosineOfSums, (tokens(), {}), [(tokens(), {})], lambda layer: None),
     "longer tables": (Sliced, (tokens(2, 12), tables(12)), [(tokens(2, 5), tables(12))], lambda layer: None),
     "a memory that was the input": (
         Decoder, (X, {"memory": X}), [(tokens(), {"memory": tokens(2, 5)}), (tokens(), {"memory": tokens(2, 6)})],
@@ -225,6 +424,32 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
     "a memory without a gradient": (
         Attached, (tokens(), {"memory": tokens(2, 5)}), [(tokens(), {"memory": tokens(2, 5)})], lambda layer: None,
     ),
+    "vectors of each sample": (
+        Adaptive, conditioned(), [conditioned(), conditioned(5, 9), conditioned(1)], lambda layer: None,
+    ),
+    "vectors of one sample": (Adaptive, conditioned(1), [conditioned(3), conditioned(1, 9)], lambda layer: None),
+    "vectors in another order": (Adaptive, conditioned(), [conditioned()], set_to("order", [1, 0, 2])),
+    "vectors that more is done to": (
+        Adaptive, conditioned(), [conditioned()], lambda layer: layer.vectors.register_forward_hook(lambda *call: 2 * call[2]),
+    ),
+    "a scale without 1": (WithoutOne, conditioned(), [conditioned()], lambda layer: None),
+    "a shift before the scale": (ShiftFirst, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of each token": (
+        OfTokens, (tokens(), {"condition": tokens()}), [(tokens(3, 9), {"condition": tokens(3, 9)})], lambda layer: None,
+    ),
+    "a gate before a dropout": (GateBeforeADropout, conditioned(), [conditioned()], lambda layer: None),
+    "a gate in a norm": (GateInANorm, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of the input": (Excited, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of what was put aside": (Remembering, conditioned(), [conditioned()], lambda layer: None),
+    "sampled vectors": (Sampled, conditioned(), [conditioned()], lambda layer: None),
+    "vectors of a dropout": (DroppedOut, conditioned(), [conditioned(), conditioned(5)], lambda layer: None),
+    "vectors of a dropout's function": (DroppedByAFunction, conditioned(), [conditioned()], lambda layer: None),
+    "numbers that follow the dtype": (AboveTheLeast, conditioned(), [conditioned()], lambda layer: None),
+    "numbers that follow powers": (OfPowers, conditioned(), [conditioned(3)], lambda layer: None),
+    "numbers that follow the batch": (OfSamples, conditioned(), [conditioned(3), conditioned(1)], lambda layer: None),
+    "numbers that follow it otherwise": (OfMoreThanSamples, conditioned(), [conditioned(3)], lambda layer: None),
+    "numbers that follow the length": (OfLength, conditioned(), [conditioned(2, 9)], lambda layer: None),
+    "a bias of the length": (Biased, (tokens(), {}), [(tokens(2, 9), {})], lambda layer: None),
     "numbers that are read on the host": (
         Limited, (tokens(), {}), [(tokens(), {})], lambda layer: layer.down.weight.data.mul_(1e6),
     ),
@@ -240,7 +465,8 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
 
 def step(layer: nn.Module, x: Tensor, kwargs: dict[str, Any]) -> list[Tensor | None]:
     x = x.clone().requires_grad_()
-    inputs = {name: value.clone().requires_grad_() for name, value in kwargs.items() if name == "memory"}
+    inputs = {name: value.clone().requires_grad_() for name, value in kwargs.items() if name in ("memory", "condition")}
+    torch.manual_seed(0)
     y = layer(x, **kwargs | inputs)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
     return [y, *torch.autograd.grad(y, [x, *inputs.values(), *layer.parameters()], dy, allow_unused=True)]
@@ -403,7 +629,9 @@ def test_those_that_are_fused(kind: type) -> None:
 
 REPLACED = {
     "a mask of keys", "longer tables", "another function", "another configuration", "another list",
-    "a memory that was the input", "a mask of the memory", "one memory for all",
+    "a memory that was the input", "a mask of the memory", "one memory for all", "vectors of each sample",
+    "vectors of one sample", "vectors in another order", "vectors that more is done to", "numbers that follow the batch",
+    "vectors of a dropout", "cosines", "rows of tables that a tensor chooses",
 }  # fmt: skip
 
 

@@ -321,8 +321,8 @@ def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -
 def test_converted_models_on_two_ranks_train_as_on_one(sequence, ranks):
     """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel sublayers, sinks,
     output gates."""
-    names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm")
-    names += ("sinks", "gated query", "gated columns", "gated heads")
+    names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm", "adaptive",
+             "adaptive by a table", "windows", "sinks", "gated query", "gated columns", "gated heads")  # fmt: skip
     on_mesh(ranks, 2, _check_converted, sequence, names)
 
 

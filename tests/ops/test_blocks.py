@@ -141,6 +141,15 @@ def test_empty_and_unbatched(block, lead):
     assert again is None or again.shape == tensors["x"].shape
 
 
+@pytest.mark.parametrize("block", variants(names=("adaptive",)))
+def test_each_vector_of_samples_alone_is_trained(block):
+    tensors = block.make(torch.float64)
+    whole = gradients(block.fused, tensors)
+    for name in (one for one in tensors if one.endswith(("norm_scale", "norm_shift", "layer_scale"))):
+        alone = gradients(block.fused, block.make(torch.float64, frozen=set(tensors) - {name}))
+        assert_same_within_rounding({name: alone[name]}, {name: whole[name]})
+
+
 @pytest.mark.parametrize("needs_x", [False, True])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
@@ -294,7 +303,7 @@ def test_a_bias_alone(backend):
         assert watched(block, tensors).flops == 2 * BATCH * LENGTH * (forward + backward)
 
 
-@pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "gemma")))
+@pytest.mark.parametrize("block", variants(("none",), ("normed branch", "scaled branch", "adaptive", "gemma")))
 def test_parameters_after_the_branch_cost_no_matmul_of_its_gradient(block):
     """Their gradients read what the last sublayer's branch gave, one matmul from what is saved."""
     last = block.sublayers[-1]
@@ -519,8 +528,20 @@ ERRORS = {
     "post norm": (ValueError, "post_norm must be one of 'layer', 'rms'", {"post_norm": "batch"}),
     "post norm's features": (ValueError, r"post_norm_bias must have shape \(10,\), but has \(9,\)", {
         "post_norm": "layer", "post_norm_bias": X[0, 0, :9]}),
-    "branch scale": (ValueError, r"layer_scale must be a number or have shape \(10,\), but has \(9,\)", {
-        "layer_scale": X[0, 0, :9]}),
+    "branch scale": (ValueError, r"layer_scale must be a number, have shape \(10,\), or have shape \(2, 10\) or \(2, 1, 10\), "
+        r"one vector for each sample of the input \(2, 7, 10\), but has \(9,\)", {"layer_scale": X[0, 0, :9]}),
+    "a gate of one sample": (ValueError, r"layer_scale must .* but has \(1, 10\)", {"layer_scale": X[:1, 0]}),
+    "a gate of each token": (ValueError, r"layer_scale must .* but has \(2, 7, 10\)", {"layer_scale": X}),
+    "a scale of each token": (ValueError, r"norm_scale must have shape \(2, 10\) or \(2, 1, 10\), one vector for each sample", {
+        "norm": "layer", "norm_scale": X}),
+    "a scale of all samples": (ValueError, r"norm_shift must have .* but has \(10,\)", {
+        "norm": "layer", "norm_shift": X[0, 0]}),
+    "a scale without a norm": (ValueError, "norm_scale is of a norm before the branch; pass norm='layer' or 'rms' and", {
+        "norm_scale": X[:, 0]}),
+    "a shift of a trailing norm": (ValueError, "norm_shift is of a norm before the branch", {
+        "norm": "rms", "norm_first": False, "norm_shift": X[:, 0]}),
+    "a scale of another device": (ValueError, "input is on cpu but norm_scale is on meta", {
+        "norm": "rms", "norm_scale": X[:, 0].to("meta")}),
     "no branch scale": (TypeError, "layer_scale must be a number, not 'a'", {"layer_scale": "a"}),
     "path's probability": (ValueError, "dropout probability has to be", {"drop_path_p": 1.5}),
     "another probability": (ValueError, "dropout probability has to be", {"resid_dropout_p": "0.1"}),

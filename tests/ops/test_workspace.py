@@ -86,7 +86,8 @@ def gated(t, **options):
 
 def block(t, **options):
     lora = {"up": ckptkern.LoRA(t["a"], t["b"], 0.5, 0.1)} if "a" in t else None
-    own = {name: t[name] for name in ("norm_weight", "post_norm_weight", "layer_scale", "gate_weight") if name in t}
+    own = ("norm_weight", "norm_scale", "norm_shift", "post_norm_weight", "layer_scale", "gate_weight")
+    own = {name: t[name] for name in own if name in t}
     return ckptkern.mlp_block(t["x"], t["up"], None, t["down"], None, lora=lora, **own, **options)
 
 
@@ -113,7 +114,8 @@ def attention_of(t):
 
 
 def attention(t, **options):
-    return ckptkern.attention_block(t["x"], **attention_of(t), **options)
+    own = {name: t[name] for name in VECTORS if name in t}
+    return ckptkern.attention_block(t["x"], **attention_of(t), **own, **options)
 
 
 def layer(t, **options):
@@ -127,6 +129,7 @@ BIASES = {"up_bias": (HIDDEN,), "down_bias": (D,)}
 GATED = X | {"gate": (HIDDEN, D)} | PLAIN
 STACK = X | {"w0": (HIDDEN, D), "b0": (HIDDEN,), "w1": (D, HIDDEN), "b1": (D,)}
 MATRICES = {"w": (EXPERTS, 2 * HIDDEN, D), "wd": (EXPERTS, D, HIDDEN)}
+VECTORS = dict.fromkeys(("norm_scale", "norm_shift", "layer_scale"), (LEAD[0], D))
 ATTENTION = {"qkv": (3 * D, D), "out": (D, D)}
 of = functools.partial
 CASES = {
@@ -144,6 +147,8 @@ CASES = {
         X | PLAIN | {"norm_weight": (D,), "post_norm_weight": (D,), "layer_scale": (D,)},
         of(block, norm="layer", norm_first=False, post_norm="rms", dropout_p=0.1, resid_dropout_p=0.1, drop_path_p=0.1),
     ),
+    "mlp_block, adaptive": Case(X | PLAIN | VECTORS, of(block, norm="layer")),
+    "attention_block, adaptive": Case(X | ATTENTION | VECTORS, of(attention, norm="rms")),
     "mlp_block, LoRA": Case(X | PLAIN | {"a": (4, D), "b": (HIDDEN, 4), "norm_weight": (D,)}, of(block, norm="rms")),
     "moe_mlp": Case(X | {"s": (*LEAD, TOP_K)} | MATRICES, moe, 32 * TOP_K),
     "grouped_gated_mlp": Case(X | MATRICES, grouped, 64),

@@ -358,6 +358,67 @@ class Vision(nn.Module):
         return x + self.drop_path2(self.ls2(self.fc2(self.act(self.fc1(self.norm2(x))))))
 
 
+class Adaptive(Vision):
+    """DiT's layer: norms without weights, whose scale and shift, and gates of the branches, are computed of a condition."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, 1e-6, elementwise_affine=False) for _ in range(2))
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
+        del self.ls1, self.ls2
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, -1)
+        x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1)
+        return x + gate2 * self.fc2(self.act(self.fc1(shift2 + (scale2 + 1) * self.norm2(x))))
+
+
+class AdaptiveTable(Adaptive):
+    """PixArt's: a table of the layer is added to what all layers are given, in sizes of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.modulation, self.table = nn.Identity(), nn.Parameter(torch.randn(6, WIDTH))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return super().forward(x, (self.table[None] + condition.repeat(1, 6).reshape(x.shape[0], 6, -1)).flatten(1))
+
+
+class Windows(Vision):
+    """Swin's attention, whose bias is looked up in a table of its own, and post-norms as Swin v2 has."""
+
+    def __init__(self):
+        super().__init__()
+        del self.ls1, self.ls2
+        self.table = nn.Parameter(torch.randn(2 * S - 1, HEADS))
+        self.register_buffer("index", torch.arange(S)[:, None] - torch.arange(S) + S - 1)
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        bias = self.table[self.index.view(-1)].view(S, S, -1).permute(2, 0, 1)
+        o = (q @ k.transpose(-1, -2) * D**-0.5 + 16 * torch.sigmoid(bias)[None]).softmax(-1) @ v
+        return self.proj(o.transpose(1, 2).reshape(x.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.norm1(self.attention(x))
+        return x + self.norm2(self.fc2(self.act(self.fc1(x))))
+
+
+class Weighted(Windows):
+    """Returns attention's probabilities, or its scores, beside its output, as GPT-J, Bloom and MPT do."""
+
+    def __init__(self, scores: bool = False):
+        super().__init__()
+        self.scores = scores
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(self.norm1(x)).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-1, -2) * D**-0.5 + self.table[self.index].permute(2, 0, 1)
+        weights = scores.softmax(-1)
+        x = x + self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
+        return x + self.fc2(self.act(self.fc1(self.norm2(x)))), scores if self.scores else weights
+
+
 class Parallel(nn.Module):
     """Attention and MLP read one input, through two norms or one; q, k and v of a head lie side by side."""
 
@@ -379,6 +440,21 @@ class Parallel(nn.Module):
         )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return self.down(F.gelu(self.up(self.norm_2(x)))) + self.dense(o) + x
+
+
+class ParallelVision(Vision):
+    """ViT-22B's layer: both sublayers read one norm, and queries and keys are normed."""
+
+    def __init__(self):
+        super().__init__()
+        del self.norm2, self.ls1, self.ls2
+        self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        q, k, v = self.qkv(h).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        o = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return x + self.proj(o.transpose(1, 2).reshape(x.shape)) + self.fc2(self.act(self.fc1(h)))
 
 
 class LoRA(nn.Module):
@@ -474,6 +550,10 @@ class BiasedStack(Stack):
         return super().forward(ids, bias=self.bias[..., :length, :length], **kwargs)
 
 
+def with_condition(x: Tensor) -> dict[str, Any]:
+    return {"condition": x.mean(1)}
+
+
 def with_tables(x: Tensor) -> dict[str, Any]:
     return {"tables": rotary(x)}
 
@@ -542,7 +622,12 @@ ARCHITECTURES = {
     "torch decoder": Architecture(TorchsDecoder, with_padded_memory),
     "sandwich": Architecture(Sandwich, with_tables),
     "vision": Architecture(Vision),
+    "adaptive": Architecture(Adaptive, with_condition),
+    "adaptive by a table": Architecture(AdaptiveTable, with_condition),
+    "windows": Architecture(Windows),
+    "weighted": Architecture(Weighted),
     "parallel": Architecture(lambda: Parallel(2), with_part_of_tables),
+    "parallel, normed heads": Architecture(ParallelVision),
     "parallel, one norm": Architecture(lambda: Parallel(1), with_part_of_tables),
 }
 

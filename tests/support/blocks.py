@@ -126,12 +126,14 @@ def unfused_attention(
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What both sublayers have: a norm before or after, dropout of the branch, a norm of it, a factor or a vector that scales
-    it, dropout of whole samples of it, a residual."""
+    """What both sublayers have: a norm before or after, dropout of the branch, a norm of it, a factor, a vector or a vector for
+    each sample that scales it, dropout of whole samples of it, a residual. adaptive: a norm before it with scale and shift of
+    each sample."""
 
     norm: str | None = "layer"
     norm_first: bool = True
     post_norm: str | None = None
+    adaptive: bool = False
     layer_scale: float | str | None = None
     path_p: float = 0.0
     resid_p: float = RESID_P
@@ -146,7 +148,10 @@ class Sublayer:
         kinds = {f"{self.prefix}norm": self.norm, f"{self.prefix}post_norm": self.post_norm}
         shapes = {f"{name}_weight": (FEATURES,) for name, kind in kinds.items() if kind}
         shapes |= {f"{name}_bias": (FEATURES,) for name, kind in kinds.items() if kind == "layer"}
-        return shapes | ({f"{self.prefix}layer_scale": (FEATURES,)} if self.layer_scale == "vector" else {})
+        gates = {"vector": (FEATURES,), "samples": (BATCH, FEATURES)}
+        shapes |= {f"{self.prefix}layer_scale": gates[self.layer_scale]} if self.layer_scale in gates else {}
+        vectors = {"norm_scale": (BATCH, FEATURES), "norm_shift": (BATCH, 1, FEATURES)} if self.adaptive else {}
+        return shapes | {f"{self.prefix}{name}": shape for name, shape in vectors.items()}
 
     def options(self, t: Tensors) -> dict:
         own = {name.removeprefix(self.prefix): value for name, value in t.items() if name in self.norm_shapes()}
@@ -212,17 +217,21 @@ class Sublayer:
 
     def reads_branch(self) -> bool:
         """Does backward read what the branch gave?"""
-        return bool(self.post_norm or self.layer_scale == "vector" or (self.norm and not self.norm_first))
+        return bool(self.post_norm or self.layer_scale in ("vector", "samples") or (self.norm and not self.norm_first))
 
     def unfused(self, x: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
         def norm(h, name="norm"):
             weight, bias = (t.get(f"{self.prefix}{name}_{parameter}") for parameter in ("weight", "bias"))
             return unfused_norm(h, getattr(self, name), weight, bias)
 
-        y = apply_dropout(self.branch(norm(x) if self.norm_first else x, t, drawn), self.resid_p, drawn)
+        h = norm(x) if self.norm_first else x
+        if self.adaptive:
+            h = h * (1 + t[f"{self.prefix}norm_scale"][:, None]) + t[f"{self.prefix}norm_shift"]
+        y = apply_dropout(self.branch(h, t, drawn), self.resid_p, drawn)
         y = norm(y, "post_norm")
         if self.layer_scale:
-            y = y * (t[f"{self.prefix}layer_scale"] if self.layer_scale == "vector" else self.layer_scale)
+            scale = t.get(f"{self.prefix}layer_scale", self.layer_scale)
+            y = y * (scale[:, None] if self.layer_scale == "samples" else scale)
         if self.path_p:
             saved = state.keep_mask(next(drawn), self.path_p, len(y), 1).view(-1, 1, 1)
             y = y * state.threshold_scale(self.path_p)[1] * saved
@@ -598,6 +607,10 @@ VARIANTS = (
     Block("normed branch", mlp=MLP(norm_first=False, post_norm="layer", layer_scale="vector", path_p=PATH_P, resid_p=0.0)),
     Block("scaled branch", Attention(layer_scale="vector", path_p=PATH_P, dropout_p=0.0),
           MLP(layer_scale="vector", path_p=PATH_P)),
+    Block("adaptive", Attention(adaptive=True, layer_scale="samples", path_p=PATH_P, dropout_p=0.0)),
+    Block("adaptive", mlp=MLP(**LLAMA, adaptive=True, layer_scale="samples", post_norm="rms")),
+    Block("adaptive", Attention(**LLAMA, adaptive=True, layer_scale="samples", dropout_p=0.0),
+          MLP(adaptive=True, layer_scale="samples", resid_p=0.0)),
     Block("parallel", Attention(layout="heads", rotary=True, dropout_p=0.0), MLP(post_norm="rms"), parallel=True),
     Block("normed heads", Attention(norm=None, kv_heads=2, packed=False, qk_norm="layer all", rotary=True)),
     Block("normed heads in groups", Attention(norm=None, kv_heads=2, layout="heads", qk_norm="layer rows", rotary=True)),
@@ -636,6 +649,7 @@ COMPILED = [
     one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder", "gpt-oss")
 ]
 COMPILED += [one for one in VARIANTS if one.name == "gated query" and one.mlp is None]
+COMPILED += [one for one in VARIANTS if one.name == "adaptive" and len(one.sublayers) == 2]
 COMPILED += [one for one in VARIANTS if one.name == "learned bias" and one.mlp is None]
 
 

@@ -53,22 +53,22 @@ across = across_ranks(_apply)
 def attention_block(
     x: Tensor, qkv_weight: Tensor | Sequence[Tensor], qkv_bias: Tensor | Sequence[Tensor | None] | None, out_weight: Tensor,
     out_bias: Tensor | None, num_heads: int, num_kv_heads: int | None = None, *, key_value: Tensor | None = None, qkv_layout:
-    str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, norm_eps: float =
-    1e-5, norm_first: bool = True, post_norm: str | None = None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor
-    | None = None, post_norm_eps: float = 1e-5, qk_norm: tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float =
-    1e-6, rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False, is_causal: bool = False,
-    attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_is_exclusion: bool = False, key_padding_mask: Tensor | None =
-    None, window_size: tuple[int, int] | None = None, alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None, scale: float | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    gate_weight: Tensor | None = None, gate_bias: Tensor | None = None, gate_in_query: bool = False, dropout_p: float = 0.0,
-    lora: Mapping[str, LoRA] | None = None, layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0,
-    drop_path_p: float = 0.0, residual: bool = False, training: bool = True, recompute: str = "selective", workspace: int | str
-    | None = None,
+    str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, norm_scale: Tensor
+    | None = None, norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True, post_norm: str | None =
+    None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5, qk_norm:
+    tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float = 1e-6, rotary: tuple[Tensor, Tensor] | float | None =
+    None, rotary_interleaved: bool = False, is_causal: bool = False, attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask_is_exclusion: bool = False, key_padding_mask: Tensor | None = None, window_size: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, scale: float | None =
+    None, softcap: float | None = None, sinks: Tensor | None = None, gate_weight: Tensor | None = None, gate_bias: Tensor | None
+    = None, gate_in_query: bool = False, dropout_p: float = 0.0, lora: Mapping[str, LoRA] | None = None, layer_scale: Tensor |
+    float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0, residual: bool = False, training: bool = True,
+    recompute: str = "selective", workspace: int | str | None = None,
 ) -> Tensor:  # fmt: skip
     """Self-attention or cross-attention with everything around it, as one region.
 
-        h = norm(x);  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k));  o = attention(q, k, v)
-        z = drop_path(layer_scale * post_norm(dropout(o sigmoid(g) Wo^T + bo)));  without a gate o Wo^T
+        h = norm(x) * (1 + norm_scale) + norm_shift;  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k))
+        o = attention(q, k, v);  z = drop_path(layer_scale * post_norm(dropout(o sigmoid(g) Wo^T + bo))), or o without a gate
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [B, S, d], [S, d], or [tokens, d] with cu_seqlens -> y of the same leading shape, [..., e].
@@ -78,13 +78,15 @@ def attention_block(
     rotary, nor cu_seqlens, nor qkv_layout="heads", and k and v have weights of their own if d_k is not d. qkv_layout, of one
     tensor's rows: "qkv", all heads of q, then of k, then of v; or "heads", [H_kv, H / H_kv + 2, D], which is for each head of
     k its heads of q, itself, and its head of v (GPT-NeoX, BLOOM, Falcon).
-    norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. post_norm alike, of what the branch gives
-    (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2). Backward
-    recomputes what the branch gives for a norm behind it and a trained vector: by one matmul from o. qk_norm: q's and k's
-    weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head (Cohere); or [H D] and
-    [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair (cos, sin), each [S,
-    R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta. The first R <= D dimensions of every q and k
-    are rotated in pairs, for i < R/2; the others stay:
+    norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. norm_scale, norm_shift [B, d] or [B, 1, d]: a
+    vector for each sample (adaLN: DiT, SD3, Flux) of a norm before the branch, saved for backward as it is, its gradient
+    summed over the sample's tokens in float32. post_norm as norm, of what the branch gives (Gemma 2, OLMo 2, Swin v2).
+    layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2), or one for each sample, [B, e] or [B, 1, e] (the
+    gate of adaLN). Backward recomputes what the branch gives for a norm behind it and for trained vectors: by one matmul from
+    o. qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head
+    (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair
+    (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta. The first R <= D
+    dimensions of every q and k are rotated in pairs, for i < R/2; the others stay:
 
         rotary_interleaved=False (Llama)   elements i and i + R/2            True (GPT-J)   elements 2i and 2i + 1
 
@@ -117,14 +119,14 @@ def attention_block(
     arguments = dict(
         qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, out_bias=out_bias, num_heads=num_heads,
         num_kv_heads=num_kv_heads, key_value=key_value, qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight,
-        norm_bias=norm_bias, norm_eps=norm_eps, norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps, qk_norm=qk_norm, qk_norm_kind=qk_norm_kind,
-        qk_norm_eps=qk_norm_eps, rotary=rotary, rotary_interleaved=rotary_interleaved, is_causal=is_causal,
-        attn_mask=attn_mask, mask_is_exclusion=mask_is_exclusion, key_padding_mask=key_padding_mask, window_size=window_size,
-        alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, scale=scale, softcap=softcap, sinks=sinks,
-        gate_weight=gate_weight, gate_bias=gate_bias, gate_in_query=gate_in_query, dropout_p=dropout_p, lora=lora,
-        layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
-        recompute=recompute, workspace=workspace,
+        norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift, norm_eps=norm_eps, norm_first=norm_first,
+        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
+        qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
+        rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_is_exclusion=mask_is_exclusion,
+        key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen, scale=scale, softcap=softcap, sinks=sinks, gate_weight=gate_weight, gate_bias=gate_bias,
+        gate_in_query=gate_in_query, dropout_p=dropout_p, lora=lora, layer_scale=layer_scale, resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p, residual=residual, recompute=recompute, workspace=workspace,
     )  # fmt: skip
     if ACTIVE.shard is not None:
         return ACTIVE.shard.attention_block(x, training, arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ..sublayer.lora import names_of
-from ..sublayer.residual import after_branch
+from ..sublayer.residual import OF_NORM, after_branch
 from .tensors import AttentionOptions, AttentionTensors
 
 OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
@@ -31,7 +31,7 @@ def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]
     """(need dq, need dk and dv) for the gradients of `inner`."""
     inner = set(inner) - {"mask", "sinks", "wg", "bg"}
     behind_q, of_q = {"q_norm", "q_norm_bias"}, {"wq", "bq", *names_of("q")}
-    packed, read_by_q = of_q if t.wk is None else set(), {"x", "norm_weight", "norm_bias"}
+    packed, read_by_q = of_q if t.wk is None else set(), {"x", *OF_NORM}
     behind_both = packed if t.key_value is not None else packed | read_by_q
     behind_q |= (of_q | read_by_q) - behind_both
     if behind_both & inner:

@@ -166,7 +166,7 @@ class AttentionForward(Sublayer):
             yield slice(None), h
         else:
             for start, stop in self.division.chunks:
-                yield slice(start, stop), self.input_rows(self.x[start:stop])
+                yield slice(start, stop), self.rows(start, stop).inputs()
 
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
         """q, k, v and a gate, or of these alone what `letters` names: all weights write into one buffer, none is copied."""

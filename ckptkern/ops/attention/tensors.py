@@ -23,6 +23,8 @@ class AttentionTensors(NamedTuple):
     key_value: Tensor | None
     norm_weight: Tensor | None
     norm_bias: Tensor | None
+    norm_scale: Tensor | None
+    norm_shift: Tensor | None
     post_norm_weight: Tensor | None
     post_norm_bias: Tensor | None
     layer_scale: Tensor | None

@@ -108,6 +108,8 @@ def mlp_block(
     norm: str | None = None,
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None,
+    norm_shift: Tensor | None = None,
     norm_eps: float = 1e-5,
     norm_first: bool = True,
     post_norm: str | None = None,
@@ -125,27 +127,30 @@ def mlp_block(
 ) -> Tensor:
     """An MLP with everything around it, as one region.
 
-        h = norm(x);  f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
+        h = norm(x) * (1 + norm_scale) + norm_shift
+        f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
         z = drop_path(layer_scale * post_norm(dropout(f)))
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 
     x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
-    norm: None, "layer" or "rms", with norm_weight and norm_bias or None. post_norm alike, of what the branch gives (Gemma 2,
-    OLMo 2, Swin v2). layer_scale: a number (Granite), or a vector [e] (layer scale: CaiT, DINOv2, ConvNeXt). Backward
-    recomputes what the branch gives for a norm behind it and a trained vector: by one matmul, at "full" by all. dropout_p of
-    the hidden layer, resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d]
-    has B samples, x [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up"
-    and "down". The activation is a pass of its own. recompute, workspace: as in mlp and gated_mlp, with x the block's input:
-    the norm is always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError
-    (choices), RuntimeError (backend).
+    norm: None, "layer" or "rms", with norm_weight and norm_bias or None. norm_scale, norm_shift: [B, d] or [B, 1, ..., d], a
+    vector for each sample (adaLN: DiT, SD3, Flux), of a norm before the branch, as in attention_block. post_norm as norm, of
+    what the branch gives (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2,
+    ConvNeXt), or one for each sample, [B, e] or [B, 1, ..., e] (the gate of adaLN). Backward recomputes what the branch gives
+    for a norm behind it and for trained vectors: by one matmul, at "full" by all. dropout_p of the hidden layer,
+    resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d] has B samples, x
+    [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up" and "down". The
+    activation is a pass of its own. recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is
+    always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
+    RuntimeError (backend).
     """
     arguments = dict(
         up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, down_bias=down_bias, activation=activation,
-        dropout_p=dropout_p, gate_weight=gate_weight,
-        gate_bias=gate_bias, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_eps=norm_eps,
-        norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps, lora=lora, layer_scale=layer_scale, resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p, residual=residual, recompute=recompute, workspace=workspace,
+        dropout_p=dropout_p, gate_weight=gate_weight, gate_bias=gate_bias, norm=norm, norm_weight=norm_weight,
+        norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift, norm_eps=norm_eps, norm_first=norm_first,
+        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
+        lora=lora, layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
+        recompute=recompute, workspace=workspace,
     )  # fmt: skip
     if ACTIVE.shard is not None:
         return ACTIVE.shard.mlp_block(x, training, arguments)

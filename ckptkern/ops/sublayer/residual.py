@@ -1,6 +1,7 @@
 """What the two sublayers of a transformer layer share: what is around the branch f, in forward and backward.
 
-z = drop_path(layer_scale * post_norm(dropout(f(norm(x)))));  y = [x +] z, or norm([x +] z) for f(x)
+h = norm(x) * (1 + norm_scale) + norm_shift
+z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x +] z) for f(x)
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from ..registration.gradients import token_chunks
 from ..registration.rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 from .lora import drops
+from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
 AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "layer_scale"))
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
+VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
 LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
+OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
 
 
 def drawn(t, o, x: Tensor, training: bool):
@@ -36,11 +40,6 @@ def drawn(t, o, x: Tensor, training: bool):
     if not training or not any(drops_of.values()):
         return t
     return t._replace(**{name: draw_state(x, p, training) for name, p in drops_of.items()})
-
-
-def sample_shape(x: Tensor) -> tuple[int, ...]:
-    """[B, 1, ...]: one value for each sample of x [B, ..., d]. Without a batch dimension x is one sample."""
-    return (x.shape[0] if x.dim() > 2 else 1, *(1,) * (x.dim() - 1))
 
 
 class Sublayer:
@@ -56,16 +55,22 @@ class Sublayer:
         self.shares, self.copies = shares, {}
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
+        self.wide = torch.promote_types(x.dtype, o.dtype)
         self.leading = bool(o.norm) and o.norm_first
         self.trailing = bool(o.norm) and not o.norm_first
+        self.modulated = t.norm_scale is not None or t.norm_shift is not None
 
     def rows(self, start: int, stop: int):
         """What it computes for some rows of x."""
         if (start, stop) == (0, self.x.shape[0]):
             return self
         part = copy.copy(self)
-        part.x, part.first_row, part.is_part = self.x[start:stop], start, True
+        part.x, part.first_row, part.is_part = self.x[start:stop], self.first_row + start, True
         return part
+
+    @property
+    def by_sample(self) -> Samples:
+        return Samples(self.lead, self.first_row, self.is_part)
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
         """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it."""
@@ -92,6 +97,15 @@ class Sublayer:
         if self.o.backend != "eager" or self.o.workspace is None:
             return [(0, x.shape[0])]
         return token_chunks(x.shape[0], NORM_TENSORS * x.shape[1] * max(x.element_size(), 4), self.o.workspace // 4)
+
+    def vector_chunks(self) -> list[tuple[int, int]]:
+        """[start, stop) of the rows at which vectors of samples are applied at once, by PyTorch ops in every backend."""
+        if self.o.workspace is None:
+            return [(0, self.x.shape[0])]
+        widest = max(self.x.shape[1], 0 if self.t.layer_scale is None else self.t.layer_scale.shape[-1])
+        return token_chunks(
+            self.x.shape[0], VECTOR_TENSORS * widest * max(self.wide.itemsize, 4), self.o.workspace // 4
+        )
 
     def norm_fwd(self, x: Tensor, weight, bias, eps: float, kind: str, dtype: torch.dtype) -> Tensor:
         chunks = self.norm_chunks(x)
@@ -125,11 +139,16 @@ class Sublayer:
 
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
-        return self.input_rows(self.x)
-
-    def input_rows(self, x: Tensor) -> Tensor:
-        """What the branch reads for some rows of x."""
-        return self.norm(x, self.o.dtype) if self.leading else x.to(self.o.dtype)
+        if not self.modulated:
+            return self.norm(self.x, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
+        chunks = self.vector_chunks()
+        if len(chunks) == 1:
+            n = self.norm(self.x, self.wide)
+            return self.by_sample.modulate(n, self.t.norm_scale, self.t.norm_shift).to(self.o.dtype)
+        h = self.x.new_empty(self.x.shape, dtype=self.o.dtype)
+        for start, stop in chunks:
+            h[start:stop] = self.rows(start, stop).inputs()
+        return h
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
@@ -149,7 +168,11 @@ class Sublayer:
         """layer_scale * z."""
         z = z.to(output_dtype(self.x, self.o))
         z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
-        return z if self.t.layer_scale is None else z * cast_parameter(self.t.layer_scale, z.dtype)
+        if self.t.layer_scale is None:
+            return z
+        if self.t.layer_scale.dim() == 1:
+            return z * cast_parameter(self.t.layer_scale, z.dtype)
+        return self.by_sample.multiplied(z, self.t.layer_scale)
 
     def drop_path(self, z: Tensor) -> Tensor:
         """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
@@ -191,7 +214,7 @@ class Sublayer:
             dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
         df = self.drop_path(dy)
         if "layer_scale" in need:
-            grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
+            grads["layer_scale"] = self.scale_gradient(df, f, need)
         df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.norm_bwd(
@@ -200,18 +223,57 @@ class Sublayer:
             )  # fmt: skip
         return dy, self.drop(df.to(o.dtype)), grads
 
+    def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
+        """Of layer_scale, from the gradient df of what it gives."""
+        if self.t.layer_scale.dim() == 1:
+            return eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
+        total: Any = 0
+        for start, stop in self.vector_chunks():
+            part, rows = self.rows(start, stop), slice(start, stop)
+            total += part.by_sample.sums(df[rows].to(eager.wide_of(df.dtype)) * part.post_normed(f[rows]))
+        return total
+
     def needs_dh(self, need: Collection[str]) -> bool:
         """Does anything need the gradient of what the branch reads?"""
-        return "x" in need or (not self.trailing and ("norm_weight" in need or "norm_bias" in need))
+        return "x" in need or (not self.trailing and not OF_NORM.isdisjoint(need))
 
     def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
         """Of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch reads, which may be
         overwritten."""
         residual = dy if self.o.residual else None
+        if self.modulated:
+            return self.modulated_gradients(dh, residual, need)
         if self.leading:
             made = self.norm_gradients(dh, self.x, need, residual, overwrites=True)
             return dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
         return {"x": dh if residual is None else dh + residual}
+
+    def modulated_gradients(
+        self, dh: Tensor, residual: Tensor | None, need: Collection[str]
+    ) -> dict[str, Tensor | None]:
+        """`input_gradients` of a norm with a scale or a shift of each sample."""
+        chunks, grads = self.vector_chunks(), {}
+        if len(chunks) > 1:
+            dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
+            for start, stop in chunks:
+                before = None if residual is None else residual[start:stop]
+                made = self.rows(start, stop).modulated_gradients(dh[start:stop], before, need)
+                dx[start:stop] = made.pop("x")
+                for name, grad in made.items():
+                    if grad is not None:
+                        grads[name] = grad if name not in grads else grads[name].add_(grad)
+            return grads | {"x": dx}
+        if "norm_scale" in need or "norm_shift" in need:
+            d = dh.to(eager.wide_of(self.wide))
+            if "norm_shift" in need:
+                grads["norm_shift"] = self.by_sample.sums(d)
+            if "norm_scale" in need:
+                grads["norm_scale"] = self.by_sample.sums(d * self.norm(self.x, self.wide))
+            d = None
+        if self.t.norm_scale is not None:
+            dh = self.by_sample.multiplied(dh.to(self.wide), self.t.norm_scale + 1)
+        made = self.norm_gradients(dh, self.x, need, residual)
+        return grads | dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
 
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
         """The gradients in the dtypes of their parameters, that of x in x's shape."""
@@ -255,7 +317,13 @@ def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | N
 def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
     """What the branch reads, in differentiable PyTorch ops."""
     leading = o.norm and o.norm_first
-    return (reference_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x).to(o.dtype)
+    h = reference_norm(x, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if leading else x
+    wide = torch.promote_types(x.dtype, o.dtype)
+    if t.norm_scale is not None:
+        h = h.to(wide) * cast_parameter(at_samples(t.norm_scale, x) + 1, wide)
+    if t.norm_shift is not None:
+        h = h.to(wide) + cast_parameter(at_samples(t.norm_shift, x), wide)
+    return h.to(o.dtype)
 
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
@@ -264,7 +332,7 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     if o.post_norm:
         z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
-    z = z if t.layer_scale is None else z * cast_parameter(t.layer_scale, z.dtype)
+    z = z if t.layer_scale is None else z * at_samples(cast_parameter(t.layer_scale, z.dtype), x)
     if t.path_rng is not None:
         samples = sample_shape(x)
         ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
@@ -289,24 +357,38 @@ def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, fe
 
 
 def check_layer_scale(op: str, x: Tensor, layer_scale, features: int) -> tuple[float, Tensor | None]:
-    """(the number, the vector) that the branch is multiplied by."""
+    """(the number, the vector or vectors) that the branch is multiplied by."""
     if layer_scale is None:
         return 1.0, None
     if not isinstance(layer_scale, Tensor):
         check_number(op, "layer_scale", layer_scale)
         return float(layer_scale), None
     check_tensor(op, "layer_scale", layer_scale, x)
-    if layer_scale.shape != (features,):
-        raise ShapeError(
-            f"{op}: layer_scale must be a number or have shape ({features},), but has {tuple(layer_scale.shape)}"
-        )
-    return 1.0, layer_scale
+    if layer_scale.dim() == 1 and layer_scale.shape[0] == features:
+        return 1.0, layer_scale
+    also = f"be a number, have shape ({features},), or "
+    return 1.0, check_vectors(op, x, "layer_scale", layer_scale, features, also)
+
+
+def check_modulation(
+    op: str, x: Tensor, norm: str | None, norm_first: bool, **vectors: Any
+) -> dict[str, Tensor | None]:
+    """norm_scale and norm_shift as [B, d]."""
+    for name, value in vectors.items():
+        if value is None:
+            continue
+        if norm is None or not norm_first:
+            raise ValueError(
+                f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
+            )
+        vectors[name] = check_vectors(op, x, name, value, x.shape[-1])
+    return vectors
 
 
 def around(
     op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
-    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, resid_dropout_p=0.0, layer_scale=None,
-    drop_path_p=0.0,
+    norm_scale=None, norm_shift=None, post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5,
+    resid_dropout_p=0.0, layer_scale=None, drop_path_p=0.0,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Checks a sublayer's arguments around its branch, whose result has `features`; returns them as tensors and options."""
     check_probability(op, resid_dropout_p)
@@ -317,9 +399,10 @@ def around(
     check_number(op, "norm_eps", norm_eps)
     check_number(op, "post_norm_eps", post_norm_eps)
     branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
+    modulation = check_modulation(op, x, norm, norm_first, norm_scale=norm_scale, norm_shift=norm_shift)
     tensors = dict(
-        norm_weight=norm_weight, norm_bias=norm_bias, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias,
-        layer_scale=layer_scale,
+        norm_weight=norm_weight, norm_bias=norm_bias, **modulation, post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias, layer_scale=layer_scale,
     )  # fmt: skip
     options = dict(
         norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",

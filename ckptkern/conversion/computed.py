@@ -1,0 +1,250 @@
+"""What a module computes of its parameters and of its call's arguments, without its input, for an argument of the fused op:
+scale, shift and gate of an adaptive norm (adaLN), or attention's bias.
+
+It is a small part of the trace, which each call runs again on what it is given then, outside of the op and with autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..errors import ShapeError
+from .guard import OF_EVERY_MODULE
+from .leaves import Weight
+from .reading import Argument, Reading
+from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
+
+COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
+LARGEST = 64  # calls. What is computed for each sample takes fewer
+
+
+class Result(NamedTuple):
+    """What step `step` returned; of several tensors the one at `output`."""
+
+    step: int
+    output: int
+
+
+class Of(NamedTuple):
+    """What follows the op's input in the present call: its dtype or device, or a number, `value` where it has `samples`."""
+
+    name: str
+    value: int = 0
+    samples: int = 1
+
+    def of(self, x: Tensor) -> Any:
+        if self.name != "samples":
+            return getattr(x, self.name)
+        if x.shape[0] * self.value % self.samples:
+            raise ShapeError(f"convert: a batch of {x.shape[0]} is no multiple of {self.samples // self.value}")
+        return x.shape[0] * self.value // self.samples
+
+
+Followed = dict[tuple[int, int], Of | None]  # by (call, argument); None: it changes in another way
+
+
+class Step(NamedTuple):
+    """A call. of: the path of a submodule, or a function. Among the leaves of args and kwargs are Result, Argument, Weight and
+    Of."""
+
+    of: Any
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Program:
+    """Steps in the order in which they run."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def __call__(self, module: nn.Module, flat: list[Any], x: Tensor) -> list[Any]:
+        """What each step returns, in the present call."""
+        made: list[Any] = []
+        for step in self.steps:
+            function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
+            leaves = [live(one, module, flat, x, made) for one in leaves_of((step.args, step.kwargs))]
+            args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
+            made.append(function(*args, **kwargs))
+        return made
+
+
+class Computed(NamedTuple):
+    """A tensor that is computed anew in each call: a traced node; and once resolved, of what a program returns. of_samples: a
+    vector for each sample, or one that stands for all as it would broadcast."""
+
+    node: Node | None
+    of_samples: bool = False
+    program: Program | None = None
+    value: Result | Argument | Weight | None = None
+
+    def of(self, module: nn.Module, flat: list[Any], x: Tensor, made: list[Any]) -> Tensor:
+        """made: what the program returned in the present call."""
+        value = live(self.value, module, flat, x, made)
+        return value.expand(x.shape[0], *value.shape[1:]) if self.of_samples else value
+
+
+def live(value: Any, module: nn.Module, flat: list[Any], x: Tensor, made: list[Any]) -> Any:
+    if isinstance(value, Result):
+        result = made[value.step]
+        return result if isinstance(result, Tensor) else tree_leaves(result)[value.output]
+    if isinstance(value, Argument):
+        return flat[value.index]
+    if isinstance(value, Weight):
+        owner, _, name = value.path.rpartition(".")
+        return getattr(module.get_submodule(owner), name)
+    return value.of(x) if isinstance(value, Of) else value
+
+
+class Resolver:
+    """Makes the program of what a reading has computed. x: the index of the op's input, which nothing computed may read;
+    followed: values that follow the input, None if that could not be found out."""
+
+    def __init__(self, module: nn.Module, x: int, followed: Followed | None):
+        self.module, self.x, self.followed = module, x, followed
+        self.program = Program()
+        self.made: dict[int, int] = {}  # places of steps, by those of their calls
+        self.free: dict[int, bool] = {}  # of the input, by the id of a node
+
+    def is_free(self, node: Node) -> bool:
+        """Is it computed without the input, as far as the trace sees?"""
+        if id(node) not in self.free:
+            self.free[id(node)] = not (node.kind == "argument" and node.source == self.x) and not is_overwritten(node)
+            self.free[id(node)] = self.free[id(node)] and all(map(self.is_free, node.inputs))
+        return self.free[id(node)]
+
+    def value(self, node: Node) -> Result | Argument | Weight:
+        if not self.is_free(node):
+            raise Unreadable("a scale, a gate or a bias is computed from the input")
+        if node.kind == "argument":
+            return Argument(node.source)
+        if node.kind == "parameter":
+            return Weight(node.source)
+        if node.kind == "constant":
+            raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
+        for outer in reversed(node.calls):  # the largest part that does not read the input
+            try:
+                return Result(self.step(outer.path, outer), outer.output)
+            except Unreadable:
+                continue
+        if node.kind == "function":
+            self.check(node)
+        return Result(self.step(node.source if node.kind == "module" else node.function, node), node.output)
+
+    @staticmethod
+    def check(node: Node) -> None:
+        name = node.source
+        if is_in_place(name) or (node.kwargs or {}).get("out") is not None or name == "__setitem__":
+            raise Unreadable(f"a scale, a gate or a bias is computed in place ({name})")
+
+    def step(self, of: Any, call: Node | Outer) -> int:
+        """The place of this call's step."""
+        if isinstance(of, str) and any(map(holds_tensors, self.module.get_submodule(of).modules())):
+            raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
+        if call.at not in self.made:
+            count = len(self.program.steps)
+            try:
+                leaves = [self.leaf(one, call.at, i) for i, one in enumerate(leaves_of((call.args, call.kwargs or {})))]
+            except Unreadable:
+                self.made = {at: place for at, place in self.made.items() if place < count}
+                del self.program.steps[count:]
+                raise
+            if len(self.program.steps) >= LARGEST:
+                raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
+            args, kwargs = recomputed((call.args, call.kwargs or {}), iter(leaves))
+            self.program.steps.append(Step(of, args, kwargs))
+            self.made[call.at] = len(self.program.steps) - 1
+        return self.made[call.at]
+
+    def leaf(self, value: Any, at: int, place: int) -> Any:
+        if isinstance(value, Node):
+            return self.value(value)
+        if isinstance(value, torch.device):
+            return Of("device")
+        if self.followed is None and isinstance(value, (torch.dtype, int)) and value.__class__ is not bool:
+            raise Unreadable(
+                "a scale, a gate or a bias is computed with numbers or dtypes that may depend on the input's"
+            )
+        follows = (self.followed or {}).get((at, place), value)
+        if follows is None and value is not None:
+            raise Unreadable(f"a scale, a gate or a bias is computed with {value}, which depends on the input")
+        return follows
+
+
+def call(function: Callable, *args: Any, shape: Iterable[int] = (), **kwargs: Any) -> Node:
+    """A node of a function that the trace has not seen. Of a number among its arguments is taken what it is now."""
+    node = Node("function", function.__name__, torch.Size(shape), args, kwargs, function=function)
+    node.at = -id(node)
+    return node
+
+
+def is_overwritten(node: Node) -> bool:
+    """Was memory that it shares changed?"""
+    return node.kind == "function" and node.function is None
+
+
+def holds_tensors(module: nn.Module) -> bool:
+    """Has it attributes that an earlier part of a forward may have set?"""
+    own = [value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE]
+    return any(isinstance(value, Tensor) for value in leaves_of(own))
+
+
+def computed_of(template: Any) -> Iterator[Computed]:
+    """All in a template."""
+    if isinstance(template, Computed):
+        yield template
+    elif isinstance(template, (dict, tuple, list)):
+        for one in template.values() if isinstance(template, dict) else template:
+            yield from computed_of(one)
+
+
+def replaced(template: Any, made: dict[int, Computed]) -> Any:
+    """The template with these in place of unresolved ones, by the id of their node."""
+    if isinstance(template, Computed):
+        return made[id(template.node)]._replace(of_samples=template.of_samples)
+    if type(template) in (tuple, list):
+        return type(template)(replaced(one, made) for one in template)
+    return {name: replaced(one, made) for name, one in template.items()} if type(template) is dict else template
+
+
+def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed | None:
+    """What follows the input, from two traces' calls, of B samples and of `times` as many in float64. None if these are not
+    alike."""
+    if list(map(len, before)) != list(map(len, after)):
+        return None
+    found: Followed = {}
+    for at, (ours, theirs) in enumerate(zip(before, after, strict=True)):
+        for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if type(one) in COMPARED and one != other:
+                found[at, i] = None
+                if isinstance(one, torch.dtype):
+                    found[at, i] = Of("dtype")
+                elif type(one) is type(other) is int and other == times * one:
+                    found[at, i] = Of("samples", one, B)
+    return found
+
+
+def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
+    """Makes one program of all that the reading has computed. Raises Unreadable for what cannot run again."""
+    nodes = {id(one.node): one.node for one in computed_of([reading.arguments, reading.choices])}
+    resolver = Resolver(module, reading.x, followed)
+    made = {key: Computed(None, False, resolver.program, resolver.value(node)) for key, node in nodes.items()}
+    reading.arguments = replaced(reading.arguments, made)
+    reading.choices = [[replaced(one, made) for one in choice] for choice in reading.choices]
+
+
+def conditions(template: Any) -> list[int]:
+    """The call's arguments that something computed reads."""
+    found: set[int] = set()
+    for one in computed_of(template):
+        leaves: Iterable[Any] = [one.value]
+        if one.program is not None:
+            leaves = [one.value, *(leaf for step in one.program.steps for leaf in leaves_of((step.args, step.kwargs)))]
+        found |= {leaf.index for leaf in leaves if isinstance(leaf, Argument)}
+    return sorted(found)

@@ -1,0 +1,93 @@
+"""Vectors of each sample, such as scale, shift and gate of an adaptive norm (adaLN: DiT, arXiv 2212.09748), at the rows of a
+sublayer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..dispatch.checks import check_tensor
+from ..registration.rows import cast_parameter
+
+
+def sample_shape(x: Tensor) -> tuple[int, ...]:
+    """[B, 1, ...]: one value for each sample of x [B, ..., d]. Without a batch dimension x is one sample."""
+    return (x.shape[0] if x.dim() > 2 else 1, *(1,) * (x.dim() - 1))
+
+
+def at_samples(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector [B, e] of each sample as it meets x [B, ..., d]; one [e] of all samples as it is."""
+    return vector if vector.dim() == 1 else vector.view(*sample_shape(x)[:-1], vector.shape[-1])
+
+
+def check_vectors(op: str, x: Tensor, name: str, vectors: Tensor, features: int, also: str = "") -> Tensor:
+    """[B, features] of [B, features] or [B, 1, ..., features]. also: what else the message says may be given."""
+    check_tensor(op, name, vectors, x)
+    shape, B = vectors.shape, sample_shape(x)[0]
+    if len(shape) < 2 or shape[0] != B or shape[-1] != features or any(size != 1 for size in shape[1:-1]):
+        raise ShapeError(
+            f"{op}: {name} must {also}have shape ({B}, {features}) or ({B}, 1, {features}), one vector for each sample of "
+            f"the input {tuple(x.shape)}, but has {tuple(shape)}"
+        )
+    return vectors if len(shape) == 2 else vectors.reshape(B, features)
+
+
+class Samples(NamedTuple):
+    """To which samples of x [*lead, d] the rows from first_row on belong; all rows, unless is_part."""
+
+    lead: tuple[int, ...]
+    first_row: int = 0
+    is_part: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(samples, rows of each)."""
+        return (self.lead[0], math.prod(self.lead[1:])) if len(self.lead) > 1 else (1, math.prod(self.lead))
+
+    def parts(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """(samples, their rows [samples, n, e]): all of them; of a part, the end of one sample, whole ones, the beginning of
+        one."""
+        (B, n), done = self.size, 0
+        if not self.is_part:  # its sizes may be symbols
+            yield slice(0, B), rows.reshape(B, n, rows.shape[1])
+            return
+        while done < rows.shape[0]:
+            sample, before = divmod(self.first_row + done, n)
+            whole = 0 if before else (rows.shape[0] - done) // n
+            stop = done + whole * n if whole else min(rows.shape[0], done + n - before)
+            part = rows[done:stop]
+            yield slice(sample, sample + max(whole, 1)), part.reshape(max(whole, 1), -1, rows.shape[1])
+            done = stop
+
+    def multiplied(self, rows: Tensor, vectors: Tensor) -> Tensor:
+        """rows * vectors [B, e], in the dtype of the rows."""
+        y = rows.new_empty(rows.shape)
+        vectors = cast_parameter(vectors, rows.dtype)
+        for (of, part), (_, out) in zip(self.parts(rows), self.parts(y), strict=True):
+            torch.mul(part, vectors[of, None], out=out)
+        return y
+
+    def modulate(self, rows: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
+        """rows * (1 + scale) + shift in place, each step rounded as PyTorch rounds it."""
+        scale = None if scale is None else cast_parameter(scale + 1, rows.dtype)
+        shift = cast_parameter(shift, rows.dtype)
+        for of, part in self.parts(rows):
+            if scale is not None:
+                part.mul_(scale[of, None])
+            if shift is not None:
+                part.add_(shift[of, None])
+        return rows
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """[B, e] of float32 or float64 rows: the sum of each sample's; of a part, zeros for samples outside of it."""
+        if not self.is_part:
+            return next(self.parts(rows))[1].sum(1)
+        total = rows.new_zeros(self.size[0], rows.shape[1])
+        for of, part in self.parts(rows):
+            total[of] += part.sum(1)
+        return total
