@@ -257,7 +257,9 @@ def test_kernels_compute_what_eager_does(case):
 
 
 BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
-BOUNDED |= dict.fromkeys(("attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4))
+BOUNDED |= dict.fromkeys(
+    ("attention_block", "latent_attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4)
+)
 LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_mlp", "grouped_gated_mlp")
 BOUNDED |= dict.fromkeys(LAYERS, Sizes((1280,), 8, 64, 8))
 
