@@ -67,7 +67,8 @@ def latent_attention_block(
     region.
 
         h = norm(x);  q = q_a_norm(h Wqa^T) Wq^T, or h Wq^T;  [c | r] = h Wkva^T;  [k | v] = kv_a_norm(c) Wkvb^T
-        [q_n | q_r] = q of each head;  q = [q_n | rotary(q_r)];  k = [k of each head | rotary(r) of all];  o = attention(q, k, v)
+        [q_n | q_r] = q of each head;  q = [q_n | rotary(q_r)];  k = [k of each head | rotary(r) of all]
+        o = attention(q, k, v)
         z = drop_path(layer_scale * post_norm(dropout(o Wo^T + b)))
         y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
 

@@ -142,7 +142,7 @@ class LatentSublayer(Sublayer):
         return F.pad(heads, (0, missing)) if missing else heads
 
     def heads(self, latents: Latents, group: LatentGroup, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, H, S, D] of a group as the core reads them: k is joined of each head's part and the one that all share."""
+        """q, k, v [B, H, S, D] of a group as the core reads them: k is each head's own part beside the one that all share."""
         H, (_, nope, rope, _, _, _), D = group.heads, self.sizes, self.sizes.D
         kv = self.by_token(kv, H)
         k = kv.new_empty(self.B, self.S, H, D)
