@@ -31,7 +31,7 @@ from .mlp.mlp import MLP, mlp
 from .registration.op import Op
 from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
-from .transformer_layer import TransformerLayer, transformer_layer
+from .transformer_layer import LatentTransformerLayer, TransformerLayer, transformer_layer
 
 Arguments = dict[str, Any]
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -222,6 +222,17 @@ def _layer_options(s: Sizes) -> dict[str, Arguments]:
     return _alone(cross_attention_arguments=crossed, parallel=True) | _with(dropped, training=False)
 
 
+def _latent_layer_inputs(s: Sizes) -> Arguments:
+    latent = _latent(s)
+    return dict(x=latent.pop("x"), attention_arguments=latent, mlp_arguments=_mlp_branch(s))
+
+
+def _latent_layer_options(s: Sizes) -> dict[str, Arguments]:
+    found = _layer_options(s)
+    del found["cross_attention_arguments"]  # which do not go with it
+    return found
+
+
 def _sdpa_inputs(s: Sizes) -> Arguments:
     B, S = s.lead
     rows = {"query": S, "key": S + 1, "value": S + 1}
@@ -356,6 +367,11 @@ OPS = {
         Entry(dropout, Dropout, lambda s: {"x": _normal(*s.lead, s.features)}, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip
+
+# Arguments of which a function is another op than of those above.
+AS_OTHER_OPS = (
+    Entry(transformer_layer, LatentTransformerLayer, _latent_layer_inputs, _latent_layer_options, of="latents"),
+)
 
 # Arguments of which a function gives in PyTorch ops what its op gives of the arguments above.
 IN_TORCH_OPS = (

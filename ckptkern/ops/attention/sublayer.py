@@ -236,13 +236,13 @@ class AttentionSublayer(Sublayer):
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, qkv): o and lse of the core, and the projections if `save_raw`, raw then."""
+    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
+        """out and lse of the core, and qkv, the projections, if `save_raw`, raw then."""
         h = self.held_inputs()
         if self.group_count == 1:
             qkv = self.project(h)
             out, lse, _ = attend(self.p, *self.heads(self.split(qkv), save_raw), self.core)
-            return out, lse, qkv
+            return {"out": out, "lse": lse, "qkv": qkv}
         qkv = self.project(h) if save_raw else None
         heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
         out = eager.empty_heads(heads)
@@ -254,7 +254,7 @@ class AttentionSublayer(Sublayer):
             (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
             part.copy_(made)
             lse_part.copy_(of_group)
-        return out, lse, qkv
+        return {"out": out, "lse": lse, "qkv": qkv}
 
     def raw(self, h: Tensor | None, whole: AttentionSublayer, qkv: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """This group's projections [B, S, heads, D]: of qkv, which holds all heads', if it was saved."""
@@ -450,8 +450,8 @@ def saves(o: AttentionOptions) -> tuple[str, ...]:
 def attention_sublayer(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [tokens, d], what `saves` names)."""
     sublayer = AttentionSublayer(x, t, o)
-    out, lse, qkv = sublayer.attend(o.recompute == "none")
-    return sublayer.output(sublayer.branch(out)), {"out": out, "lse": lse, "qkv": qkv}
+    saved = sublayer.attend(o.recompute == "none")
+    return sublayer.output(sublayer.branch(saved["out"])), saved
 
 
 def attention_sublayer_backward(
@@ -467,7 +467,7 @@ def attention_sublayer_backward(
         if (
             saved.get("out") is None
         ):  # what a norm after the branch read comes before the gradient that delta is made of
-            saved = dict(zip(("out", "lse", "qkv"), sublayer.attend(save_raw=sublayer.group_count == 1), strict=True))
+            saved = sublayer.attend(save_raw=sublayer.group_count == 1)
         f = sublayer.branch(saved["out"])
     dy, df, grads = sublayer.branch_gradients(dy, f, need)
     f = None
