@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .leaves import Weight, in_training
+from .leaves import Probability, Weight, in_training
 from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
 from .trace import Node, Unreadable
@@ -32,6 +32,8 @@ ROTATING = (
     "concat",
     "roll",
     "repeat_interleave",
+    "view_as_complex",
+    "view_as_real",
 )
 
 
@@ -59,6 +61,7 @@ class Projection:
     outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
     tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
     factor: float = 1.0
+    is_complex: bool = False  # pairs are rotated as complex numbers
 
 
 def read_attention(steps: Steps, node: Node) -> Part:
@@ -73,21 +76,29 @@ def read_attention(steps: Steps, node: Node) -> Part:
         raise Unreadable("v is changed between its projection and core attention")
     arguments, x, choices = _projections(steps, core, q, k, v, out)
     arguments |= _norms(steps, q, k)
-    rotary, rotary_choices = _rotary(steps, q, k)
-    arguments |= {
-        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
-        "scale": core.scale * q.factor * k.factor, "dropout_p": core.dropout_p,
-        "resid_dropout_p": steps.probability(after),
-    }  # fmt: skip
-    arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
-    if core.softcap is not None:
-        arguments["softcap"] = core.softcap
-    if core.window is not None:
-        arguments["window_size"] = window_of(core.window)
+    arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
+    arguments |= of_core(steps, core, out, q.factor * k.factor, after, sliced="key_value" not in arguments)
     return Part(arguments, x, choices + rotary_choices)
 
 
 # -- the core
+
+
+def of_core(
+    steps: Steps, core: Core, out: Layer, factor: float, after: list[Probability], sliced: bool = True
+) -> dict[str, Any]:
+    """The arguments that say how core attention and the output projection compute. factor: of q and k beside the core's own;
+    after: the dropouts behind the branch; sliced: see `_mask`."""
+    arguments = {
+        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "scale": core.scale * factor,
+        "dropout_p": core.dropout_p, "resid_dropout_p": steps.probability(after),
+    }  # fmt: skip
+    arguments |= _masks(steps, core.masks, sliced)
+    if core.softcap is not None:
+        arguments["softcap"] = core.softcap
+    if core.window is not None:
+        arguments["window_size"] = window_of(core.window)
+    return arguments
 
 
 def read_core(steps: Steps, node: Node) -> Core:
@@ -172,6 +183,7 @@ def projection(steps: Steps, node: Node, found: Projection | None = None) -> Pro
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
         found.factor *= steps.number(node)
+    found.is_complex |= node.is_function("view_as_complex")
     for one in node.inputs:
         projection(steps, one, found)
     return found
@@ -238,12 +250,17 @@ def _norms(steps: Steps, q: Projection, k: Projection) -> dict[str, Any]:
     return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
 
 
-def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
+def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     """(the tables, choices)."""
     if [id(one) for one in q.outside] != [id(one) for one in k.outside]:
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
         return None, []
+    if q.is_complex and k.is_complex and len(q.outside) == 1 and q.outside[0].kind == "argument":
+        if not all(map(_from_first_row, [*q.tables, *k.tables])):
+            raise Unreadable("rotary tables that are not read from their first row")
+        tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
+        return tables, [[{"rotary": tables, "rotary_interleaved": True}]]
     if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {kinds}")

@@ -262,7 +262,7 @@ class _Conversion:
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
-            forward.recompute = self.attention if segment.op == "attention_block" else self.mlp
+            forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
