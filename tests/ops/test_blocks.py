@@ -643,7 +643,9 @@ KERNEL_BLOCKS = [
 
 
 # An MLP sublayer after its branch, an attention sublayer alone, and all three sublayers.
-KERNEL_VARIANTS = [one for one in VARIANTS if one.name in ("normed heads in groups", "learned bias") and not one.mlp]
+KERNEL_VARIANTS = [
+    one for one in VARIANTS if one.name in ("normed heads in groups", "learned bias", "latent") and not one.mlp
+]
 KERNEL_VARIANTS += [
     one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder", "low-rank llama") and one.mlp
 ]

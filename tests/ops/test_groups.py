@@ -19,6 +19,7 @@ from support.cases import (
 
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
+from ckptkern.ops.attention import latent_sublayer as _latent_sublayer
 from ckptkern.ops.attention import sublayer as _sublayer
 from ckptkern.ops.registration import gradients as _gradients
 
@@ -36,13 +37,15 @@ GROUPED = [
     if block.attention is not None and block.attention.kv_heads > 1 and not block.attention.qk_norm.endswith("all")
 ]  # fmt: skip
 # Whose kernels read what a group cuts: a mask's planes, slopes, biases, norms of heads, packed and rotated q and k.
-ON_KERNELS = [block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads")]
+ON_KERNELS = [
+    block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads", "latent")
+]
 
 
 @pytest.fixture(autouse=True)
 def counts(monkeypatch) -> list[int]:
     """How many groups each sublayer took."""
-    seen, division = [], _sublayer.division
+    seen, division, latent_groups = [], _sublayer.division, _latent_sublayer.latent_groups
 
     def recorded(*args):
         made = division(*args)
@@ -50,6 +53,7 @@ def counts(monkeypatch) -> list[int]:
         return made
 
     monkeypatch.setattr(_sublayer, "division", recorded)
+    monkeypatch.setattr(_latent_sublayer, "latent_groups", lambda *args: seen.append(latent_groups(*args)) or seen[-1])
     return seen
 
 
