@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from ... import eager
-from ..registration.rows import row_count
 from ..sublayer.residual import has_trailing_norm
 from .core import CoreOptions, CoreTensors, core_of
 from .masks import merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import batch_and_rows, in_group, part_of
+from .tensors import in_group, part_of
 
 
 class LatentTensors(NamedTuple):
@@ -206,19 +205,17 @@ def _bytes_beside(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOpti
 
 
 def _bytes_of_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Of what is transient of all heads at once, in the pass that takes more: q, kv, k, v and o, and in backward do, the
-    gradients of all of these, and the temporaries of PyTorch ops."""
-    size, eagerly, D = o.dtype.itemsize, o.backend == "eager", sizes.D
-    raw = 0 if o.recompute == "none" else sizes.qk + sizes.nope + sizes.v
-    filled = D * ((sizes.v < D) + (sizes.qk < D))
-    core = raw + filled + 6 * D + 2 * sizes.v  # k, o, do, dq, dk, dv; o and do without zeros
-    grads = raw + 3 * D + sizes.qk + sizes.nope + sizes.v
-    copied = 4 * (sizes.qk + sizes.nope + sizes.v) if eagerly and size < 4 else 0  # a CPU has no such float32 matmul
+    """Of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and the gradients of
+    the first three as the core reads them, of which kv and q are not if they were saved and o is not without zeros; then
+    the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
+    size, eagerly, D, kv = o.dtype.itemsize, o.backend == "eager", sizes.D, sizes.nope + sizes.v
+    saved, filled = o.recompute == "none", sizes.v < D
+    q = 0 if saved and sizes.qk == D else D
+    v = D if filled else 0 if saved else kv
+    core = q + D + v + (D if filled or o.recompute == "full" else 0) + 4 * D
+    copied = 4 * max(sizes.qk, kv) if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     temporaries = 4 * sizes.rope * max(size, 4) if eagerly else 0
-    per_head = max(core * size, grads * size + max(copied, temporaries)) + 3 * 4  # and lse, and delta twice
-    return rows * sizes.H * per_head
-
-
-def rows_of_batch(x: Tensor) -> tuple[int, int, int]:
-    """(B, S, B S) of x [B, S, d] or [S, d]."""
-    return *batch_and_rows(x), row_count(x)
+    by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not by flash attention
+    block = D * max(size, 4) if by_scores else 0  # in float32, of which blocks of scores at least are made
+    per_head = max(core * size + block, (3 * D + sizes.qk + kv) * size + max(copied, temporaries))
+    return rows * sizes.H * (per_head + 3 * 4)  # and lse, and delta twice
