@@ -318,7 +318,7 @@ def transformer_layer(
     attention = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
     tensors = x, *attention, *drawn(tm, om, x, training)
     if latent:
-        return _apply_latent(LatentLayerOptions((sublayers[0][1],), om, parallel), *tensors)
+        return _apply_latent(LatentLayerOptions(attention=(sublayers[0][1],), mlp=om, parallel=parallel), *tensors)
     lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in sublayers))
     of_attention = tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers)
     return _apply(LayerOptions(attention=of_attention, mlp=om, parallel=parallel), *tensors)

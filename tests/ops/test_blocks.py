@@ -320,7 +320,8 @@ def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [
-    *blocks(("selective",), names=("pre-norm",))[:2], *blocks(("selective",), names=("llama",))[2:]
+    *blocks(("selective",), names=("pre-norm",))[:2], *blocks(("selective",), names=("llama",))[2:],
+    *variants(("selective",), ("latent",)),
 ])  # fmt: skip
 def test_one_graph_for_all_batch_sizes(block):
     """Sizes compile once, dynamically; seeds compile nothing. Lengths compile once too, unless tables fix one."""

@@ -142,7 +142,7 @@ def test_what_is_saved_does_not_change(block):
     assert saved(in_groups(block)) == saved(block)
 
 
-@pytest.mark.parametrize("name", ["llama", "crossing", "low-rank in heads", "bias of samples"])
+@pytest.mark.parametrize("name", ["llama", "crossing", "low-rank in heads", "bias of samples", "latent"])
 @pytest.mark.usefixtures("few_rows")
 def test_parts_of_a_main_grad(name):
     """Each group adds to its part of a weight's main_grad, which then has what all heads at once would add."""
