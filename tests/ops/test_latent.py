@@ -152,7 +152,8 @@ ERRORS = {
     "heads": (ShapeError, "for 3 heads of D_n", {"num_heads": 3}),
     "no heads": (ValueError, "num_heads must be", {"num_heads": 0}),
     "rows of q": (ShapeError, "weights must be q_weight", {"q_weight": OWN["q_weight"][1:]}),
-    "a latent that is too wide": (ShapeError, r"kv_a_norm_weight must have shape \(20,\)", {"kv_b_weight": torch.randn(HEADS * (NOPE + V), 20)}),
+    "a latent that is too wide": (
+        ShapeError, r"kv_a_norm_weight must have shape \(20,\)", {"kv_b_weight": torch.randn(HEADS * (NOPE + V), 20)}),
     "q's latent": (ShapeError, "q_a_weight has 6 features but q_weight has in_features=5", {"q_weight": torch.randn(28, 5)}),
     "q without its latent": (
         ShapeError, "input has 10 features but q_weight has in_features=6",
