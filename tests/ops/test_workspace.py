@@ -124,6 +124,19 @@ def latent(t, **options):
     )  # fmt: skip
 
 
+def latent_layer(t, **options):
+    attention = dict(
+        q_weight=t["q"],
+        kv_a_weight=t["kv_a"],
+        kv_b_weight=t["kv_b"],
+        out_weight=t["out"],
+        num_heads=HEADS,
+        is_causal=True,
+    )
+    mlp_arguments = dict(up_weight=t["up"], up_bias=None, down_weight=t["down"], down_bias=None)
+    return ckptkern.transformer_layer(t["x"], attention, mlp_arguments, **options)
+
+
 def layer(t, **options):
     mlp_arguments = dict(up_weight=t["up"], up_bias=None, down_weight=t["down"], down_bias=None)
     return ckptkern.transformer_layer(t["x"], attention_of(t), mlp_arguments, **options)
@@ -166,6 +179,7 @@ CASES = {
         of(latent, norm="rms", dropout_p=0.1, residual=True, resid_dropout_p=0.1),
     ),
     "transformer_layer": Case(X | ATTENTION | PLAIN, layer),
+    "transformer_layer, latents": Case(X | LATENT | PLAIN, latent_layer),
 }
 
 
