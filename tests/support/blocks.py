@@ -366,6 +366,7 @@ class Attention(Sublayer):
 
 
 NOPE, ROPE = 3, 4  # of the 7 dimensions of q and k in latent attention
+LATENT_EPS = 1e-2  # of the latents' norms, so that another norm's is another result
 
 
 @dataclass(frozen=True)
@@ -397,7 +398,7 @@ class Latent(Attention):
     def arguments(self, t: Tensors) -> dict:
         own = {name: t[name] for name in self.shapes() if name != "mask" and name not in self.norm_shapes()}
         return dict(
-            own, num_heads=HEADS, latent_norm_eps=1e-5, rotary=self.tables(), rotary_interleaved=self.interleaved,
+            own, num_heads=HEADS, latent_norm_eps=LATENT_EPS, rotary=self.tables(), rotary_interleaved=self.interleaved,
             scale=self.scale, softcap=self.softcap, is_causal=self.causal, attn_mask=t.get("mask"),
             key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
         )  # fmt: skip
@@ -407,7 +408,7 @@ class Latent(Attention):
             return F.linear(x, t[f"{name}_weight"], t.get(f"{name}_bias"))
 
         def norm(name: str, x: Tensor) -> Tensor:
-            return unfused_norm(x, "rms", t[f"{name}_norm_weight"], None) if self.latent_norms else x
+            return F.rms_norm(x, x.shape[-1:], t[f"{name}_norm_weight"], LATENT_EPS) if self.latent_norms else x
 
         q = linear("q", norm("q_a", linear("q_a", h)) if self.q_rank else h).unflatten(-1, (HEADS, -1))
         c, shared = linear("kv_a", h).split([self.kv_rank, ROPE], -1)
