@@ -342,7 +342,8 @@ def convert(
 
     The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
     of the fused ops (transformer_layer, attention_block, latent_attention_block, mlp_block, linear_stack, linear_act), and
-    compared with it on random parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
+    compared with it on random parameters: output, input gradient and the gradient of every parameter agree to rounding, or the
+    module is left as it is.
     torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their drop-in
     replacements in ckptkern.nn. The experts of an MoE layer become moe_mlp. The linear layer whose logits the call
     hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that. A norm before it

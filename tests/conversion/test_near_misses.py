@@ -109,6 +109,21 @@ class Sliced(Layer):
         return q * cos[: q.shape[2]] + rotated(q) * sin[: q.shape[2]]
 
 
+class AsComplex(Layer):
+    """Pairs of neighbours as complex numbers (Llama's own code)."""
+
+    def rotated(self, q: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(q.float().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(3).type_as(q)
+
+
+class OtherComplex(AsComplex):
+    """Rotates backwards."""
+
+    def rotated(self, q: Tensor, turns: Tensor) -> Tensor:
+        return super().rotated(q, turns.conj()) + 0.01 * q
+
+
 class SkippedAtRandom(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training and random.random() < 0.5 else super().forward(x)
@@ -177,6 +192,11 @@ def tables(S: int) -> dict[str, Tensor]:
     return {name: table[0] for name, table in zip(("cos", "sin"), rotary(torch.empty(1, S, 1)), strict=True)}
 
 
+def turns(S: int) -> dict[str, Tensor]:
+    angles = torch.arange(S)[:, None] * 100.0 ** (-torch.arange(0, D, 2) / D)
+    return {"turns": torch.polar(torch.ones_like(angles), angles)}
+
+
 X = torch.randn(2, 6, WIDTH)
 
 
@@ -205,6 +225,8 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
         [(tokens(2), {"mask": torch.randn(2, 6)}), (tokens(6), {"mask": torch.randn(6, 6)})], lambda layer: None,
     ),
     "longer tables": (Sliced, (tokens(2, 12), tables(12)), [(tokens(2, 5), tables(12))], lambda layer: None),
+    "pairs as complex numbers": (AsComplex, (tokens(), turns(6)), [(tokens(2, 9), turns(9))], lambda layer: None),
+    "other complex numbers": (OtherComplex, (tokens(), turns(6)), [(tokens(2, 9), turns(9))], lambda layer: None),
     "a memory that was the input": (
         Decoder, (X, {"memory": X}), [(tokens(), {"memory": tokens(2, 5)}), (tokens(), {"memory": tokens(2, 6)})],
         lambda layer: None,
@@ -261,7 +283,7 @@ def test_other_calls_than_the_example_are_right(why: str) -> None:
 
 
 REPLACED = {
-    "a mask of keys", "longer tables", "another function", "another configuration", "another list",
+    "a mask of keys", "longer tables", "pairs as complex numbers", "another function", "another configuration", "another list",
     "a memory that was the input", "a mask of the memory", "one memory for all",
 }  # fmt: skip
 

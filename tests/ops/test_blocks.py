@@ -689,7 +689,7 @@ def test_recomputed_output_of_the_core_is_that_of_forward(block):
     [
         *(
             pytest.param(*one.values, "eager", id=one.id)
-            for one in blocks(("none", "full"), names=("pre-norm", "llama"))
+            for one in blocks(("none", "full"), names=("pre-norm", "llama")) + variants(("none", "full"), ("latent",))
         ),
         *(
             pytest.param(*one.values, "triton", id=f"{one.id}-triton")

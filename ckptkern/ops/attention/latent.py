@@ -96,7 +96,7 @@ def latent_attention_block(
 
     o has D_v elements per head and token. workspace: transient bytes (default: by x's device). Heads are computed in the fewest
     equal groups that fit in it, at least one head, beside the latents of all tokens; gradients of latents are summed over
-    groups in float32. On a shard of ckptkern.TensorParallel it runs unsharded. Raises ShapeError, DtypeError, DeviceError and
+    groups in float32. ckptkern.parallel does not shard it. Raises ShapeError, DtypeError, DeviceError and
     LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
     refuse_shard("latent_attention_block has no sharded form")
