@@ -183,7 +183,7 @@ def _attention_options(s: Sizes) -> dict[str, Arguments]:
     }  # fmt: skip
 
 
-LATENT_HEAD = 2, 2, 3  # of q and k what no position rotates and what one does, and of v
+LATENT_HEAD = 2, 4, 3  # of q and k what no position rotates and what one does, and of v
 
 
 def _latent(s: Sizes) -> Arguments:
