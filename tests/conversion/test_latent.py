@@ -257,6 +257,15 @@ class Halved(Copied):
         return made
 
 
+class ClampedPart(Copied):
+    """Beyond the example's numbers, in place, through a view of k."""
+
+    def keys(self, k: Tensor, shared: Tensor) -> Tensor:
+        made = super().keys(k, shared)
+        made[..., NOPE:].clamp_(-50, 50)
+        return made
+
+
 class ClampedLatent(Attention):
     """Beyond the example's numbers."""
 
@@ -314,7 +323,7 @@ class Swapped(Attention):
 
 
 NEAR_MISSES = (
-    RotatedFirst, RotatedLatent, ValuesFirst, NormOfAll, LayerNormed, TwoEpsilons, QueriesAlone, HalfOfK, Halved,
+    RotatedFirst, ClampedPart, RotatedLatent, ValuesFirst, NormOfAll, LayerNormed, TwoEpsilons, QueriesAlone, HalfOfK, Halved,
     ClampedLatent, ScaledLatent, DroppedLatent, ByLength, OtherInput, NormedHeads, Swapped,
 )  # fmt: skip
 

@@ -1,8 +1,10 @@
 """latent_attention_block: what its blocks in support/blocks.py do not test."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from support.blocks import HEADS, LENGTH, NOPE, ROPE, Block, Latent
+from support.blocks import HEADS, LENGTH, MLP, NOPE, ROPE, Block, Latent
 from support.cases import MODES, assert_same, assert_same_within_rounding, clone, gradients, output_gradient
 
 import ckptkern
@@ -198,3 +200,13 @@ def test_errors_of_the_layer():
     )  # fmt: skip
     with pytest.raises(ValueError, match="with a kv_a_weight go without cross_attention_arguments"):
         ckptkern.transformer_layer(OWN["x"], own, mlp, cross_attention_arguments=cross)
+
+
+@pytest.mark.parametrize("block", [PLAIN, PLAIN.with_(mlp=MLP(dropout_p=0.0, resid_p=0.0))], ids=["alone", "layer"])
+def test_torch_func_forms_no_gradient_of_tables_and_masks(block):
+    """It cannot tell which tensors have none, and asks for those of all."""
+    block = block.with_(attention=replace(block.attention, padded=True))
+    tensors = block.make()
+    expected = torch.autograd.grad(block.call(tensors).sum(), tensors["x"])[0]
+    ours = torch.func.grad(lambda x: block.call(tensors | {"x": x}).sum())(tensors["x"].detach())
+    torch.testing.assert_close(ours, expected)
