@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .. import eager, memory, ops
 from . import cases
 from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
-from .models import MLP, Attention, Core, GatedMLP, GroupedRows, Layer, LMHeadLoss, MLPBlock, MoE
+from .models import MLP, Attention, Core, GatedMLP, GroupedRows, LatentAttention, Layer, LMHeadLoss, MLPBlock, MoE
 
 FEATURES = {"cuda": 1024, "cpu": 128}
 LENGTH = {"cuda": 2048, "cpu": 128}
@@ -107,6 +107,10 @@ def _attention(v: SimpleNamespace) -> Attention:
     return Attention(v.features, v.heads // v.kv_heads, v.dropout, v.heads, v.bias, v.norm, v.causal)
 
 
+def _latent_attention(v: SimpleNamespace) -> LatentAttention:
+    return LatentAttention(v.features, v.heads, v.length, v.dropout, v.bias, v.norm, v.causal)
+
+
 def _run_linear(v: SimpleNamespace, model: nn.Sequential, mode: str) -> Function:
     return lambda x: ops.linear_act(x, model[0].weight, model[0].bias, v.activation, recompute=mode)
 
@@ -149,6 +153,10 @@ def _run_mlp_block(v: SimpleNamespace, model: MLPBlock, mode: str) -> Function:
 
 def _run_attention(v: SimpleNamespace, model: Attention, mode: str) -> Function:
     return lambda x: ops.attention_block(x, **model.arguments(x), training=model.training, recompute=mode)
+
+
+def _run_latent_attention(v: SimpleNamespace, model: LatentAttention, mode: str) -> Function:
+    return lambda x: ops.latent_attention_block(x, **model.arguments(x), training=model.training, recompute=mode)
 
 
 def _run_layer(v: SimpleNamespace, model: Layer, mode: str) -> Function:
@@ -253,6 +261,10 @@ OPS = {
         {**_ROWS, **_HEADS, "norm": "layer", "bias": True, "dropout": 0.0}, _attention, _run_attention,
         baselines=functools.partial(_attention_baselines, _run_attention),
     ),
+    "latent_attention_block": Op(
+        {**_ROWS, "heads": None, "length": LENGTH, "causal": True, "norm": "rms", "bias": False, "dropout": 0.0},
+        _latent_attention, _run_latent_attention,
+    ),
     "transformer_layer": Op(
         {**_ROWS, **_HIDDEN, **_HEADS, "activation": "gelu", "gated": False, "norm": "layer", "bias": True},
         lambda v: Layer(_attention(v), _mlp_block(v)), _run_layer, baselines=functools.partial(_attention_baselines,
@@ -342,7 +354,7 @@ def _set_heads(v: SimpleNamespace, alone: bool) -> None:
         v.heads = v.heads or max(1, v.features // (128 if v.features >= 512 else 16))
         if v.features % v.heads:
             raise ValueError(f"--features {v.features} is not a multiple of --heads {v.heads}")
-    v.kv_heads = v.kv_heads or v.heads
+    v.kv_heads = getattr(v, "kv_heads", None) or v.heads
     if v.heads % v.kv_heads:
         raise ValueError(f"--heads {v.heads} is not a multiple of --kv-heads {v.kv_heads}")
     if v.tokens % v.length:

@@ -232,6 +232,52 @@ class Attention(nn.Module):
         )  # fmt: skip
 
 
+class LatentAttention(nn.Module):
+    """x + out(attention(norm(x))) with k and v from a latent of four heads' width, as DeepSeek-V2-Lite's: a head of q and k has
+    half as many rotated dimensions beside those that it has in `Attention`."""
+
+    def __init__(
+        self, width: int, heads: int, length: int, dropout_p: float = 0.0, bias: bool = False, norm: str | None = "rms",
+        causal: bool = True,
+    ):  # fmt: skip
+        super().__init__()
+        self.heads, self.dropout_p, self.causal, self.kind = heads, dropout_p, causal, norm
+        self.v = width // heads
+        self.rope, self.rank = max(2, self.v // 4 * 2), 4 * self.v
+        self.norm, self.latent_norm = norm_of(norm, width), nn.RMSNorm(self.rank, 1e-6)
+        self.q = nn.Linear(width, heads * (self.v + self.rope), bias)
+        self.kv_a = nn.Linear(width, self.rank + self.rope, bias)
+        self.kv_b, self.out = nn.Linear(self.rank, heads * 2 * self.v, bias), nn.Linear(width, width, bias)
+        cos, sin = nn_modules.rotary_tables(torch.arange(length), self.rope)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotates x [B, H, S, R] by halves."""
+        crossed = torch.cat((-x[..., self.rope // 2 :], x[..., : self.rope // 2]), -1)
+        return x * self.cos + crossed * self.sin
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, q_r = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2).split([self.v, self.rope], -1)
+        c, shared = self.kv_a(h).split([self.rank, self.rope], -1)
+        kv = self.kv_b(self.latent_norm(c)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = kv.split([self.v, self.v], -1)
+        shared = self.rotate(shared[:, None]).expand(-1, self.heads, -1, -1)
+        q, k = torch.cat((q, self.rotate(q_r)), -1).to(x.dtype), torch.cat((k, shared), -1).to(x.dtype)
+        o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+    def arguments(self, x: Tensor) -> dict[str, Any]:
+        """The arguments of ckptkern.latent_attention_block."""
+        return dict(
+            q_weight=self.q.weight, q_bias=self.q.bias, kv_a_weight=self.kv_a.weight, kv_a_bias=self.kv_a.bias,
+            kv_a_norm_weight=self.latent_norm.weight, kv_b_weight=self.kv_b.weight, kv_b_bias=self.kv_b.bias,
+            out_weight=self.out.weight, out_bias=self.out.bias, num_heads=self.heads, rotary=(self.cos, self.sin),
+            is_causal=self.causal, dropout_p=self.dropout_p, residual=True, **norm_arguments(self.kind, self.norm),
+        )  # fmt: skip
+
+
 class Layer(nn.Module):
     """Attention, and an MLP block."""
 

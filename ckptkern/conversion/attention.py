@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .computed import Computed, Of, call
-from .leaves import Weight, in_training
+from .leaves import Probability, Weight, in_training
 from .masks import window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
 from .trace import Node, Unreadable, leaves_of
@@ -33,6 +33,8 @@ ROTATING = (
     "concat",
     "roll",
     "repeat_interleave",
+    "view_as_complex",
+    "view_as_real",
 )
 
 
@@ -63,6 +65,7 @@ class Projection:
     outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
     tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
     factor: float = 1.0
+    is_complex: bool = False  # pairs are rotated as complex numbers
     unit: bool = False  # rows have length 1: torch's normalize
 
     def copied(self) -> Projection:
@@ -83,23 +86,32 @@ def read_attention(steps: Steps, node: Node) -> Part:
         raise Unreadable("v is changed between its projection and core attention")
     arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
     arguments |= _norms(steps, core, q, k) | _sinks(steps, core)
-    rotary, rotary_choices = _rotary(steps, q, k)
-    arguments |= {
-        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "rotary": rotary,
-        "scale": core.scale * q.factor * k.factor / (core.query.shape[-1] if q.unit else 1), "dropout_p": core.dropout_p,
-        "resid_dropout_p": steps.probability(after),
+    arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
+    factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
+    arguments |= of_core(steps, core, out, factor, after, sliced="key_value" not in arguments)
+    return Part(arguments, x, choices + rotary_choices)
+
+
+# -- the core
+
+
+def of_core(
+    steps: Steps, core: Core, out: Layer, factor: float, after: list[Probability], sliced: bool = True
+) -> dict[str, Any]:
+    """The arguments that say how core attention and the output projection compute. factor: of q and k beside the core's own;
+    after: the dropouts behind the branch; sliced: see `_mask`."""
+    arguments = {
+        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "scale": core.scale * factor,
+        "dropout_p": core.dropout_p, "resid_dropout_p": steps.probability(after),
     }  # fmt: skip
-    arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
+    arguments |= _masks(steps, core.masks, sliced)
     if core.excludes:
         arguments["mask_is_exclusion"] = True
     if core.softcap is not None:
         arguments["softcap"] = core.softcap
     if core.window is not None:
         arguments["window_size"] = window_of(core.window)
-    return Part(arguments, x, choices + rotary_choices)
-
-
-# -- the core
+    return arguments
 
 
 def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
@@ -255,6 +267,7 @@ def projection(steps: Steps, node: Node, found: Projection | None = None, apart:
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
         found.factor *= steps.number(node)
+    found.is_complex |= node.is_function("view_as_complex")
     for one in node.inputs:
         if apart or _reads_linear(steps, one):
             found = projection(steps, one, found, apart)
@@ -383,7 +396,7 @@ def _cosine(core: Core, q: Projection, k: Projection) -> dict[str, Any]:
     return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
 
 
-def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
+def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     """(the tables, choices)."""
     if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
@@ -392,6 +405,11 @@ def _rotary(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
         tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
         return tables, [[{"rotary_interleaved": interleaved} for interleaved in (False, True)]]
+    if q.is_complex and k.is_complex and len(q.outside) == 1 and q.outside[0].kind == "argument":
+        if not all(map(_from_first_row, [*q.tables, *k.tables])):
+            raise Unreadable("rotary tables that are not read from their first row")
+        tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
+        return tables, [[{"rotary": tables, "rotary_interleaved": True}]]
     if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
         kinds = ", ".join(map(steps.leaves.describe, q.outside))
         raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {kinds}")

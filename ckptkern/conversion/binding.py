@@ -34,6 +34,7 @@ from .unread import Probabilities, returned
 WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
 )
+ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  # ops
 UNSEEN = object()
 FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
@@ -42,7 +43,7 @@ REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ 
 def mode_of(op: str, activation: str | None, mode: str) -> str:
     """An op's mode in a model at `mode`. What "selective" spares is attention and the bits of a relu: an MLP at "selective"
     would save its widest tensors."""
-    if mode != "selective" or op in ("transformer_layer", "attention_block"):
+    if mode != "selective" or op in ATTENDING:
         return mode
     return mode if (op, activation) == ("linear_act", "relu") else "full"
 
@@ -199,7 +200,8 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
 
     A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
     an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
-    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's.
+    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
+    "imag" of one complex table [..., S, R / 2].
     """
     if not form:
         return tensor
@@ -210,6 +212,8 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
     if tensor.dim() == 4:
         tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
     tensor = tensor[..., :length, :]
+    if form in ("real", "imag"):
+        tensor, form = getattr(tensor, form), "each twice"
     if form == "twice":
         return torch.cat((tensor, tensor), -1)
     if form == "each twice":
@@ -230,7 +234,7 @@ class Segment:
         caches: Collection[int] = (),
     ):  # fmt: skip
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
-        self.attends = op in ("transformer_layer", "attention_block")
+        self.attends = op in ATTENDING
         self.arguments = arguments_getter(module, template)
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}

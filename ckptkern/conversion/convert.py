@@ -269,7 +269,7 @@ class _Conversion:
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
-            forward.recompute = self.attention if segment.op == "attention_block" else self.mlp
+            forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
@@ -351,8 +351,9 @@ def convert(
         print(conversion)
 
     The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
-    of the fused ops (transformer_layer, attention_block, mlp_block, linear_stack, linear_act), and compared with it on random
-    parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
+    of the fused ops (transformer_layer, attention_block, latent_attention_block, mlp_block, linear_stack, linear_act), and
+    compared with it on random parameters: output, input gradient and the gradient of every parameter agree to rounding, or the
+    module is left as it is.
     torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their drop-in
     replacements in ckptkern.nn. The experts of an MoE layer become moe_mlp. The linear layer whose logits the call
     hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that. A norm before it

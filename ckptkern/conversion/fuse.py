@@ -402,7 +402,7 @@ def fuse(
     if not segments:
         raise reason
     segment = next(iter(segments.values()))
-    if segment.op in ("attention_block", "transformer_layer"):
+    if segment.attends:
         flat = leaves_of(form.counting(*taken[0]))
         inputs = [flat[i] for i in segment.inputs]
         for args, kwargs in (taken[0], asked[0]) if segment.caches else (taken[0],):

@@ -16,6 +16,7 @@ from torch import nn
 
 from .attention import read_attention
 from .computed import Computed
+from .latent import read_latent
 from .leaves import Leaves, Probability
 from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
 from .trace import Node, Unreadable
@@ -74,7 +75,12 @@ class Grammar(Steps):
         raise Unreadable("not a gated product: " + " * ".join(map(self.leaves.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:
-        return read_attention(self, node)
+        try:
+            return read_attention(self, node)
+        except Unreadable:
+            if (part := read_latent(self, node)) is not None:
+                return part
+            raise
 
     # -- sublayers
 
@@ -233,7 +239,8 @@ class Grammar(Steps):
         part = self.sublayer(node, self.attention)
         if part.input.kind != "argument":
             raise self.refuse("attention reads", part.input)
-        return Reading("attention_block", part.arguments, part.input.source, part.at())
+        op = "latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block"
+        return Reading(op, part.arguments, part.input.source, part.at())
 
     def chain(self, node: Node) -> Reading:
         """act(linear(... act(linear(x)))), one activation throughout."""

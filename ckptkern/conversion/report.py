@@ -15,9 +15,9 @@ RAN = ("fused", "checkpointed", "original")  # what a call of a converted module
 class Row:
     """Describes a module and its replacement.
 
-    replaced_by: a fused op ("transformer_layer", "attention_block", "mlp_block", "linear_stack", "linear_act", "moe_mlp",
-    "linear_cross_entropy"), "checkpoint" for an activation checkpoint, "tiled" for the norm before an LM head in chunks of
-    tokens, the class of a drop-in replacement in ckptkern.nn, or None, with the reason.
+    replaced_by: a fused op ("transformer_layer", "attention_block", "latent_attention_block", "mlp_block", "linear_stack",
+    "linear_act", "moe_mlp", "linear_cross_entropy"), "checkpoint" for an activation checkpoint, "tiled" for the norm before an
+    LM head in chunks of tokens, the class of a drop-in replacement in ckptkern.nn, or None, with the reason.
     saved_before, saved_after: bytes that one call saves for backward, besides parameters, measured with the example
     inputs; None without them. error: the largest relative error of output and gradients in the numerical check.
     calls: how many calls of it with gradients have run "fused", "checkpointed" and, in training, as the "original" forward

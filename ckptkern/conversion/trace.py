@@ -48,7 +48,8 @@ class Node:
 
     args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
-    modules that returned it too, the inner ones first.
+    modules that returned it too, the inner ones first. written: of a tensor that was changed through a view of it, its node
+    before, and the view's after.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Node:
     at: int = -1
     function: Callable | None = None
     calls: list[Outer] = field(default_factory=list)
+    written: tuple[Node, Node] | None = None
 
     @property
     def inputs(self) -> list[Node]:
@@ -171,16 +173,21 @@ class _Tracer(TorchFunctionMode):
         result = function(*args, **kwargs)
         if self.inside == 0:
             changed = args[0] if name == "__setitem__" or is_in_place(name) else kwargs.get("out")
-            if isinstance(changed, Tensor):
-                self.forget_views(changed, name)
+            forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
             self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result, function)
+            for before, now in forgotten:
+                now.written = before, self.nodes[id(changed)]
         return result
 
-    def forget_views(self, changed: Tensor, name: str) -> None:
-        """Other tensors of the memory that was changed are not what made them any more."""
+    def forget_views(self, changed: Tensor, name: str) -> list[tuple[Node, Node]]:
+        """Other tensors of the memory that was changed are not what made them any more; returns their nodes before and now."""
+        found = []
         for other in self.alive:
             if isinstance(other, Tensor) and other is not changed and _overlap(other, changed):
-                self.nodes[id(other)] = Node("function", f"{name} of a view", other.shape)
+                now = Node("function", f"{name} of a view", other.shape)
+                found.append((self.node(other), now))
+                self.nodes[id(other)] = now
+        return found
 
     def before(self, leaf: nn.Module, args: tuple) -> None:
         self.inside += 1

@@ -1,6 +1,7 @@
 """The public functions: one file per op, with the op's description and the function that checks arguments and calls it."""
 
 from .attention.block import attention_block
+from .attention.latent import latent_attention_block
 from .attention.sdpa import scaled_dot_product_attention, varlen_attn
 from .cross_entropy import linear_cross_entropy
 from .dispatch.checks import ACTIVATIONS
@@ -18,7 +19,7 @@ from .transformer_layer import transformer_layer
 
 __all__ = [
     "ACTIVATIONS", "LoRA", "accumulate_in_place", "attention_block", "backend", "dropout", "gated_mlp", "grouped_gated_mlp",
-    "linear_act",
+    "latent_attention_block", "linear_act",
     "linear_cross_entropy", "linear_stack", "mlp", "mlp_block", "moe_mlp", "scaled_dot_product_attention", "transformer_layer",
     "varlen_attn", "workspace",
 ]  # fmt: skip

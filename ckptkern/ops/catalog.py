@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..memory import saved_tensors
 from .attention.block import AttentionBlock, attention_block
+from .attention.latent import LatentAttentionBlock, latent_attention_block
 from .attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
 from .cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .dispatch.checks import MODES
@@ -30,7 +31,7 @@ from .mlp.mlp import MLP, mlp
 from .registration.op import Op
 from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
-from .transformer_layer import TransformerLayer, transformer_layer
+from .transformer_layer import LatentTransformerLayer, TransformerLayer, transformer_layer
 
 Arguments = dict[str, Any]
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -190,6 +191,35 @@ def _attention_options(s: Sizes) -> dict[str, Arguments]:
     }  # fmt: skip
 
 
+LATENT_HEAD = 2, 4, 3  # of q and k what no position rotates and what one does, and of v
+
+
+def _latent(s: Sizes) -> Arguments:
+    nope, rope, v = LATENT_HEAD
+    return dict(
+        x=_normal(*s.lead, s.features), q_weight=_normal(s.heads * (nope + rope), s.features),
+        kv_a_weight=_normal(s.hidden + rope, s.features), kv_b_weight=_normal(s.heads * (nope + v), s.hidden),
+        out_weight=_normal(s.features, s.heads * v), num_heads=s.heads,
+    )  # fmt: skip
+
+
+def _latent_options(s: Sizes) -> dict[str, Arguments]:
+    (B, S), d, (nope, rope, v), rank = s.lead, s.features, LATENT_HEAD, s.out
+    q_a = dict(q_a_weight=_normal(rank, d), q_weight=_normal(s.heads * (nope + rope), rank))
+    return {
+        **_around(s), "q_a_weight": q_a, **_with(q_a, q_a_bias=_normal(rank), q_a_norm_weight=_gain(rank)),
+        **_with({"kv_a_norm_weight": _gain(s.hidden)}, latent_norm_eps=0.1),
+        **_with({"attn_mask": _seen(S, S)}, mask_is_exclusion=True),
+        **_with({"rotary": 100.0}, rotary_interleaved=True),
+        **_alone(
+            q_bias=_normal(s.heads * (nope + rope)), kv_a_bias=_normal(s.hidden + rope), kv_a_norm_weight=_gain(s.hidden),
+            kv_b_bias=_normal(s.heads * (nope + v)), out_bias=_normal(d), rotary=100.0, is_causal=True,
+            attn_mask=_normal(S, S), key_padding_mask=torch.ones(B, S, dtype=torch.bool).triu(2), window_size=(1, 0),
+            scale=0.7, softcap=2.0, dropout_p=P, residual=True,
+        ),
+    }  # fmt: skip
+
+
 def _layer_inputs(s: Sizes) -> Arguments:
     return dict(x=_normal(*s.lead, s.features), attention_arguments=_attention(s), mlp_arguments=_mlp_branch(s))
 
@@ -198,6 +228,17 @@ def _layer_options(s: Sizes) -> dict[str, Arguments]:
     crossed = _attention(s) | {"key_value": _normal(s.lead[0], s.lead[1] + 1, s.features)}
     dropped = {"mlp_arguments": _mlp_branch(s) | {"dropout_p": P}}
     return _alone(cross_attention_arguments=crossed, parallel=True) | _with(dropped, training=False)
+
+
+def _latent_layer_inputs(s: Sizes) -> Arguments:
+    latent = _latent(s)
+    return dict(x=latent.pop("x"), attention_arguments=latent, mlp_arguments=_mlp_branch(s))
+
+
+def _latent_layer_options(s: Sizes) -> dict[str, Arguments]:
+    found = _layer_options(s)
+    del found["cross_attention_arguments"]  # which do not go with it
+    return found
 
 
 def _sdpa_inputs(s: Sizes) -> Arguments:
@@ -321,6 +362,7 @@ OPS = {
             attention_block, AttentionBlock,
             lambda s: {"x": _normal(*s.lead, s.features)} | _attention(s), _attention_options,
         ),
+        Entry(latent_attention_block, LatentAttentionBlock, _latent, _latent_options),
         Entry(transformer_layer, TransformerLayer, _layer_inputs, _layer_options),
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
         Entry(varlen_attn, Attention, _varlen_inputs, _varlen_options),
@@ -333,6 +375,11 @@ OPS = {
         Entry(dropout, Dropout, lambda s: {"x": _normal(*s.lead, s.features)}, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip
+
+# Arguments of which a function is another op than of those above.
+AS_OTHER_OPS = (
+    Entry(transformer_layer, LatentTransformerLayer, _latent_layer_inputs, _latent_layer_options, of="latents"),
+)
 
 # Arguments of which a function gives in PyTorch ops what its op gives of the arguments above.
 IN_TORCH_OPS = (

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
-from .attention.backward import AttentionSublayer, attention_sublayer_backward
 from .attention.block import attention_block
-from .attention.reference import attention_reference
-from .attention.sublayer import attention_sublayer
-from .attention.sublayer import saves as attention_saves
+from .attention.kinds import AnyOptions, AnySublayer, AnyTensors, reference_of, saves_of, sublayer_of, tensors_kind
+from .attention.kinds import any_sublayer as attention_sublayer
+from .attention.kinds import any_sublayer_backward as attention_sublayer_backward
+from .attention.latent import latent_attention_block
+from .attention.latent_arguments import gather_latent
+from .attention.latent_tensors import LATENT_CONSTANTS, LatentOptions
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
-from .dispatch.shard import ACTIVE
+from .dispatch.shard import ACTIVE, refuse_shard
 from .mlp.block import gather as gather_mlp
 from .mlp.block import mlp_block
 from .mlp.branch import saves as branch_saves
@@ -31,8 +33,6 @@ from .registration.op import Op
 from .registration.rows import rows_2d, unflattened
 from .sublayer.residual import drawn, reads_branch
 
-A = len(AttentionTensors._fields)
-
 
 class LayerOptions(NamedTuple):
     """attention: of the attention sublayers in their order, of which a second one is cross-attention; parallel: do all
@@ -42,9 +42,21 @@ class LayerOptions(NamedTuple):
     mlp: MLPOptions
     parallel: bool
 
-    def saves_middle(self) -> bool:
-        """Is what passes between the sublayers saved?"""
-        return self.attention[0].recompute == "none" and not self.parallel
+
+class LatentLayerOptions(NamedTuple):
+    """Those of a layer with latent attention."""
+
+    attention: tuple[LatentOptions, ...]
+    mlp: MLPOptions
+    parallel: bool
+
+
+AnyLayerOptions = LayerOptions | LatentLayerOptions
+
+
+def _saves_middle(o: AnyLayerOptions) -> bool:
+    """Is what passes between the sublayers saved?"""
+    return o.attention[0].recompute == "none" and not o.parallel
 
 
 class LayerNeeds(NamedTuple):
@@ -55,8 +67,8 @@ class LayerNeeds(NamedTuple):
     mlp: int
 
     @classmethod
-    def of(cls, needs: int, o: LayerOptions) -> LayerNeeds:
-        of_attention, before = [], needs & 1
+    def of(cls, needs: int, o: AnyLayerOptions) -> LayerNeeds:
+        of_attention, before, A = [], needs & 1, _fields_of_attention(o)
         for i in range(len(o.attention)):
             own = needs >> 1 + i * A & (1 << A) - 1
             of_attention.append(own << 1 | before)
@@ -65,19 +77,24 @@ class LayerNeeds(NamedTuple):
         return cls(of_attention, of_mlp << 1 | (needs & 1 if o.parallel else int(before)))
 
 
+def _fields_of_attention(o: AnyLayerOptions) -> int:
+    """Tensors of each attention sublayer among the op's."""
+    return len(tensors_kind(o.attention[0])._fields)
+
+
 def _split(
-    tensors: Sequence[Tensor | None], o: LayerOptions
-) -> tuple[Tensor, list[tuple[AttentionTensors, AttentionOptions]], MLPTensors]:
+    tensors: Sequence[Tensor | None], o: AnyLayerOptions
+) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], MLPTensors]:
     """(x, each attention sublayer's tensors and options, the MLP sublayer's tensors)"""
-    x, *others = tensors
-    sublayers = [(AttentionTensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
+    (x, *others), A = tensors, _fields_of_attention(o)
+    sublayers = [(tensors_kind(one)(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
     return x, sublayers, MLPTensors(*others[len(sublayers) * A :])
 
 
 class TransformerLayer(Op):
     name = "transformer_layer"
     Options = LayerOptions
-    constants = frozenset((*CONSTANTS, *(A + i for i in CONSTANTS)))
+    constants = frozenset((*CONSTANTS, *(len(AttentionTensors._fields) + i for i in CONSTANTS)))
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
     assert min(CONSTANTS) > len(MLPTensors._fields)
 
@@ -113,7 +130,7 @@ class TransformerLayer(Op):
             (sublayer, core, f), own = cores.pop(), of_attention.pop()
             grads = attention_sublayer_backward(rows_2d(d), sublayer, core, own, f) if own else {}
             d = grads.get("x")
-            results = in_order(grads, AttentionTensors, own)[1:] + results
+            results = in_order(grads, type(sublayer.t), own)[1:] + results
         if o.parallel and needs & 1:
             d = d + dx_mlp
         return [d, *results]
@@ -123,38 +140,45 @@ class TransformerLayer(Op):
         x, sublayers, t_mlp = _split(tensors, o)
         mid = x
         for t, one in sublayers:
-            mid = attention_reference(mid, t, one)
+            mid = reference_of(mid, t, one)
         return mid + mlp_reference(x, t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
 
 
-def _saved_of(attention: AttentionOptions, o: LayerOptions) -> tuple[str, ...]:
+class LatentTransformerLayer(TransformerLayer):
+    """The same with latent attention."""
+
+    name = "latent_transformer_layer"
+    Options = LatentLayerOptions
+    constants = LATENT_CONSTANTS
+
+
+def _saved_of(attention: AnyOptions, o: AnyLayerOptions) -> tuple[str, ...]:
     """What an attention sublayer saves: its core, and what it passes on."""
-    return (*attention_saves(attention), "mid") if o.saves_middle() else attention_saves(attention)
+    return (*saves_of(attention), "mid") if _saves_middle(o) else saves_of(attention)
 
 
 def _recomputed(
-    x: Tensor, sublayers: Sequence[tuple], saved: Sequence[dict[str, Tensor]], o: LayerOptions, needs: Sequence[int]
-) -> tuple[Tensor, list[tuple[AttentionSublayer, dict[str, Tensor], Tensor | None]]]:
+    x: Tensor, sublayers: Sequence[tuple], saved: Sequence[dict[str, Tensor]], o: AnyLayerOptions, needs: Sequence[int]
+) -> tuple[Tensor, list[tuple[AnySublayer, dict[str, Tensor], Tensor | None]]]:
     """(the MLP sublayer's input; of each attention sublayer itself, its core, and what its branch gave where backward reads
     that). What was not saved of a core is recomputed if the next sublayer's input is made of it."""
     mid, cores = x, []
     for (t, one), core, own in zip(sublayers, saved, needs, strict=True):
-        sublayer, f = AttentionSublayer(mid, t, one, shares=True), None
+        sublayer, f = sublayer_of(mid, t, one, shares=True), None
         mid = core.pop("mid", None)
         if o.parallel:
             mid = x
         elif mid is None:
             if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
-                made = sublayer.attend(save_raw=sublayer.group_count == 1)
-                core = dict(zip(("out", "lse", "qkv"), made, strict=True))
-            f = sublayer.branch(core["out"], core.get("qkv"))
+                core = sublayer.attend(save_raw=sublayer.group_count == 1)
+            f = sublayer.branch(core)
             mid = unflattened(sublayer.output(f), x)
-            f = f if reads_branch(one, needed_names(AttentionTensors, own)) else None
+            f = f if reads_branch(one, needed_names(type(t), own)) else None
         cores.append((sublayer, core, f))
     return mid, cores
 
 
-_apply = build(TransformerLayer)
+_apply, _apply_latent = build(TransformerLayer), build(LatentTransformerLayer)
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
@@ -166,6 +190,12 @@ def _arguments_of(block) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
+LATENT_ARGUMENTS = _arguments_of(latent_attention_block)
+
+
+def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
+    """Are these the arguments of latent_attention_block?"""
+    return isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
 
 
 def check_arguments(
@@ -183,12 +213,14 @@ def check_arguments(
             raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
 
 
-def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool) -> None:
+def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool) -> None:
     check_arguments(op, "cross_attention_arguments", arguments, *ATTENTION_ARGUMENTS)
     if arguments.get("key_value") is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
     if parallel:
         raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
+    if latent:
+        raise ValueError(f"{op}: attention_arguments with a kv_a_weight go without cross_attention_arguments")
 
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
@@ -209,7 +241,8 @@ def _by_sublayers(
     mid = x
     for arguments in attentions:
         given = dict(training=training, recompute=recompute[0], workspace=workspace)
-        mid = attention_block(mid, **given, **{"residual": True} | dict(arguments))
+        block = latent_attention_block if is_latent(arguments) else attention_block
+        mid = block(mid, **given, **{"residual": True} | dict(arguments))
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
     return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
 
@@ -229,6 +262,8 @@ def transformer_layer(
     residual=False).
 
     cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
+    attention_arguments with a kv_a_weight are those of latent_attention_block, which takes the place of attention_block
+    (DeepSeek, MiniCPM3), saves what it saves, and does not go with cross_attention_arguments.
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
     cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,
@@ -247,10 +282,12 @@ def transformer_layer(
     and what passes between the sublayers. Raises as the two blocks do.
     """
     op = "transformer_layer"
-    check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
+    latent = is_latent(attention_arguments)
+    known, required = LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS
+    check_arguments(op, "attention_arguments", attention_arguments, known, required)
     check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
     if cross_attention_arguments is not None:
-        check_cross(op, cross_attention_arguments, parallel)
+        check_cross(op, cross_attention_arguments, parallel, latent)
     modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
@@ -259,20 +296,18 @@ def transformer_layer(
     given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
     if not isinstance(recompute, str):
         return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
+    if latent:
+        refuse_shard("latent_attention_block has no sharded form")
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
-    sublayers = [
-        gather_attention(
-            op, x, training=training, recompute=recompute, workspace=workspace, **{"residual": True} | dict(arguments)
-        )
-        for arguments in given
-    ]
+    common = dict(training=training, recompute=recompute, workspace=workspace)
+    gather = gather_latent if latent else gather_attention
+    sublayers = [gather(op, x, **common, **{"residual": True} | dict(arguments)) for arguments in given]
     for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
-    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in sublayers))
     inner = "none" if sublayers[0][1].recompute == "none" else "full"
     tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
     if parallel and tm.down_weight.shape[0] != x.shape[-1]:
@@ -281,6 +316,9 @@ def transformer_layer(
             f"{tm.down_weight.shape[0]}"
         )
     attention = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
+    tensors = x, *attention, *drawn(tm, om, x, training)
+    if latent:
+        return _apply_latent(LatentLayerOptions(attention=(sublayers[0][1],), mlp=om, parallel=parallel), *tensors)
+    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in sublayers))
     of_attention = tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers)
-    options = LayerOptions(attention=of_attention, mlp=om, parallel=parallel)
-    return _apply(options, x, *attention, *drawn(tm, om, x, training))
+    return _apply(LayerOptions(attention=of_attention, mlp=om, parallel=parallel), *tensors)

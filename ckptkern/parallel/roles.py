@@ -113,6 +113,10 @@ def templates_of(module: nn.Module) -> list[Template]:
     if isinstance(forward, Fused):
         segments = [segment for segment in forward.segments.values() if segment is not None]
         for segment in segments:
+            if any("kv_a_weight" in sublayer for sublayer in sublayers_of(segment.template)):
+                raise TypeError(
+                    f"TensorParallel: {type(module).__name__} has latent attention, which has no sharded form; leave it out"
+                )
             if segment.op not in OPS:
                 raise TypeError(
                     f"TensorParallel: {type(module).__name__} is a {segment.op}, which has no heads or hidden units"

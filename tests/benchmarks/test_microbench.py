@@ -62,13 +62,27 @@ def test_ours_are_right_at_any_sizes(op, variant):
         assert shapes == {(16, 32)}
     if op == "linear_stack":
         assert len(list(model.parameters())) == 6
-    if "heads" in micro.OPS[op].defaults and "features" in micro.OPS[op].defaults:
+    if op == "latent_attention_block":
+        assert {
+            (48, 32),
+            (36, 32),
+            (64, 32),
+        } <= shapes  # 4 heads of 8 dimensions and 4 rotated ones, and a latent of 32
+    elif "heads" in micro.OPS[op].defaults and "features" in micro.OPS[op].defaults:
         assert (64, 32) in shapes  # 4 heads of queries, and 2 each of keys and values, of 8
     assert x.numel() == 24 * made.size.width
 
 
 def test_dropout_is_drawn_where_it_is_timed():
-    for op in ("mlp", "gated_mlp", "mlp_block", "attention_block", "transformer_layer", "scaled_dot_product_attention"):
+    for op in (
+        "mlp",
+        "gated_mlp",
+        "mlp_block",
+        "attention_block",
+        "latent_attention_block",
+        "transformer_layer",
+        "scaled_dot_product_attention",
+    ):
         made = sized(op, dropout=0.5)
         model, x, _ = cases.build(made, CPU)
         for function in (model, made.case.ours(model, made.case.modes[0])):

@@ -150,6 +150,21 @@ class Sliced(Layer):
         return q * cos[: q.shape[2]] + rotated(q) * sin[: q.shape[2]]
 
 
+class AsComplex(Layer):
+    """Pairs of neighbours as complex numbers (Llama's own code)."""
+
+    def rotated(self, q: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(q.float().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(3).type_as(q)
+
+
+class OtherComplex(AsComplex):
+    """Rotates backwards."""
+
+    def rotated(self, q: Tensor, turns: Tensor) -> Tensor:
+        return super().rotated(q, turns.conj()) + 0.01 * q
+
+
 class SkippedAtRandom(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training and random.random() < 0.5 else super().forward(x)
@@ -368,6 +383,11 @@ def conditioned(B: int = 2, S: int = 6) -> tuple[Tensor, dict[str, Tensor]]:
     return tokens(B, S), {"condition": torch.randn(B, WIDTH)}
 
 
+def turns(S: int) -> dict[str, Tensor]:
+    angles = torch.arange(S)[:, None] * 100.0 ** (-torch.arange(0, D, 2) / D)
+    return {"turns": torch.polar(torch.ones_like(angles), angles)}
+
+
 X = torch.randn(2, 6, WIDTH)
 
 
@@ -404,6 +424,8 @@ NEAR_MISSES: dict[str, tuple[type[Layer], tuple, list[tuple], Callable[[Layer], 
     "cosines of tokens": (CosineOfTokens, (tokens(), {}), [(tokens(), {})], lambda layer: None),
     "another length than the root of squares": (CosineOfSums, (tokens(), {}), [(tokens(), {})], lambda layer: None),
     "longer tables": (Sliced, (tokens(2, 12), tables(12)), [(tokens(2, 5), tables(12))], lambda layer: None),
+    "pairs as complex numbers": (AsComplex, (tokens(), turns(6)), [(tokens(2, 9), turns(9))], lambda layer: None),
+    "other complex numbers": (OtherComplex, (tokens(), turns(6)), [(tokens(2, 9), turns(9))], lambda layer: None),
     "a memory that was the input": (
         Decoder, (X, {"memory": X}), [(tokens(), {"memory": tokens(2, 5)}), (tokens(), {"memory": tokens(2, 6)})],
         lambda layer: None,
@@ -628,7 +650,7 @@ def test_those_that_are_fused(kind: type) -> None:
 
 
 REPLACED = {
-    "a mask of keys", "longer tables", "another function", "another configuration", "another list",
+    "a mask of keys", "longer tables", "another function", "another configuration", "another list", "pairs as complex numbers",
     "a memory that was the input", "a mask of the memory", "one memory for all", "vectors of each sample",
     "vectors of one sample", "vectors in another order", "vectors that more is done to", "numbers that follow the batch",
     "vectors of a dropout", "cosines", "rows of tables that a tensor chooses",

@@ -331,7 +331,8 @@ def test_every_precision_of_a_compiled_graph_is_read(way, monkeypatch):
 
 
 @pytest.mark.parametrize("block", [
-    *blocks(("selective",), names=("pre-norm",))[:2], *blocks(("selective",), names=("llama",))[2:]
+    *blocks(("selective",), names=("pre-norm",))[:2], *blocks(("selective",), names=("llama",))[2:],
+    *variants(("selective",), ("latent",)),
 ])  # fmt: skip
 def test_one_graph_for_all_batch_sizes(block):
     """Sizes compile once, dynamically; seeds compile nothing. Lengths compile once too, unless tables fix one."""
@@ -688,7 +689,8 @@ KERNEL_BLOCKS = [
 # An MLP sublayer after its branch, an attention sublayer alone, and all three sublayers.
 KERNEL_VARIANTS = [
     one for one in VARIANTS
-    if one.name in ("normed heads in groups", "learned bias", "gated query", "gated heads", "gated crossing") and not one.mlp
+    if one.name in ("normed heads in groups", "learned bias", "gated query", "gated heads", "gated crossing", "latent")
+    and not one.mlp
 ]  # fmt: skip
 KERNEL_VARIANTS += [
     one for one in VARIANTS if one.name in ("normed branch", "post-norm decoder", "low-rank llama") and one.mlp
@@ -732,7 +734,7 @@ def test_recomputed_output_of_the_core_is_that_of_forward(block):
     [
         *(
             pytest.param(*one.values, "eager", id=one.id)
-            for one in blocks(("none", "full"), names=("pre-norm", "llama"))
+            for one in blocks(("none", "full"), names=("pre-norm", "llama")) + variants(("none", "full"), ("latent",))
         ),
         *(
             pytest.param(*one.values, "triton", id=f"{one.id}-triton")

@@ -36,6 +36,10 @@ PLAIN = {"up_weight": (HIDDEN, D), "up_bias": (HIDDEN,), "down_weight": (D, HIDD
 GATE = {"gate_weight": (HIDDEN, D), "gate_bias": (HIDDEN,)}
 ATTENTION = {"qkv_weight": (3 * D, D), "qkv_bias": (3 * D,), "out_weight": (D, D), "out_bias": (D,)}
 
+LATENTS = {"q_a_weight": (24, D), "q_a_bias": (24,), "q_weight": (HEADS * 16, 24), "q_bias": (HEADS * 16,)}
+LATENTS |= {"kv_a_weight": (16 + 8, D), "kv_a_bias": (24,), "kv_b_weight": (HEADS * 24, 16), "kv_b_bias": (HEADS * 24,)}
+LATENTS |= {"out_weight": (D, HEADS * 16), "out_bias": (D,)}
+
 
 def casts(monkeypatch, call, tensors: dict[str, torch.Tensor], x: torch.Tensor) -> tuple[Counter, Counter]:
     """Of forward, and of backward."""
@@ -77,7 +81,7 @@ def test_a_gated_mlp_casts_what_its_matmuls_read(monkeypatch, mode, needs_dx):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("kind", ["attention", "mlp", "gated", "low rank", "layer", "cross"])
+@pytest.mark.parametrize("kind", ["attention", "latent", "mlp", "gated", "low rank", "layer", "cross"])
 def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, mode):
     attention, mlp = parameters(**ATTENTION), parameters(**PLAIN, **(GATE if kind in ("gated", "low rank") else {}))
     norms = [parameters(norm_weight=(D,), norm_bias=(D,)) for _ in range(3)]
@@ -85,9 +89,14 @@ def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, mode):
     of_attention = dict(attention, **around[0], num_heads=HEADS)
     lora = parameters(lora_a=(4, D), lora_b=(HIDDEN, 4))
     crossing = parameters(**{f"cross_{name}": shape for name, shape in ATTENTION.items()})
+    latents = parameters(**LATENTS)
     x = torch.randn(2, 8, D, requires_grad=True)
 
     def call(x):
+        if kind == "latent":
+            return ckptkern.latent_attention_block(
+                x, **latents, num_heads=HEADS, **around[0], residual=True, recompute=mode
+            )
         if kind == "attention":
             return ckptkern.attention_block(x, **of_attention, residual=True, recompute=mode)
         if kind in ("layer", "cross"):
@@ -101,8 +110,8 @@ def test_a_block_casts_no_parameter_twice(monkeypatch, kind, norm_first, mode):
         update = {"up": ckptkern.LoRA(lora["lora_a"], lora["lora_b"])} if kind == "low rank" else None
         return ckptkern.mlp_block(x, **mlp, **around[1], lora=update, recompute=mode)
 
-    tensors = {} if kind in ("mlp", "gated", "low rank") else dict(attention)
-    tensors |= {} if kind == "attention" else mlp
+    tensors = {} if kind in ("mlp", "gated", "low rank") else latents if kind == "latent" else dict(attention)
+    tensors |= {} if kind in ("attention", "latent") else mlp
     tensors |= crossing if kind == "cross" else lora if kind == "low rank" else {}
     forward, backward = casts(monkeypatch, call, tensors, x)
     assert forward == once(*tensors)

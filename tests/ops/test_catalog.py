@@ -20,14 +20,14 @@ from triton.runtime.interpreter import InterpretedFunction
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops import catalog
-from ckptkern.ops.catalog import IN_TORCH_OPS, OPS, Entry, Sizes
+from ckptkern.ops.catalog import AS_OTHER_OPS, IN_TORCH_OPS, OPS, Entry, Sizes
 from ckptkern.ops.registration import codec
 from ckptkern.ops.registration.needs import joined, needed
 from ckptkern.ops.registration.op import run_forward
 
 SIZES = Sizes()
 TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
-OF_OPS = tuple(OPS.values())
+OF_OPS = (*OPS.values(), *AS_OTHER_OPS)
 ALL = (*OF_OPS, *IN_TORCH_OPS)
 
 
@@ -257,7 +257,9 @@ def test_kernels_compute_what_eager_does(case):
 
 
 BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
-BOUNDED |= dict.fromkeys(("attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4))
+BOUNDED |= dict.fromkeys(
+    ("attention_block", "latent_attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4)
+)
 LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_mlp", "grouped_gated_mlp")
 BOUNDED |= dict.fromkeys(LAYERS, Sizes((1280,), 8, 64, 8))
 

@@ -20,6 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory, saved_tensors
+from ckptkern.ops.attention import latent_sublayer as _latent_sublayer
 from ckptkern.ops.attention import sublayer as _sublayer
 from ckptkern.ops.registration import gradients as _gradients
 
@@ -38,14 +39,16 @@ GROUPED = [
 ]  # fmt: skip
 # Whose kernels read what a group cuts: a mask's planes, slopes, biases, norms of heads, packed and rotated q and k.
 ON_KERNELS = [
-    block for block in GROUPED if block.name in ("llama", "slopes", "bias of samples", "normed heads", "gated heads")
+    block
+    for block in GROUPED
+    if block.name in ("llama", "slopes", "bias of samples", "normed heads", "gated heads", "latent")
 ]
 
 
 @pytest.fixture(autouse=True)
 def counts(monkeypatch) -> list[int]:
     """How many groups each sublayer took."""
-    seen, division = [], _sublayer.division
+    seen, division, latent_groups = [], _sublayer.division, _latent_sublayer.latent_groups
 
     def recorded(*args):
         made = division(*args)
@@ -53,6 +56,7 @@ def counts(monkeypatch) -> list[int]:
         return made
 
     monkeypatch.setattr(_sublayer, "division", recorded)
+    monkeypatch.setattr(_latent_sublayer, "latent_groups", lambda *args: seen.append(latent_groups(*args)) or seen[-1])
     return seen
 
 
@@ -141,7 +145,7 @@ def test_what_is_saved_does_not_change(block):
     assert saved(in_groups(block)) == saved(block)
 
 
-@pytest.mark.parametrize("name", ["llama", "crossing", "low-rank in heads", "bias of samples"])
+@pytest.mark.parametrize("name", ["llama", "crossing", "low-rank in heads", "bias of samples", "latent"])
 @pytest.mark.usefixtures("few_rows")
 def test_parts_of_a_main_grad(name):
     """Each group adds to its part of a weight's main_grad, which then has what all heads at once would add."""

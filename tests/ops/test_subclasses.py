@@ -174,6 +174,7 @@ def weight(*shape) -> Tensor:
 def calls(make_weight):
     """op: (x, a weight in every place) -> y, with dropout where there is some."""
     w = [make_weight(weight(*shape)) for shape in ((10, 6), (10, 6), (6, 10), (18, 6), (6, 6))]
+    latents = [make_weight(weight(*shape)) for shape in ((8, 6), (7, 6), (10, 5), (6, 6))]
     norm = {"norm": "rms", "norm_weight": torch.ones(6)}
     attention_arguments = {"qkv_weight": w[3], "qkv_bias": None, "out_weight": w[4], "out_bias": None, "num_heads": 2}
     mlp_arguments = {
@@ -192,6 +193,9 @@ def calls(make_weight):
         "mlp_block": lambda x: ckptkern.mlp_block(x, **mlp_arguments, resid_dropout_p=0.3),
         "attention_block": lambda x: ckptkern.attention_block(
             x, **attention_arguments, dropout_p=0.3, is_causal=True, alibi_slopes=torch.ones(2), **norm
+        ),
+        "latent_attention_block": lambda x: ckptkern.latent_attention_block(
+            x, *latents, 2, kv_a_norm_weight=torch.ones(5), rotary=10.0, dropout_p=0.3, is_causal=True, **norm
         ),
         "transformer_layer": lambda x: ckptkern.transformer_layer(x, attention_arguments, mlp_arguments),
     }

@@ -118,6 +118,27 @@ def attention(t, **options):
     return ckptkern.attention_block(t["x"], **attention_of(t), **own, **options)
 
 
+def latent(t, **options):
+    own = {name: one for name, one in t.items() if name.startswith(("q_a", "norm", "kv_a_norm"))}
+    return ckptkern.latent_attention_block(
+        t["x"], t["q"], t["kv_a"], t["kv_b"], t["out"], HEADS, rotary=100.0, rotary_interleaved=True, is_causal=True,
+        **own, **options,
+    )  # fmt: skip
+
+
+def latent_layer(t, **options):
+    attention = dict(
+        q_weight=t["q"],
+        kv_a_weight=t["kv_a"],
+        kv_b_weight=t["kv_b"],
+        out_weight=t["out"],
+        num_heads=HEADS,
+        is_causal=True,
+    )
+    mlp_arguments = dict(up_weight=t["up"], up_bias=None, down_weight=t["down"], down_bias=None)
+    return ckptkern.transformer_layer(t["x"], attention, mlp_arguments, **options)
+
+
 def layer(t, **options):
     mlp_arguments = dict(up_weight=t["up"], up_bias=None, down_weight=t["down"], down_bias=None)
     return ckptkern.transformer_layer(t["x"], attention_of(t), mlp_arguments, **options)
@@ -131,6 +152,7 @@ STACK = X | {"w0": (HIDDEN, D), "b0": (HIDDEN,), "w1": (D, HIDDEN), "b1": (D,)}
 MATRICES = {"w": (EXPERTS, 2 * HIDDEN, D), "wd": (EXPERTS, D, HIDDEN)}
 VECTORS = dict.fromkeys(("norm_scale", "norm_shift", "layer_scale"), (LEAD[0], D))
 ATTENTION = {"qkv": (3 * D, D), "out": (D, D)}
+LATENT = {"q": (HEADS * 16, D), "kv_a": (12 + 4, D), "kv_b": (HEADS * 24, 12), "out": (D, HEADS * 12)}
 of = functools.partial
 CASES = {
     "linear_stack": Case(STACK, stack),
@@ -156,7 +178,13 @@ CASES = {
     "linear_cross_entropy, softcap": Case(X | {"head": (CLASSES, D)}, of(head, softcap=3.0), 64),
     "attention_block": Case(X | ATTENTION, attention),
     "attention_block, dropout": Case(X | ATTENTION, of(attention, dropout_p=0.1)),
+    "latent_attention_block": Case(X | LATENT | {"kv_a_norm_weight": (12,)}, latent),
+    "latent_attention_block, dropout": Case(
+        X | LATENT | {"q_a_weight": (10, D), "q": (HEADS * 16, 10), "norm_weight": (D,)},
+        of(latent, norm="rms", dropout_p=0.1, residual=True, resid_dropout_p=0.1),
+    ),
     "transformer_layer": Case(X | ATTENTION | PLAIN, layer),
+    "transformer_layer, latents": Case(X | LATENT | PLAIN, latent_layer),
 }
 
 

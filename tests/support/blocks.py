@@ -422,6 +422,80 @@ class Attention(Sublayer):
         return FEATURES * columns if mode == "selective" else 0
 
 
+NOPE, ROPE = 3, 4  # of the 7 dimensions of q and k in latent attention
+LATENT_EPS = 1e-2  # of the latents' norms, so that another norm's is another result
+
+
+@dataclass(frozen=True)
+class Latent(Attention):
+    """Multi-head latent attention; of Attention's options those that it has."""
+
+    q_rank: int = 0  # of q's latent; 0: none
+    kv_rank: int = 8
+    v: int = 5
+    latent_norms: bool = True
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        shapes = {"q_a": (self.q_rank, FEATURES)} if self.q_rank else {}
+        return shapes | {
+            "q": (HEADS * (NOPE + ROPE), self.q_rank or FEATURES), "kv_a": (self.kv_rank + ROPE, FEATURES),
+            "kv_b": (HEADS * (NOPE + self.v), self.kv_rank),
+        }  # fmt: skip
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        weights = self.projections() | {"out": (self.out, HEADS * self.v)}
+        shapes = {f"{name}_weight": shape for name, shape in weights.items()}
+        if self.bias:
+            shapes |= {f"{name}_bias": shape[:1] for name, shape in weights.items()}
+        if self.latent_norms:
+            ranks = {"q_a": self.q_rank, "kv_a": self.kv_rank}
+            shapes |= {f"{name}_norm_weight": (rank,) for name, rank in ranks.items() if rank}
+        return shapes | ({"mask": self.mask} if self.mask else {}) | self.norm_shapes()
+
+    def arguments(self, t: Tensors) -> dict:
+        own = {name: t[name] for name in self.shapes() if name != "mask" and name not in self.norm_shapes()}
+        return dict(
+            own, num_heads=HEADS, latent_norm_eps=LATENT_EPS, rotary=self.tables(), rotary_interleaved=self.interleaved,
+            scale=self.scale, softcap=self.softcap, is_causal=self.causal, attn_mask=t.get("mask"),
+            key_padding_mask=self.padding(), dropout_p=self.dropout_p, **self.options(t),
+        )  # fmt: skip
+
+    def branch(self, h: Tensor, t: Tensors, drawn: RngStates) -> Tensor:
+        def linear(name: str, x: Tensor) -> Tensor:
+            return F.linear(x, t[f"{name}_weight"], t.get(f"{name}_bias"))
+
+        def norm(name: str, x: Tensor) -> Tensor:
+            return F.rms_norm(x, x.shape[-1:], t[f"{name}_norm_weight"], LATENT_EPS) if self.latent_norms else x
+
+        q = linear("q", norm("q_a", linear("q_a", h)) if self.q_rank else h).unflatten(-1, (HEADS, -1))
+        c, shared = linear("kv_a", h).split([self.kv_rank, ROPE], -1)
+        k, v = linear("kv_b", norm("kv_a", c)).unflatten(-1, (HEADS, -1)).split([NOPE, self.v], -1)
+        unrotated, q, shared = q[..., :NOPE], q[..., NOPE:], shared.unsqueeze(-2)
+        if self.rotary:
+            # as DeepSeek-V3 does: pairs become halves, of q and of k alike
+            order = [*range(0, ROPE, 2), *range(1, ROPE, 2)] if self.interleaved else [*range(ROPE)]
+            tables = [table[..., order] for table in self.tables()]
+            q, shared = (unfused_rotary(heads[..., order], *tables) for heads in (q, shared))
+        q = torch.cat((unrotated, q), -1)
+        k = torch.cat((k, shared.expand(*shared.shape[:-2], HEADS, ROPE).to(k.dtype)), -1)
+        hidden = self.padding()
+        o = unfused_attention(
+            *(heads.transpose(-3, -2) for heads in (q, k, v)), scale=self.scale, softcap=self.softcap, added=t.get("mask"),
+            causal=self.causal, p=self.dropout_p, drawn=drawn, hidden=None if hidden is None else hidden[:, None, None],
+        )  # fmt: skip
+        return linear("out", o.transpose(-3, -2).flatten(-2))
+
+    def saved(self, mode: str) -> tuple[int, int]:
+        o, q, kv = (HEADS * n for n in (self.v, NOPE + ROPE, NOPE + self.v))
+        elements = {"full": 0, "selective": o, "none": o + q + kv + self.q_rank + self.kv_rank + ROPE}[mode]
+        return elements, 0 if mode == "full" else 4 * HEADS
+
+    def matmuls(self) -> dict[str, int]:
+        """The core's is of its one head dim."""
+        core = HEADS * max(NOPE + ROPE, self.v) * LENGTH
+        return {"qkv": sum(map(math.prod, self.projections().values())), "out": HEADS * self.v * self.out, "core": core}
+
+
 @dataclass(frozen=True)
 class MLP(Sublayer):
     activation: str = "gelu"
@@ -490,7 +564,12 @@ class Block:
 
     @property
     def op(self) -> str:
-        return "transformer_layer" if len(self.sublayers) > 1 else "attention_block" if self.attention else "mlp_block"
+        name = "transformer_layer" if self.is_layer else "attention_block" if self.attention else "mlp_block"
+        return f"latent_{name}" if isinstance(self.attention, Latent) else name
+
+    @property
+    def is_layer(self) -> bool:
+        return len(self.sublayers) > 1
 
     @property
     def op_name(self) -> str:
@@ -527,13 +606,13 @@ class Block:
 
     def call(self, t: Tensors) -> Tensor:
         x, chosen = t["x"], dict(recompute=self.recompute, workspace=self.workspace)
-        if self.op == "transformer_layer":
+        if self.is_layer:
             return ckptkern.transformer_layer(
                 x, self.attention.arguments(t), self.mlp.arguments(t), parallel=self.parallel, **chosen,
                 cross_attention_arguments=self.cross.arguments(t) if self.cross else None,
             )  # fmt: skip
         if self.attention:
-            return ckptkern.attention_block(x, **self.attention.arguments(t), **chosen)
+            return getattr(ckptkern, self.op)(x, **self.attention.arguments(t), **chosen)
         return ckptkern.mlp_block(x, **self.mlp.arguments(t), **chosen)
 
     def fused(self, t: Tensors) -> Tensor:
@@ -554,11 +633,11 @@ class Block:
         total = tokens * FEATURES * x_itemsize + states
         for sublayer in self.sublayers:
             mode = self.recompute
-            if sublayer is self.mlp and self.op == "transformer_layer" and mode == "selective":
+            if sublayer is self.mlp and self.is_layer and mode == "selective":
                 mode = "full"
             elements, more = sublayer.saved(mode)
             total += tokens * (elements * itemsize + more)
-        if self.op == "transformer_layer" and self.recompute == "none" and not self.parallel:
+        if self.is_layer and self.recompute == "none" and not self.parallel:
             total += (len(self.sublayers) - 1) * tokens * FEATURES * x_itemsize  # what passes between the sublayers
         return total
 
@@ -567,7 +646,7 @@ class Block:
 
         That matmul gives a norm after the branch its input too.
         """
-        if self.op != "transformer_layer":
+        if not self.is_layer:
             return sum(self.sublayers[0].multiply_adds(self.recompute))
         mode = self.recompute
         if self.parallel:
@@ -634,6 +713,12 @@ VARIANTS = (
     Block("learned bias", Attention(**LLAMA, kv_heads=2, packed=False, causal=False, padded=True, softcap=2.0, resid_p=0.0,
                                     mask=(HEADS, LENGTH, LENGTH))),
     Block("learned bias", Attention(mask=(BATCH, 1, LENGTH, LENGTH), resid_p=0.0), MLP(dropout_p=0.0)),
+    Block("latent", Latent(**LLAMA, q_rank=9, rotary=True, interleaved=True)),
+    Block("latent padded", Latent(norm_first=False, causal=False, padded=True, v=9, latent_norms=False)),
+    Block("latent bias", Latent(norm=None, mask=(HEADS, LENGTH, LENGTH), layer_scale="vector", resid_p=0.0,
+                                rotary=True, batched_tables=True, residual=False)),
+    Block("latent", Latent(**LLAMA, rotary=True, q_rank=6, softcap=0.7, dropout_p=0.0),
+          MLP(**LLAMA, gated=True, activation="silu", resid_p=0.0)),
     Block("low-rank", Attention(lora=("qkv",), lora_p=P, resid_p=0.0)),
     Block("low-rank", mlp=MLP(lora=("up", "down"), lora_p=P, activation="relu", norm_first=False)),
     Block("low-rank llama", Attention(**LLAMA, kv_heads=2, packed=False, lora=("q", "v", "out"), post_norm="rms"),
@@ -644,10 +729,13 @@ VARIANTS = (
 
 ALL = BLOCKS + VARIANTS
 # A layer's reference is that of its sublayers, which come alone: of layers, one for each way in which sublayers are joined.
-TWICE = [one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel")]
-COMPILED = [
-    one for one in VARIANTS if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder", "gpt-oss")
+TWICE = [
+    one for one in ALL if len(one.sublayers) == 1 or one.name in ("post-norm padded", "decoder", "parallel", "latent")
 ]
+COMPILED = [
+    one for one in VARIANTS
+    if one.name in ("gemma", "parallel", "crossing", "decoder", "low-rank decoder", "gpt-oss", "latent")
+]  # fmt: skip
 COMPILED += [one for one in VARIANTS if one.name == "gated query" and one.mlp is None]
 COMPILED += [one for one in VARIANTS if one.name == "adaptive" and len(one.sublayers) == 2]
 COMPILED += [one for one in VARIANTS if one.name == "learned bias" and one.mlp is None]

@@ -243,8 +243,8 @@ def attention_sublayer_backward(
         if (
             saved.get("out") is None
         ):  # what a norm after the branch read comes before the gradient that delta is made of
-            saved = dict(zip(("out", "lse", "qkv"), sublayer.attend(save_raw=sublayer.group_count == 1), strict=True))
-        f = sublayer.branch(saved["out"], saved.get("qkv"))
+            saved = sublayer.attend(save_raw=sublayer.group_count == 1)
+        f = sublayer.branch(saved)
     dy, df, grads = sublayer.branch_gradients(dy, f, need)
     f = None
     recomputes = reads_core(need) and (saved.get("out") is None or (sublayer.gated and saved.get("qkv") is None))

@@ -239,13 +239,13 @@ class AttentionForward(Sublayer):
             )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(self, save_raw: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, qkv): o and lse of the core, and the projections if `save_raw`, raw then."""
+    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
+        """out and lse of the core, and qkv, the projections, if `save_raw`, raw then."""
         h = self.held_inputs()
         if self.group_count == 1:
             qkv = self.project(h)
             out, lse, _ = attend(self.p, *self.heads(self.split(qkv), save_raw), self.core)
-            return out, lse, qkv
+            return {"out": out, "lse": lse, "qkv": qkv}
         qkv = self.project(h) if save_raw else None
         heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
         out = eager.empty_heads(heads)
@@ -258,7 +258,7 @@ class AttentionForward(Sublayer):
             (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
             part.copy_(made)
             lse_part.copy_(of_group)
-        return out, lse, qkv
+        return {"out": out, "lse": lse, "qkv": qkv}
 
     def raw(
         self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None, letters: str = "qkvg"
@@ -290,9 +290,9 @@ class AttentionForward(Sublayer):
             torch.mul(of_group, torch.sigmoid(group.gate_alone(h, self, qkv)).transpose(1, 2), out=part)
         return made
 
-    def branch(self, out: Tensor, qkv: Tensor | None = None) -> Tensor:
-        """dropout(o sigmoid(gate) Wo^T + bo) [tokens, d]. qkv: the projections of all heads, if they are at hand."""
-        rows = self.out_rows(self.gated_heads(out, qkv))
+    def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
+        """dropout(o sigmoid(gate) Wo^T + bo) [tokens, d]. saved: out, and qkv of all heads, if they are at hand."""
+        rows = self.out_rows(self.gated_heads(saved["out"], saved.get("qkv")))
         f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         if (pair := self.updates["o"]) is not None:
             pair.add(self.p, f, rows)
@@ -307,5 +307,5 @@ def saves(o: AttentionOptions) -> tuple[str, ...]:
 def attention_sublayer(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [tokens, d], what `saves` names)."""
     sublayer = AttentionForward(x, t, o)
-    out, lse, qkv = sublayer.attend(o.recompute == "none")
-    return sublayer.output(sublayer.branch(out, qkv)), {"out": out, "lse": lse, "qkv": qkv}
+    saved = sublayer.attend(o.recompute == "none")
+    return sublayer.output(sublayer.branch(saved)), saved

@@ -36,7 +36,8 @@ OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    drops_of = {"lora_rng": drops(o), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
+    drops_of = {"lora_rng": drops(o)} if hasattr(o, "lora") else {}
+    drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops_of.values()):
         return t
     return t._replace(**{name: draw_state(x, p, training) for name, p in drops_of.items()})

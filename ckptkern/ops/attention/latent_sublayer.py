@@ -1,0 +1,417 @@
+"""The sublayer of multi-head latent attention, in forward and backward: q, k and v are projected from latents of few features,
+of which backward recomputes the heads, group by group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import eager
+from ..registration.gradients import PartGrads, add_matmul
+from ..registration.needs import needed_names
+from ..registration.rows import cast_parameter
+from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_norm, reference_output
+from .core import attend, attention_grads
+from .gradients import behind_core, reads_core
+from .latent_tensors import (
+    LatentGroup,
+    LatentOptions,
+    LatentSizes,
+    LatentTensors,
+    latent_core,
+    latent_group,
+    latent_groups,
+    latent_rotary,
+    sizes_of,
+)
+from .rotary import reference_rotary
+from .tensors import batch_and_rows, in_group
+
+OF_Q, OF_KV = frozenset(("wq", "bq")), frozenset(("wkvb", "bkvb"))
+OF_Q_LATENT, OF_KV_LATENT = frozenset(("wqa", "bqa", "q_a_norm")), frozenset(("wkva", "bkva", "kv_a_norm"))
+
+
+class Latents(NamedTuple):
+    """raw [tokens, q_rank + kv_rank + rope], the latents before their norms and the rotated part of k; q, kv: what wq and wkvb
+    read, the latents after their norms, or h in place of q's."""
+
+    raw: Tensor
+    q: Tensor
+    kv: Tensor
+
+
+class LatentNeeds(NamedTuple):
+    """Which gradients a backward forms: of what wq and wkvb read, and of q, and of k and v."""
+
+    q_latent: bool
+    kv_latent: bool
+    dq: bool
+    dkv: bool
+
+
+class LatentSublayer(Sublayer):
+    """What the sublayer computes, for one input: every quantity once, from x and what was saved."""
+
+    def __init__(self, x: Tensor, t: LatentTensors, o: LatentOptions, *, shares: bool = False):
+        super().__init__(x, t, o, shares=shares)
+        self.B, self.S = batch_and_rows(x)
+
+    @functools.cached_property
+    def sizes(self) -> LatentSizes:
+        return sizes_of(self.t, self.o.num_heads)
+
+    @functools.cached_property
+    def core(self) -> eager.AttentionCore:
+        return latent_core(self.t, self.o)
+
+    @functools.cached_property
+    def angles(self) -> tuple[Tensor | None, Tensor | None]:
+        return latent_rotary(self.S, self.t, self.o)
+
+    @functools.cached_property
+    def group_count(self) -> int:
+        return latent_groups(self.x, self.t, self.o)
+
+    def groups(self) -> Iterator[LatentGroup]:
+        for index in range(self.group_count):
+            yield latent_group(self.t, self.sizes, self.core, index, self.group_count)
+
+    # -- forward
+
+    def by_token(self, rows: Tensor, heads: int) -> Tensor:
+        """[tokens, heads N] -> [B, S, heads, N], a view."""
+        return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
+
+    def rotate(self, rows: Tensor, heads: int) -> None:
+        """The last dimensions of each head of q, or of k's one, in place."""
+        if self.angles[0] is not None:
+            part = self.by_token(rows, heads)[..., -self.sizes.rope :]
+            self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
+
+    def rotate_back(self, part: Tensor) -> None:
+        """The gradient [B, S, heads, rope] of what was rotated becomes that of what was not, in place."""
+        if self.angles[0] is not None:
+            self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
+
+    def raw_latents(self, h: Tensor) -> Tensor:
+        t, sizes = self.t, self.sizes
+        raw = h.new_empty(h.shape[0], sizes.latents)
+        if t.wqa is not None:
+            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=raw[:, : sizes.q_rank])
+        eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=raw[:, sizes.q_rank :])
+        if sizes.rope:
+            self.rotate(raw[:, -sizes.rope :], 1)
+        return raw
+
+    def latents(self, raw: Tensor | None = None) -> Latents:
+        """raw: if it was saved."""
+        t, o, (_, _, _, _, q_rank, kv_rank) = self.t, self.o, self.sizes
+        h = self.inputs() if raw is None or t.wqa is None else None
+        raw = self.raw_latents(h) if raw is None else raw
+        q, kv = h if t.wqa is None else raw[:, :q_rank], raw[:, q_rank : q_rank + kv_rank]
+        h = None
+        if t.q_a_norm is not None:
+            q = self.norm_fwd(q, t.q_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
+        if t.kv_a_norm is not None:
+            kv = self.norm_fwd(kv, t.kv_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
+        return Latents(raw, q, kv)
+
+    def project(self, latents: Latents, group: LatentGroup) -> tuple[Tensor, Tensor]:
+        """q [tokens, heads (nope + rope)], rotated, and kv [tokens, heads (nope + v)] of a group's heads."""
+        q = eager.linear(latents.q, self.cast(group.wq, last=False), self.cast(group.bq))
+        self.rotate(q, group.heads)
+        return q, eager.linear(latents.kv, self.cast(group.wkvb, last=False), self.cast(group.bkvb))
+
+    def projected(
+        self, latents: Latents, group: LatentGroup, saved: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """The same, of q and kv of all heads if they were saved."""
+        q, kv = saved
+        if q is None:
+            return self.project(latents, group)
+        return (q, kv) if group.count == 1 else (q[:, group.rows_q], kv[:, group.rows_kv])
+
+    def filled(self, heads: Tensor) -> Tensor:
+        """[..., N] with zeros up to the head dim of core attention."""
+        missing = self.sizes.D - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
+
+    def heads(self, latents: Latents, group: LatentGroup, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, H, S, D] of a group as the core reads them: k is each head's own part beside the one that all share."""
+        H, (_, nope, rope, _, _, _), D = group.heads, self.sizes, self.sizes.D
+        kv = self.by_token(kv, H)
+        k = kv.new_empty(self.B, self.S, H, D)
+        k[..., :nope].copy_(kv[..., :nope])
+        if rope:
+            k[..., nope : nope + rope].copy_(self.by_token(latents.raw[:, -rope:], 1))
+        if nope + rope < D:
+            k[..., nope + rope :].zero_()
+        parts = self.filled(self.by_token(q, H)), k, self.filled(kv[..., nope:])
+        return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
+
+    def without_zeros(self, out: Tensor) -> Tensor:
+        """o [B, H, S, v] (memory [B, S, H, v], not a view) of the core's [B, H, S, D]."""
+        if self.sizes.v == self.sizes.D:
+            return out
+        part = out[..., : self.sizes.v]
+        return eager.empty_heads(part).copy_(part)
+
+    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
+        """out [B, H, S, v] and lse of the core, and if `save_raw` what it is made of: latents, q and kv."""
+        latents, sizes = self.latents(), self.sizes
+        saved = self.project(latents, latent_group(self.t, sizes, self.core, 0, 1)) if save_raw else (None, None)
+        out = lse = None
+        for group in self.groups():
+            made = self.attend_to(latents, group, saved)
+            if group.count == 1:
+                out, lse = made
+                break
+            if out is None:
+                like = self.x.new_empty((), dtype=self.o.dtype)
+                out = eager.empty_heads(like.expand(self.B, sizes.H, self.S, sizes.v))
+                lse = made[1].new_empty(out.shape[:3])
+            for whole, part in zip((out, lse), made, strict=True):
+                in_group((whole,), group.index, group.count, 1)[0].copy_(part)
+            made = None
+        return {"out": out, "lse": lse, "latents": latents.raw if save_raw else None, "q": saved[0], "kv": saved[1]}
+
+    def attend_to(self, latents: Latents, group: LatentGroup, saved: tuple) -> tuple[Tensor, Tensor]:
+        """(o, lse) of a group."""
+        heads = self.heads(latents, group, *self.projected(latents, group, saved))
+        out, lse, _ = attend(self.p, *heads, group.core)
+        heads = None
+        return self.without_zeros(out), lse
+
+    def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
+        """dropout(o Wo^T + bo) [tokens, d]."""
+        f = eager.linear(self.out_rows(saved["out"]), self.cast(self.t.wo, last=False), self.cast(self.t.bo))
+        return self.drop(f)
+
+    def out_rows(self, heads: Tensor) -> Tensor:
+        """[B, H, S, N] -> [tokens, H N], a view if memory is [B, S, H, N]."""
+        return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
+
+    # -- backward
+
+    def needs_of(self, inner: Collection[str], need: Collection[str]) -> LatentNeeds:
+        """inner: the inputs whose gradients come through the core."""
+        through_h = bool(inner) and self.needs_dh(need)
+        q_latent = through_h or not OF_Q_LATENT.isdisjoint(need)
+        kv_latent = through_h or not OF_KV_LATENT.isdisjoint(need)
+        return LatentNeeds(
+            q_latent, kv_latent, q_latent or not OF_Q.isdisjoint(need), kv_latent or not OF_KV.isdisjoint(need)
+        )
+
+    def add_gradients(
+        self, group: LatentGroup, latents: Latents | None, df: Tensor, saved: dict[str, Tensor | None], need: Collection[str],
+        wants: LatentNeeds, inner: Collection[str], grads: PartGrads, totals: dict[str, Tensor | None],
+    ) -> None:  # fmt: skip
+        """A group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated part."""
+        out, lse = saved.get("out"), saved.get("lse")
+        recomputed = out is None and (bool(inner) or reads_core(need))
+        do = delta = heads = None
+        if inner or recomputed:
+            q, kv = self.projected(latents, group, (saved.get("q"), saved.get("kv")))
+            heads = self.heads(latents, group, q, kv)
+            q = kv = None
+        if inner:
+            do = add_matmul(None, df, self.cast(group.wo), wide=False)
+            do = self.filled(self.by_token(do, group.heads)).transpose(1, 2)
+        if recomputed:
+            out, lse, delta = attend(self.p, *heads, group.core, do)
+        elif out is not None and group.count > 1:
+            out, lse = in_group((out, lse), group.index, group.count, 1)
+            lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all
+        self.add_out_gradients(group, df, out, need, grads)
+        if not inner:
+            return
+        if out.shape[-1] < self.sizes.D:
+            out = eager.empty_heads(do).copy_(self.filled(out))
+        *made, dmask, _ = attention_grads(
+            self.p, *heads, do, out, lse, group.core, delta=delta, need_dq=wants.dq, need_dkv=wants.dkv,
+            dmask_shape=self.mask_shape(group) if "mask" in inner else None,
+        )  # fmt: skip
+        heads = do = out = lse = delta = None
+        if dmask is not None:
+            self.add_mask_gradient(group, dmask, grads)
+        self.add_projection_gradients(group, latents, made, need, wants, grads, totals)
+
+    def mask_shape(self, group: LatentGroup) -> tuple[int, ...]:
+        B, H, Sq, Sk = self.t.mask.shape
+        return (B, H if H == 1 else group.heads, Sq, Sk)
+
+    def add_mask_gradient(self, group: LatentGroup, dmask: Tensor, grads: PartGrads) -> None:
+        if group.count == 1 or self.t.mask.shape[1] == 1:
+            grads.add("mask", dmask)
+        else:
+            first = group.index * group.heads
+            grads.put("mask", dmask, (slice(None), slice(first, first + group.heads)))
+
+    def add_out_gradients(
+        self, group: LatentGroup, df: Tensor, out: Tensor | None, need: Collection[str], grads: PartGrads
+    ) -> None:
+        if "bo" in need and not group.index:  # all groups'
+            grads.grads["bo"] = eager.column_sum(df, self.t.bo.dtype)
+        if "wo" in need:
+            place = None if group.columns is None else (slice(None), group.columns)
+            self.add_weight_gradient("wo", place, df, self.out_rows(out[..., : self.sizes.v]), grads)
+
+    def add_weight_gradient(self, name: str, place, d: Tensor, rows: Tensor, grads: PartGrads) -> None:
+        """d^T rows, of the part of the weight at `place`."""
+        total = grads.of_weight(name, place)
+        total.add(d, rows)
+        grads.written({name: total})
+
+    def add_projection_gradients(
+        self, group: LatentGroup, latents: Latents, made: list[Tensor | None], need: Collection[str], wants: LatentNeeds,
+        grads: PartGrads, totals: dict[str, Tensor | None],
+    ) -> None:  # fmt: skip
+        """From the gradients of q, k, v as the core read them. made: is emptied."""
+        dv, dk, dq = (made.pop() for _ in range(3))
+        (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], group.count > 1
+        if wants.dq:
+            dq = dq[..., :qk].transpose(1, 2).contiguous()  # [B, S, H, nope + rope]
+            if rope:
+                self.rotate_back(dq[..., nope:])
+            dq = dq.view(rows, group.heads * qk)
+            self.add_layer_gradients("q", group.rows_q, dq, latents.q, need, grads)
+            if wants.q_latent:
+                totals["q"] = add_matmul(totals["q"], dq, self.cast(group.wq), wide=wide)
+        dq = None
+        if wants.dkv:
+            if wants.kv_latent and rope:
+                shared = dk[..., nope:qk].sum(1, dtype=torch.promote_types(dk.dtype, torch.float32))
+                totals["rope"] = shared if totals["rope"] is None else totals["rope"].add_(shared)
+            dkv = dk.new_empty(self.B, self.S, group.heads, nope + v)
+            dkv[..., :nope].copy_(dk[..., :nope].transpose(1, 2))
+            dkv[..., nope:].copy_(dv[..., :v].transpose(1, 2))
+            dk = dv = None
+            dkv = dkv.view(rows, group.heads * (nope + v))
+            self.add_layer_gradients("kvb", group.rows_kv, dkv, latents.kv, need, grads)
+            if wants.kv_latent:
+                totals["kv"] = add_matmul(totals["kv"], dkv, self.cast(group.wkvb), wide=wide)
+
+    def add_layer_gradients(
+        self, letter: str, place: slice | None, d: Tensor, rows: Tensor, need: Collection[str], grads: PartGrads
+    ) -> None:
+        """Of w and b of a linear layer, from the gradient of its result and the rows that it reads."""
+        if (name := f"b{letter}") in need:
+            grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), place)
+        if (name := f"w{letter}") in need:
+            self.add_weight_gradient(name, place, d, rows, grads)
+
+    def latent_gradient(self, name: str, d: Tensor, raw: Tensor, need: Collection[str], grads: PartGrads) -> Tensor:
+        """Of a latent before its norm, from that of what the projection reads."""
+        weight, d = getattr(self.t, name), d.to(self.o.dtype)
+        if weight is None:
+            return d
+        needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=False)
+        dx, dweight, _ = self.norm_bwd(d, raw, weight, self.o.latent_norm_eps, "rms", **needs)
+        if dweight is not None:
+            grads.put(name, dweight, None)
+        return dx
+
+    def add_latent_gradients(
+        self, raw: Tensor, need: Collection[str], wants: LatentNeeds, grads: PartGrads, totals: dict[str, Tensor | None]
+    ) -> Tensor | None:
+        """Those of the latents' weights and norms; returns that of h. totals: is emptied."""
+        t, o, (_, _, rope, _, q_rank, kv_rank) = self.t, self.o, self.sizes
+        reads_h = not {"wqa", "wkva"}.isdisjoint(need)
+        h, dh = self.inputs() if reads_h else None, None
+        through_h = self.needs_dh(need)
+        d = totals.pop("q")
+        if t.wqa is None:
+            dh = d if through_h else None
+        elif wants.q_latent:
+            d = self.latent_gradient("q_a_norm", d, raw[:, :q_rank], need, grads)
+            self.add_layer_gradients("qa", None, d, h, need, grads)
+            dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if through_h else None
+        d = None
+        if not wants.kv_latent:
+            return dh
+        d = raw.new_empty(raw.shape[0], kv_rank + rope)
+        d[:, :kv_rank] = self.latent_gradient(
+            "kv_a_norm", totals.pop("kv"), raw[:, q_rank : q_rank + kv_rank], need, grads
+        )
+        if rope:
+            shared = totals.pop("rope").unsqueeze(2)
+            self.rotate_back(shared)
+            d[:, kv_rank:] = shared.view(raw.shape[0], rope)
+        self.add_layer_gradients("kva", None, d, h, need, grads)
+        if through_h:
+            dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
+        return dh
+
+
+def latent_saves(o: LatentOptions) -> tuple[str, ...]:
+    """What forward saves besides its tensors: o and lse of the core, and the latents and their projections."""
+    return {"none": ("out", "lse", "latents", "q", "kv"), "selective": ("out", "lse"), "full": ()}[o.recompute]
+
+
+def latent_sublayer(x: Tensor, t: LatentTensors, o: LatentOptions) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """(y [tokens, d], what `latent_saves` names)."""
+    sublayer = LatentSublayer(x, t, o)
+    saved = sublayer.attend(o.recompute == "none")
+    return sublayer.output(sublayer.branch(saved)), saved
+
+
+def latent_sublayer_backward(
+    dy: Tensor, sublayer: LatentSublayer, saved: dict[str, Tensor | None], needs: int, f: Tensor | None = None
+) -> dict[str, Tensor | None]:
+    """Gradients by name ("x" and LatentTensors' fields) from dy [tokens, d]; what is not among the saved is recomputed.
+
+    sublayer: shares copies. f: the branch's result, if it is at hand.
+    """
+    t, o, need = sublayer.t, sublayer.o, needed_names(LatentTensors, needs)
+    inner = behind_core(need, o)
+    if reads_branch(o, need) and f is None:
+        if saved.get("out") is None:
+            saved = sublayer.attend(save_raw=sublayer.group_count == 1)
+        f = sublayer.branch(saved)
+    dy, df, grads = sublayer.branch_gradients(dy, f, need)
+    f = None
+    wants, parts = sublayer.needs_of(inner, need), PartGrads(t, sublayer.group_count)
+    totals: dict[str, Tensor | None] = {"q": None, "kv": None, "rope": None}
+    reads = inner or (saved.get("out") is None and reads_core(need))
+    latents = sublayer.latents(saved.get("latents")) if reads else None
+    for group in sublayer.groups():
+        sublayer.add_gradients(group, latents, df, saved, need, wants, inner, parts, totals)
+    saved = df = None
+    raw = latents.raw if latents is not None else None
+    latents = dh = None
+    if wants.q_latent or wants.kv_latent:
+        dh = sublayer.add_latent_gradients(raw, need, wants, parts, totals)
+    grads |= parts.results()
+    if dh is not None:
+        grads |= sublayer.input_gradients(dh.to(o.dtype), dy, need)
+    return sublayer.finished(grads, need)
+
+
+def latent_reference(x: Tensor, t: LatentTensors, o: LatentOptions) -> Tensor:
+    """The sublayer in differentiable PyTorch ops."""
+    (B, S), (H, nope, rope, v, _, kv_rank) = batch_and_rows(x), sizes_of(t, o.num_heads)
+    h = reference_inputs(x, t, o).reshape(B, S, x.shape[-1])
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(rows, cast_parameter(weight, o.dtype), cast_parameter(bias, o.dtype))
+
+    def norm(latent: Tensor, weight: Tensor | None) -> Tensor:
+        return latent if weight is None else reference_norm(latent, "rms", weight, None, o.latent_norm_eps)
+
+    q = h if t.wqa is None else norm(linear(h, t.wqa, t.bqa), t.q_a_norm)
+    q = linear(q, t.wq, t.bq).unflatten(-1, (H, nope + rope))
+    latent, shared = linear(h, t.wkva, t.bkva).split([kv_rank, rope], -1)
+    k, value = linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb).unflatten(-1, (H, nope + v)).split([nope, v], -1)
+    unrotated, q = q.split([nope, rope], -1)
+    shared = shared.unsqueeze(2)
+    cos, sin = latent_rotary(S, t, o)
+    if cos is not None:
+        q, shared = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, shared))
+    q, k = torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1)
+    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2), latent_core(t, o))
+    return reference_output(x, linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * v), t.wo, t.bo), t, o)
