@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention import Projection, of_core, projection, read_core, rotary_of
+from .attention import Projection, of_core, projection, rotary_of
+from .core import read_core
 from .leaves import Norm
 from .reading import Layer, Part, Steps
 from .trace import Node, Unreadable
