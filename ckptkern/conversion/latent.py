@@ -26,7 +26,7 @@ def read_latent(steps: Steps, node: Node) -> Part | None:
         core, k = read_core(steps, steps.strip(out.input)), Projection()
         q, v = projection(steps, core.query), projection(steps, core.value)
         for part in parts_of(steps, core.key):
-            projection(steps, part, k)
+            k = projection(steps, part, k)
     except Unreadable:
         return None
     kv_a = [one for one in k.linears if one not in v.linears]

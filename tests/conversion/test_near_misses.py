@@ -624,8 +624,8 @@ class OneMore(WithSinks):
 
 
 LIKE_GATES_AND_SINKS = (
-    HardGate, TanhGate, SteepGate, TwiceGate, GateFirst, GateBehind, AddedSinks, SinksOnScores, SinksOfRows, FirstLeftOut,
-    ScaledSinks, OneMore,
+    HardGate, TanhGate, SteepGate, TwiceGate, GateFirst, GateBehind, AddedSinks, SinksOfRows, FirstLeftOut, ScaledSinks,
+    OneMore,
 )  # fmt: skip
 
 
@@ -643,10 +643,14 @@ def test_what_looks_like_a_gate_or_sinks(kind: type) -> None:
     torch.testing.assert_close(step(layer, x, {}), step(original, x, {}), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [WithSinks, GatedAttention])
+@pytest.mark.parametrize("kind", [WithSinks, GatedAttention, SinksOnScores])
 def test_those_that_are_fused(kind: type) -> None:
-    conversion = ckptkern.convert(Llama(kind()), tokens())
+    """The last with a bias, which is trained."""
+    layer, x = Llama(kind()), tokens()
+    original = copy.deepcopy(layer)
+    conversion = ckptkern.convert(layer, x)
     assert [row.replaced_by for row in conversion.converted] == ["transformer_layer"], str(conversion)
+    torch.testing.assert_close(step(layer, x, {}), step(original, x, {}), rtol=1e-4, atol=1e-4)
 
 
 REPLACED = {
