@@ -35,7 +35,8 @@ def drawn(t, o, x: Tensor, training: bool):
     drops_of = {"lora_rng": drops(o), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops_of.values()):
         return t
-    return t._replace(**{name: draw_state(x, p, training) for name, p in drops_of.items()})
+    drawn_by = {name: draw_state(x, p, training) for name, p in drops_of.items() if name in t._fields}
+    return t._replace(**drawn_by)
 
 
 def sample_shape(x: Tensor) -> tuple[int, ...]:
