@@ -27,6 +27,7 @@ from .mlp.gated_mlp import GatedMLP, gated_mlp
 from .mlp.linear_act import LinearAct, linear_act
 from .mlp.linear_stack import LinearStack, linear_stack
 from .mlp.mlp import MLP, mlp
+from .moe.block import MoEBlock, moe_block
 from .registration.op import Op
 from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
@@ -235,6 +236,33 @@ def _moe_mlp(s: Sizes) -> Arguments:
     )
 
 
+def _moe_block(s: Sizes) -> Arguments:
+    x, router = _normal(*s.lead, s.features), _normal(s.experts, s.features)
+    return dict(x=x, router_weight=router, top_k=2) | _experts(s)
+
+
+def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
+    d, n = s.features, s.hidden
+    shared = dict(
+        shared_gate_weight=_normal(n, d), shared_gate_bias=_normal(n), shared_up_weight=_normal(n, d),
+        shared_up_bias=_normal(n), shared_down_weight=_normal(d, n), shared_down_bias=_normal(d),
+        shared_expert_gate=_normal(1, d),
+    )  # fmt: skip
+    four = {"router_weight": _normal(4, d)} | _experts(s._replace(experts=4))
+    groups = four | dict(num_groups=2, top_groups=1)
+    return (
+        {name: one for name, one in _around(s).items() if name != "lora"}
+        | dict.fromkeys(shared, shared)
+        | _with(groups, num_groups=2, top_groups=1, group_score="max")
+        | _with({"router_dtype": torch.float32}, router_bias=_normal(s.experts))
+        | _alone(
+            activation="gelu", scoring="sigmoid", normalize=False, score_bias=torch.linspace(-0.5, 0.5, s.experts),
+            routed_scaling_factor=2.5, router_dtype=torch.float32, gate_up_bias=_normal(s.experts, 2 * n),
+            down_bias=_normal(s.experts, d), residual=False,
+        )
+    )  # fmt: skip
+
+
 def _grouped_gated_mlp(s: Sizes) -> Arguments:
     offs = torch.arange(1, s.experts + 1, dtype=torch.int32) * (s.tokens // s.experts)
     return dict(x=_normal(s.tokens, s.features), offs=offs) | _experts(s)
@@ -317,6 +345,7 @@ OPS = {
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
         Entry(varlen_attn, Attention, _varlen_inputs, _varlen_options),
         Entry(moe_mlp, Experts, _moe_mlp, lambda s: _alone(activation="gelu")),
+        Entry(moe_block, MoEBlock, _moe_block, _moe_block_options),
         Entry(
             grouped_gated_mlp, Experts, _grouped_gated_mlp,
             lambda s: _alone(activation="gelu", row_weights=_normal(s.tokens)),

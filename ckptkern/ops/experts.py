@@ -87,10 +87,14 @@ class ExpertsBranch:
         self.named = dict(zip(PARAMETERS, parameters, strict=True))
         self.w, self.b, self.wd, self.bd = (cast_parameter(t, dtype) for t in parameters)
 
-    def forward(self, x: Tensor, s: Tensor, groups: eager.Groups) -> dict[str, Tensor]:
-        """{"y": of x [rows, d]}, and if backward does not recompute it "gu", with a row for each of x's."""
+    def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
+        """{"y": of x [rows, d]}, and if backward does not recompute it "gu", with a row for each of x's. gu: it, in
+        backward."""
         p, o, save_gu = self.p, self.o, self.o.recompute != "full"
-        h, gu = p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=save_gu)
+        if gu is None:
+            h, gu = p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=save_gu)
+        else:
+            h = p.act_fwd(*gu.view(-1, self.w.shape[1]).chunk(2, 1), o.activation)
         y = p.experts_gemm(h, self.wd, self.bd, groups, o.precision, transposed=True)
         h = None
         made = {"y": p.experts_combine(y, s, groups)}

@@ -169,10 +169,12 @@ def test_the_reference_implementation_has_the_option(case):
     (_, (tensors, *lists)), (bwd, args) = calls_of(case)
     op, needs, ours = case.entry.op, joined(args[-1]), bwd(*args)
     options = codec.unpack(codec.layout_of(op.Options), lists)
-    y, wanted = run_forward(op, tensors, options)[0], [i for i in range(len(tensors)) if needed(needs, i)]
+    more, wanted = len(op.more_results(options)), [i for i in range(len(tensors)) if needed(needs, i)]
+    y = run_forward(op, tensors, options)[: 1 + more]
     theirs = op.reference([t.requires_grad_() if i in wanted else t for i, t in enumerate(tensors)], options)
-    torch.testing.assert_close(theirs, y)
-    grads = torch.autograd.grad(theirs, [tensors[i] for i in wanted], args[0])
+    theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+    torch.testing.assert_close(list(theirs), y)
+    grads = torch.autograd.grad(theirs, [tensors[i] for i in wanted], [args[0], *args[2][len(args[2]) - more :]])
     for i, grad in zip(wanted, grads, strict=True):
         torch.testing.assert_close(ours[i], grad)
 
@@ -258,7 +260,7 @@ def test_kernels_compute_what_eager_does(case):
 
 BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
 BOUNDED |= dict.fromkeys(("attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4))
-LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_mlp", "grouped_gated_mlp")
+LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_block", "moe_mlp", "grouped_gated_mlp")
 BOUNDED |= dict.fromkeys(LAYERS, Sizes((1280,), 8, 64, 8))
 
 

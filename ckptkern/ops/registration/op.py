@@ -120,7 +120,7 @@ def results_of(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> lis
 
 
 def direct_forward(op: type[Op], tensors: Sequence, options, seen: int) -> list[Tensor]:
-    """[y, *more, *saved] by the op's body, as the dispatcher would run it, which itself takes a tenth of a tiny mlp's host time.
+    """[y, *more, *saved] by the op's body, as the dispatcher would run it. That takes a tenth of a tiny mlp's host time itself.
 
     seen: what `observe` saw."""
     if not seen & _AUTOCAST:
