@@ -31,7 +31,7 @@ from .moe.block import MoEBlock, moe_block
 from .registration.op import Op
 from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
-from .transformer_layer import TransformerLayer, transformer_layer
+from .transformer_layer import TransformerLayer, TransformerMoELayer, transformer_layer
 
 Arguments = dict[str, Any]
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -263,6 +263,17 @@ def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
     )  # fmt: skip
 
 
+def _moe_layer_inputs(s: Sizes) -> Arguments:
+    of_mlp = {name: one for name, one in _moe_block(s).items() if name != "x"}
+    return dict(x=_normal(*s.lead, s.features), attention_arguments=_attention(s), mlp_arguments=of_mlp)
+
+
+def _moe_layer_options(s: Sizes) -> dict[str, Arguments]:
+    given = {name: one for name, one in _moe_layer_inputs(s).items() if name == "mlp_arguments"}
+    dropped = {"mlp_arguments": given["mlp_arguments"] | {"resid_dropout_p": P}}
+    return _alone(parallel=True) | _with(dropped, training=False)
+
+
 def _grouped_gated_mlp(s: Sizes) -> Arguments:
     offs = torch.arange(1, s.experts + 1, dtype=torch.int32) * (s.tokens // s.experts)
     return dict(x=_normal(s.tokens, s.features), offs=offs) | _experts(s)
@@ -354,6 +365,11 @@ OPS = {
         Entry(dropout, Dropout, lambda s: {"x": _normal(*s.lead, s.features)}, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip
+
+# A function's other ops, which other arguments choose.
+OTHER_OPS = (
+    Entry(transformer_layer, TransformerMoELayer, _moe_layer_inputs, _moe_layer_options, of="experts"),
+)  # fmt: skip
 
 # Arguments of which a function gives in PyTorch ops what its op gives of the arguments above.
 IN_TORCH_OPS = (

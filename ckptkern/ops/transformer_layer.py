@@ -1,11 +1,11 @@
-"""Defines transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region, which recomputes the
-tensors between them."""
+"""Defines transformer_layer: attention_block [+ cross-attention] + mlp_block or moe_block as ONE region, which recomputes
+the tensors between them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,24 @@ from .attention.sublayer import AttentionSublayer, attention_sublayer, attention
 from .attention.sublayer import saves as attention_saves
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
-from .dispatch.shard import ACTIVE
+from .dispatch.shard import ACTIVE, refuse_shard
 from .mlp.block import gather as gather_mlp
 from .mlp.block import mlp_block
 from .mlp.branch import saves as branch_saves
 from .mlp.sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
+from .moe.block import gather as gather_moe
+from .moe.block import moe_block
+from .moe.sublayer import (
+    CONSTANT,
+    LOGITS,
+    MoEOptions,
+    MoETensors,
+    index_of,
+    moe_reference,
+    moe_sublayer,
+    moe_sublayer_backward,
+)
+from .moe.sublayer import saves as moe_saves
 from .registration.functions import build
 from .registration.needs import in_order, needed_names
 from .registration.op import Op
@@ -41,9 +54,18 @@ class LayerOptions(NamedTuple):
     mlp: MLPOptions
     parallel: bool
 
-    def saves_middle(self) -> bool:
-        """Is what passes between the sublayers saved?"""
-        return self.attention[0].recompute == "none" and not self.parallel
+
+class MoELayerOptions(NamedTuple):
+    """Those of a layer whose MLP is an MoE."""
+
+    attention: tuple[AttentionOptions, ...]
+    mlp: MoEOptions
+    parallel: bool
+
+
+def saves_middle(o: LayerOptions) -> bool:
+    """Is what passes between the sublayers saved?"""
+    return o.attention[0].recompute == "none" and not o.parallel
 
 
 class LayerNeeds(NamedTuple):
@@ -64,48 +86,63 @@ class LayerNeeds(NamedTuple):
         return cls(of_attention, of_mlp << 1 | (needs & 1 if o.parallel else int(before)))
 
 
+class FeedForward(NamedTuple):
+    """The last sublayer of a layer: the type of its tensors, and what runs it."""
+
+    Tensors: type
+    saves: Callable[[Any], tuple[str, ...]]
+    forward: Callable
+    backward: Callable
+
+
+MLP_SUBLAYER = FeedForward(MLPTensors, lambda o: branch_saves(o.gated, o), mlp_sublayer, mlp_sublayer_backward)
+MOE_SUBLAYER = FeedForward(MoETensors, moe_saves, moe_sublayer, moe_sublayer_backward)
+
+
 def _split(
-    tensors: Sequence[Tensor | None], o: LayerOptions
-) -> tuple[Tensor, list[tuple[AttentionTensors, AttentionOptions]], MLPTensors]:
-    """(x, each attention sublayer's tensors and options, the MLP sublayer's tensors)"""
+    tensors: Sequence[Tensor | None], o: LayerOptions, kind: type
+) -> tuple[Tensor, list[tuple[AttentionTensors, AttentionOptions]], Any]:
+    """(x, each attention sublayer's tensors and options, the tensors of the last sublayer, of a `kind`)"""
     x, *others = tensors
     sublayers = [(AttentionTensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
-    return x, sublayers, MLPTensors(*others[len(sublayers) * A :])
+    return x, sublayers, kind(*others[len(sublayers) * A :])
 
 
 class TransformerLayer(Op):
     name = "transformer_layer"
-    Options = LayerOptions
+    Options: type = LayerOptions
+    last = MLP_SUBLAYER
     constants = frozenset((*CONSTANTS, *(A + i for i in CONSTANTS)))
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
     assert min(CONSTANTS) > len(MLPTensors._fields)
 
-    @staticmethod
-    def saves(o):
+    @classmethod
+    def saves(cls, o):
         names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in _saved_of(one, o)]
-        return (*names, *branch_saves(o.mlp.gated, o.mlp))
+        return (*names, *cls.last.saves(o.mlp))
 
-    @staticmethod
-    def forward(tensors, o):
-        (x, sublayers, t_mlp), saved = _split(tensors, o), {}
+    @classmethod
+    def forward(cls, tensors, o):
+        (x, sublayers, t_mlp), saved = _split(tensors, o, cls.last.Tensors), {}
         mid = x
         for i, (t, one) in enumerate(sublayers):
             mid, made = attention_sublayer(mid, t, one)
             mid = made["mid"] = unflattened(mid, x)
             saved |= {f"{name}{i}": made[name] for name in _saved_of(one, o)}
             made = None
-        y, made = mlp_sublayer(x if o.parallel else mid, t_mlp, o.mlp)
+        y, made = cls.last.forward(x if o.parallel else mid, t_mlp, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
         return unflattened(y, x), saved | made
 
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        (x, sublayers, t_mlp), (of_attention, of_mlp) = _split(tensors, o), LayerNeeds.of(needs, o)
+    @classmethod
+    def backward(cls, dy, tensors, saved, o, needs):
+        kind = cls.last.Tensors
+        (x, sublayers, t_mlp), (of_attention, of_mlp) = _split(tensors, o, kind), LayerNeeds.of(needs, o)
         parts = [{name: saved.pop(f"{name}{i}") for name in _saved_of(one, o)} for i, one in enumerate(o.attention)]
         mid, cores = _recomputed(x, sublayers, parts, o, of_attention)
-        grads = mlp_sublayer_backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
+        grads = cls.last.backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
         mid = None
-        results = in_order(grads, MLPTensors, of_mlp)[1:]
+        results = in_order(grads, kind, of_mlp)[1:]
         dx_mlp = grads.get("x")
         d = dy if o.parallel else dx_mlp
         while cores:
@@ -117,18 +154,44 @@ class TransformerLayer(Op):
             d = d + dx_mlp
         return [d, *results]
 
-    @staticmethod
-    def reference(tensors, o):
-        x, sublayers, t_mlp = _split(tensors, o)
-        mid = x
+    @classmethod
+    def reference(cls, tensors, o):
+        mid, t_mlp = cls.middle(tensors, o)
+        return mid + mlp_reference(tensors[0], t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
+
+    @classmethod
+    def middle(cls, tensors, o) -> tuple[Tensor, Any]:
+        """(what the attentions give in differentiable PyTorch ops, the tensors of the last sublayer)"""
+        x, sublayers, t_mlp = _split(tensors, o, cls.last.Tensors)
         for t, one in sublayers:
-            mid = attention_reference(mid, t, one)
-        return mid + mlp_reference(x, t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
+            x = attention_reference(x, t, one)
+        return x, t_mlp
+
+
+class TransformerMoELayer(TransformerLayer):
+    name = "transformer_moe_layer"
+    Options = MoELayerOptions
+    last = MOE_SUBLAYER
+    constants = frozenset((*CONSTANTS, A + CONSTANT))  # it has one attention
+
+    @staticmethod
+    def more_results(o):
+        return (LOGITS,)
+
+    @classmethod
+    def reference(cls, tensors, o, index=None):
+        mid, t_mlp = cls.middle(tensors, o)
+        y, logits = moe_reference(tensors[0] if o.parallel else mid, t_mlp, o.mlp, index)
+        return (mid + y if o.parallel else y), logits
+
+    @classmethod
+    def reference_of(cls, saved, o):
+        return functools.partial(cls.reference, index=index_of(saved, o.mlp.top_k))
 
 
 def _saved_of(attention: AttentionOptions, o: LayerOptions) -> tuple[str, ...]:
     """What an attention sublayer saves: its core, and what it passes on."""
-    return (*attention_saves(attention), "mid") if o.saves_middle() else attention_saves(attention)
+    return (*attention_saves(attention), "mid") if saves_middle(o) else attention_saves(attention)
 
 
 def _recomputed(
@@ -153,7 +216,7 @@ def _recomputed(
     return mid, cores
 
 
-_apply = build(TransformerLayer)
+_apply, _apply_moe = build(TransformerLayer), build(TransformerMoELayer)
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
@@ -165,6 +228,7 @@ def _arguments_of(block) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
+MOE_ARGUMENTS = _arguments_of(moe_block)
 
 
 def check_arguments(
@@ -182,12 +246,18 @@ def check_arguments(
             raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
 
 
-def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool) -> None:
+def has_router(mlp_arguments: Mapping[str, Any]) -> bool:
+    return isinstance(mlp_arguments, Mapping) and "router_weight" in mlp_arguments
+
+
+def check_cross(op: str, arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any], parallel: bool) -> None:
     check_arguments(op, "cross_attention_arguments", arguments, *ATTENTION_ARGUMENTS)
     if arguments.get("key_value") is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
     if parallel:
         raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
+    if has_router(mlp_arguments):
+        raise ValueError(f"{op}: a layer with a router_weight takes no cross_attention_arguments")
 
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
@@ -203,13 +273,16 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
 def _by_sublayers(
     x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
     parallel: bool, *, training: bool, workspace: int | str | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
         given = dict(training=training, recompute=recompute[0], workspace=workspace)
         mid = attention_block(mid, **given, **{"residual": True} | dict(arguments))
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
+    if has_router(mlp_arguments):
+        y, logits = moe_block(x if parallel else mid, **given)
+        return (mid + y if parallel else y), logits
     return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
 
 
@@ -223,33 +296,34 @@ def transformer_layer(
     training: bool = True,
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x,
-    residual=False).
+    residual=False); with a router_weight among mlp_arguments moe_block(attention_block(x)), which returns (y, router_logits).
 
     cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
-    cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,
-    recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are added (GPT-NeoX,
-    GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for backward besides
-    parameters:
+    cross_attention_arguments and mlp_arguments: the arguments of attention_block and of mlp_block or moe_block by name,
+    without x, training, recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are
+    added (GPT-NeoX, GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for
+    backward besides parameters:
 
         "none"       what the two blocks save at "none", and what passes between them, if it does
         "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o
         "full"       x
 
-    and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the
-    MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
-    between the sublayers saved, ("full", "none") recomputes attention alone.
+    and key_value itself, and of an MoE the routing. "none" and "selective" save these of both attentions. A pair of modes, of
+    the attentions and of the MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is
+    "selective" with what passes between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block; beside them are, in backward, o
     and what passes between the sublayers. Raises as the two blocks do.
     """
     op = "transformer_layer"
     check_arguments(op, "attention_arguments", attention_arguments, *ATTENTION_ARGUMENTS)
-    check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
+    routes = has_router(mlp_arguments)
+    check_arguments(op, "mlp_arguments", mlp_arguments, *(MOE_ARGUMENTS if routes else MLP_ARGUMENTS))
     if cross_attention_arguments is not None:
-        check_cross(op, cross_attention_arguments, parallel)
+        check_cross(op, cross_attention_arguments, mlp_arguments, parallel)
     modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
@@ -258,6 +332,8 @@ def transformer_layer(
     given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
     if not isinstance(recompute, str):
         return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
+    if routes:
+        refuse_shard("a layer with a router has no sharded form")
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
     sublayers = [
@@ -273,13 +349,14 @@ def transformer_layer(
             )
     lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in sublayers))
     inner = "none" if sublayers[0][1].recompute == "none" else "full"
-    tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
-    if parallel and tm.down_weight.shape[0] != x.shape[-1]:
+    gather = gather_moe if routes else gather_mlp
+    tm, om = gather(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
+    if parallel and tm.down_weight.shape[-2] != x.shape[-1]:
         raise ShapeError(
             f"{op}: parallel sublayers are added, so down_weight must have {x.shape[-1]} rows, but it has "
-            f"{tm.down_weight.shape[0]}"
+            f"{tm.down_weight.shape[-2]}"
         )
     attention = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
     of_attention = tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers)
-    options = LayerOptions(attention=of_attention, mlp=om, parallel=parallel)
-    return _apply(options, x, *attention, *drawn(tm, om, x, training))
+    options = (MoELayerOptions if routes else LayerOptions)(attention=of_attention, mlp=om, parallel=parallel)
+    return (_apply_moe if routes else _apply)(options, x, *attention, *drawn(tm, om, x, training))
