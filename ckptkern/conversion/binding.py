@@ -222,14 +222,20 @@ class Segment:
         firsts = (next(templates(value, Argument), None) for value in values_of(template, "attn_mask"))
         self.biases = [one.index for one in firsts if one is not None]
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
+        self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
+
+    def given(self, flat: list[Any]) -> dict[str, Any]:
+        """The op's arguments in a call."""
+        return self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
 
     def __call__(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> object:
-        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x])))
+        arguments = self.given(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
+        y = y[0] if self.routes else y
         return y if self.result is None else in_place(y, flat, *self.result)
 
 
@@ -382,7 +388,7 @@ class Fused(Forward):
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
-            return self.checkpointed(args, kwargs)
+            return self.checkpointed(args, kwargs, **({"context_fn": saved_decisions} if segment.routes else {}))
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
         try:

@@ -27,9 +27,9 @@ from .around import Around, around, general, is_layer
 from .binding import Forward, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
-from .experts import is_experts
 from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .heads import Heads, Losses, scalars
+from .layouts import is_experts
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
