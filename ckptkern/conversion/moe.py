@@ -25,7 +25,8 @@ from .reading import Reading, Rows
 from .trace import Unreadable, leaves_of, mapped, plain_attributes
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
-FEW = 0.01  # the share of rows whose choice may differ: two scores that are one after rounding
+FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
+BIASES = (0.0, 0.02, 0.2)  # sizes of random biases of the choice: a large one hides how groups are ranked
 SAME = 1e-4  # relative difference of weights, and of what they are multiplied by
 
 
@@ -84,7 +85,7 @@ def observed(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any
     return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1])
 
 
-def vary_choices(module: nn.Module) -> None:
+def vary_choices(module: nn.Module, size: float = BIASES[-1]) -> None:
     """Random values in place of the buffers of MoE blocks in it, which are zeros before training; `random_parameters` puts
     back what was there."""
     for m in module.modules():
@@ -92,14 +93,14 @@ def vary_choices(module: nn.Module) -> None:
         if parts is not None and parts.score_bias is not None:
             owner, _, name = parts.score_bias.rpartition(".")
             buffers = m.get_submodule(owner)._buffers
-            buffers[name] = 0.5 * torch.randn_like(buffers[name])
+            buffers[name] = size * torch.randn_like(buffers[name])
 
 
 def numbers(module: nn.Module, parts: Parts) -> list[int | float]:
     """The plain numbers among the attributes of the block and its router."""
     owners = [module, module.get_submodule(parts.router_weight.rpartition(".")[0])]
     values = [value for one in owners for value in plain_attributes(one).values()]
-    return list(dict.fromkeys(value for value in values if type(value) in (int, float)))
+    return list({(type(value), value): value for value in values if type(value) in (int, float)}.values())
 
 
 def choices_of_groups(experts: int, found: list[int | float]) -> Iterator[dict[str, Any]]:
@@ -216,11 +217,16 @@ def read_block(
         raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
     x = flat[tensors[0]]
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
-    tensor = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    w, b, bias = (None if path is None else tensor[path].detach() for path in parts[2:5])
-    index, weights = observed(module, parts, args, kwargs, many)
+    parameters = dict(module.named_parameters())
+    w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
     logits = F.linear(many.reshape(-1, many.shape[-1]), w, b)
-    found = list(routings(logits, bias, index, weights, numbers(module, parts)))
+    readings: list[list[dict[str, Any]]] = []
+    for size in BIASES if parts.score_bias else BIASES[-1:]:
+        vary_choices(module, size)
+        bias = dict(module.named_buffers()).get(parts.score_bias)
+        index, weights = observed(module, parts, args, kwargs, many)
+        readings.append(list(routings(logits, bias, index, weights, numbers(module, parts))))
+    found = [one for one in readings[0] if all(one in others for others in readings)]
     if not found:
         raise Unreadable("its router scores or chooses in another way than moe_block")
     experts = module.get_submodule(parts.experts)
@@ -272,4 +278,7 @@ def routed_rows(
         yield f"logits {scale} times as large", call(x)
     many = x.new_empty((*x.shape[:-2], rows, x.shape[-1])).normal_()
     yield f"{rows} rows", call(many)
+    if arguments.get("score_bias") is not None:
+        with scaled(arguments["score_bias"], 0.1):
+            yield f"{rows} rows and a small bias of the choice", call(many)
     yield f"{rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
