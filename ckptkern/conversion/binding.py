@@ -205,13 +205,15 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
 class Segment:
     """A fused op in place of a forward.
 
-    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns.
+    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
+    the router whose hooks are given an MoE's logits.
     """
 
     def __init__(
         self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
-        caches: Collection[int] = (),
+        caches: Collection[int] = (), logits_of: str = "",
     ):  # fmt: skip
+        self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.attends = op in ("transformer_layer", "attention_block")
         self.arguments = arguments_getter(module, template)
@@ -235,7 +237,10 @@ class Segment:
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
-        y = y[0] if self.routes else y
+        if self.routes:
+            y, logits = y
+            for hook in tuple(self.router._forward_hooks.values()) if self.router is not None else ():
+                hook(self.router, (), (logits,))  # transformers collects them for an auxiliary loss
         return y if self.result is None else in_place(y, flat, *self.result)
 
 
@@ -383,7 +388,7 @@ class Fused(Forward):
         if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):
             return self.unfused(lambda: FILLED, args, kwargs)
         if (
-            not self.watch.unchanged()
+            not self.watch.unchanged(not torch.compiler.is_compiling())
             or (segment.attends and in_context_parallel())
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):

@@ -58,11 +58,10 @@ def capture(
     One tensor that is given twice is two tensors in them: other calls may give two.
     """
     calls: dict[nn.Module, dict[tuple, Call]] = {}
-    hooked: set[nn.Module] = set()
+    seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if any(count_hooks(m) != counts[m] for m in within[module]):
-            hooked.add(module)
+        seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
         own = calls.setdefault(module, {})
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
@@ -75,6 +74,7 @@ def capture(
         with unmoved(model), torch.no_grad(), Losses() as losses:
             model.eval()
             returned = scalars(model(*args, **kwargs))
+        hooked = {module for module, m, count in seen if count != count_hooks(m)}
     finally:
         for hook in hooks:
             hook.remove()

@@ -98,9 +98,9 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
         return *check_numerics(form, reading, result, args, kwargs), log
 
 
-def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, dict[str, Any] | Unreadable]:
-    """moe_block's arguments of each MoE block inside, which is checked by itself, or why it is none."""
-    found: dict[str, dict[str, Any] | Unreadable] = {}
+def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
+    """Each MoE block inside as moe_block, checked by itself, or why it is none."""
+    found: dict[str, Reading | Unreadable] = {}
     for path, block in module.named_modules():
         parts = parts_of(block) if path else None
         if parts is None:
@@ -113,7 +113,8 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, dict[str, Any] 
             )
             call = (torch.randn_like(next(like)),), {}
             form = Form(block, [call])
-            found[path] = attempt(form, *form.complete(*call))[0].template
+            segment = attempt(form, *form.complete(*call))[0]
+            found[path] = Reading(segment.op, segment.template, segment.x, logits_of=segment.logits_of)
         except Unreadable as why:
             found[path] = why
         except Exception as error:  # on random inputs a forward may raise anything
@@ -142,7 +143,7 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
 
     theirs, best = results(original, flat, trained, parameters), math.inf
     for arguments in reading.candidates():
-        segment = Segment(module, reading.op, arguments, reading.x)
+        segment = Segment(module, reading.op, arguments, reading.x, logits_of=reading.logits_of)
 
         def fused(flat: list[Any], segment: Segment = segment) -> Tensor:
             return segment(flat, "full")
@@ -289,7 +290,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     form, first = Form(module, calls), checked.fused
     form.fixed = dict(first.form.fixed)
     segments = {
-        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches)
+        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of)
         for pattern, one in first.segments.items()
         if one is not None
     }
@@ -318,8 +319,12 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
             raise Unreadable(f"the numbers of {segment.op} differ by {error:.1e}")
         check_elsewhere(segment, original, fused, flat, masks)
     check_own_dtype(form, segment, args, kwargs)
+    return Fused(form, segments, watch_of(module, segments), recompute), error, (args, kwargs)
+
+
+def watch_of(module: nn.Module, segments: dict[tuple, Segment]) -> Watch:
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
-    return Fused(form, segments, Watch(module, live), recompute), error, (args, kwargs)
+    return Watch(module, live, {s.logits_of for s in segments.values() if s.logits_of})
 
 
 def fuse(
@@ -383,8 +388,7 @@ def fuse(
         regardless_of_precision(pattern_of(form.counting(*call), [])): one
         for call, one in zip(asked, found, strict=True)
     }
-    live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
-    made = Fused(form, segments, Watch(module, live), recompute)
+    made = Fused(form, segments, watch_of(module, segments), recompute)
     checked.append(Checked(name, module, call_kinds(calls), made, logs[0], which))
     return made, worst, taken[0]
 

@@ -22,8 +22,8 @@ from .reading import ADD, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
 from .trace import Node, Unreadable, trace
 
 Blocks = Mapping[
-    str, dict[str, Any] | Unreadable
-]  # of the MoE blocks in a module: moe_block's arguments, or why it is none
+    str, Reading | Unreadable
+]  # of the MoE blocks in a module: as it was checked, or why it is no moe_block
 
 
 class Grammar(Steps):
@@ -35,14 +35,16 @@ class Grammar(Steps):
 
     def moe(self, node: Node, dropouts: list[Probability]) -> Part:
         """An MoE block, which is a leaf of the graph and was read by itself."""
-        arguments = self.blocks[node.source]
-        if isinstance(arguments, Unreadable):
-            raise Unreadable(f"its MoE block: {arguments}")
+        block = self.blocks[node.source]
+        if isinstance(block, Unreadable):
+            raise Unreadable(f"its MoE block: {block}")
         if len(node.inputs) != 1 or node.output:
             raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
         self.layers_read += 1
-        given = {name: value for name, value in arguments.items() if name != "residual"}
-        return Part(prefixed(given, node.source) | {"resid_dropout_p": self.probability(dropouts)}, node.inputs[0])
+        given = {name: value for name, value in block.arguments.items() if name != "residual"}
+        given = prefixed(given, node.source) | {"resid_dropout_p": self.probability(dropouts)}
+        logits_of = f"{node.source}.{block.logits_of}" if block.logits_of else ""
+        return Part(given, node.inputs[0], logits_of=logits_of)
 
     def mlp(self, node: Node) -> Part:
         after, hidden = [], []
@@ -197,7 +199,7 @@ class Grammar(Steps):
         mlp = self.sublayer(node, self.mlp)
         if mlp.input.kind == "argument":
             op = "moe_block" if "router_weight" in mlp.arguments else "mlp_block"
-            return Reading(op, mlp.arguments, mlp.input.source, mlp.at())
+            return Reading(op, mlp.arguments, mlp.input.source, mlp.at(), mlp.logits_of)
         attention, cross = self.sublayer(mlp.input, self.attention), None
         if attention.input.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.input, self.attention), attention
@@ -248,7 +250,7 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
     parts = {name: part for name, part in parts.items() if part is not None}
     arguments = {name: part.arguments for name, part in parts.items()} | ({"parallel": True} if parallel else {})
     choices = [choice for name, part in parts.items() for choice in part.at(name)]
-    return Reading("transformer_layer", arguments, x.source, choices)
+    return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
 
 
 def read_call(module: nn.Module, x: Tensor) -> Reading:

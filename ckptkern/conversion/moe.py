@@ -34,21 +34,27 @@ class _Seen(Exception):
     """Ends a block's forward at its experts."""
 
 
-def called_with(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """What a call of the block calls its experts with; the experts do not run."""
+def called_with(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """(what a call of the block calls its experts with, which do not run; what its router returned)."""
     seen: list[Any] = []
+    returned: list[Any] = [None]
 
     def stop(_, inner: tuple, named: dict[str, Any]) -> None:
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    hook = module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True)
+    router = module.get_submodule(parts.router_weight.rpartition(".")[0])
+    hooks = [
+        module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
+        router.register_forward_hook(lambda _, inner, result: returned.append(result)),
+    ]
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
             type(module).forward(module, *args, **kwargs)
     finally:
-        hook.remove()
-    return seen
+        for hook in hooks:
+            hook.remove()
+    return seen, returned[-1]
 
 
 def experts_call(flat: list[Any]) -> tuple[int, int, int]:
@@ -67,12 +73,14 @@ def random_states(x: Tensor) -> tuple:
     return random.getstate(), torch.get_rng_state().tolist(), devices
 
 
-def observed(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """(index, weights), each [rows, k], that the block's router gives for x, in training. Raises Unreadable."""
+def observed(
+    module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor
+) -> tuple[Tensor, Tensor, Any]:
+    """(index, weights, what the router returns) for x, in training; the first two [rows, k]. Raises Unreadable."""
     given, states, mode = x.clone(), random_states(x), module.training
     module.train()
     try:
-        flat = called_with(module, parts, *mapped(lambda _: given, (args, kwargs)))
+        flat, returned = called_with(module, parts, *mapped(lambda _: given, (args, kwargs)))
     finally:
         module.train(mode)
     if states != random_states(x):
@@ -82,7 +90,7 @@ def observed(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any
     h, index, weights = (flat[i] for i in experts_call(flat))
     if h.shape[-1] != x.shape[-1] or not torch.equal(h.reshape(-1, h.shape[-1]), x.reshape(-1, x.shape[-1])):
         raise Unreadable("its experts read another tensor than its input")
-    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1])
+    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned
 
 
 def vary_choices(module: nn.Module, size: float = BIASES[-1]) -> None:
@@ -165,7 +173,7 @@ def router_dtype(
     x = x.to(torch.bfloat16)
     try:
         with in_dtype(module, torch.bfloat16):
-            index, weights = observed(module, parts, args, kwargs, x)
+            index, weights, _ = observed(module, parts, args, kwargs, x)
     except Exception:  # a forward that takes no 16 bits, whatever it raises
         return None
     rows, errors = x.reshape(-1, x.shape[-1]), {}
@@ -224,7 +232,7 @@ def read_block(
     for size in BIASES if parts.score_bias else BIASES[-1:]:
         vary_choices(module, size)
         bias = dict(module.named_buffers()).get(parts.score_bias)
-        index, weights = observed(module, parts, args, kwargs, many)
+        index, weights, returned = observed(module, parts, args, kwargs, many)
         readings.append(list(routings(logits, bias, index, weights, numbers(module, parts))))
     found = [one for one in readings[0] if all(one in others for others in readings)]
     if not found:
@@ -245,7 +253,11 @@ def read_block(
         arguments["shared_expert_gate"] = Weight(parts.shared_expert_gate)
     for one in found:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
-    return Reading("moe_block", arguments, tensors[0], [[{(k,): v for k, v in one.items()} for one in found], *choices])
+    ways = [[{(k,): v for k, v in one.items()} for one in found], *choices]
+    first = returned[0] if isinstance(returned, tuple) else None
+    is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
+    path = parts.router_weight.rpartition(".")[0]
+    return Reading("moe_block", arguments, tensors[0], ways, path if is_logits else "")
 
 
 @contextlib.contextmanager

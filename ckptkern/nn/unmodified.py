@@ -27,6 +27,17 @@ def runs_class_forward(module: torch.nn.Module) -> bool:
     return own is None or (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module)
 
 
+def collects_first(hooks: dict[int, Callable]) -> bool:
+    """Does each of these only collect the first result of its module, as transformers' hooks do?"""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    return all(
+        module is not None
+        and getattr(hook, "__module__", None) == module.__name__
+        and inspect.getclosurevars(hook).nonlocals.get("index") == 0
+        for hook in hooks.values()
+    )
+
+
 def dormant(hooks: dict[int, Callable]) -> bool:
     """Do none of these do anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
     collect what a call asks for."""

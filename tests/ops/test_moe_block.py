@@ -290,8 +290,8 @@ def test_backward_takes_forwards_choice(create_graph, workspace, monkeypatch):
     options = VARIANTS["OLMoE"][1] | {"workspace": workspace}
     noise = 1e-4 * torch.randn(300, E, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     logits = F.linear(t["x"], t["router_weight"])
-    turned = (chosen(logits, top_k=3).sort().values != chosen(logits + noise, top_k=3).sort().values).any(-1)
-    assert turned.float().mean() > 0.5
+    changed = (chosen(logits, top_k=3).sort().values != chosen(logits + noise, top_k=3).sort().values).any(-1)
+    assert changed.float().mean() > 0.5
     want = gradients(ours_of(**options), t)
     y = ours_of(**options)(t)
     of_rows = MoESublayer.logits
