@@ -74,7 +74,7 @@ def capture(
         with unmoved(model), torch.no_grad(), Losses() as losses:
             model.eval()
             returned = scalars(model(*args, **kwargs))
-        hooked = {module for module, m, count in seen if count != count_hooks(m)}
+            hooked = {module for module, m, count in seen if count != count_hooks(m)}
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ..nn.unmodified import collecting_nothing
 from .layouts import parts_of
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
@@ -199,7 +200,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
         hooks.append(leaf.register_forward_pre_hook(tracer.before))
         hooks.append(leaf.register_forward_hook(tracer.after, with_kwargs=True))
     try:
-        with tracer, torch.no_grad():
+        with tracer, torch.no_grad(), collecting_nothing():
             result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:

@@ -25,6 +25,13 @@ DEEPSEEK = BASE | dict(
     num_key_value_heads=4, n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=2, topk_group=1,
     first_k_dense_replace=1, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
 )  # fmt: skip
+GLM = WIDE | dict(
+    n_routed_experts=8, moe_intermediate_size=24, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=0,
+)  # fmt: skip
+NEXT = SPARSE | dict(
+    shared_expert_intermediate_size=20, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+    linear_value_head_dim=8,
+)  # fmt: skip
 SMALL = dict(
     vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
     embd_pdrop=0.0, attn_pdrop=0.0,
@@ -40,8 +47,16 @@ MODELS = {
     "MixtralForCausalLM": ("MixtralConfig", BASE | dict(num_local_experts=4)),
     "Qwen3MoeForCausalLM": ("Qwen3MoeConfig", SPARSE),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", DEEPSEEK),
+    "DeepseekV2ForCausalLM": ("DeepseekV2Config", DEEPSEEK | dict(topk_method="group_limited_greedy")),
+    "Qwen2MoeForCausalLM": ("Qwen2MoeConfig", SPARSE | dict(shared_expert_intermediate_size=20)),
+    "OlmoeForCausalLM": ("OlmoeConfig", BASE | dict(num_experts=4, num_experts_per_tok=2)),
+    "Glm4MoeForCausalLM": ("Glm4MoeConfig", GLM),
+    "GraniteMoeForCausalLM": ("GraniteMoeConfig", BASE | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "Qwen3NextForCausalLM": ("Qwen3NextConfig", NEXT),
 }
-EXPERTS = {"MixtralForCausalLM": 2, "Qwen3MoeForCausalLM": 2, "DeepseekV3ForCausalLM": 1}  # layers with experts
+# layers that are one op, and MoE blocks in layers that are not
+LAYERS = dict.fromkeys(("Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "Glm4Moe", "GraniteMoe"), 2)
+BLOCKS = {"DeepseekV3": 1, "DeepseekV2": 1, "Qwen3Next": 2}
 
 
 def model_of(name: str) -> nn.Module:
@@ -62,7 +77,11 @@ def converted(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     replaced = [row.replaced_by for row in ckptkern.convert(model, **batch()).converted]
     assert replaced.count("linear_cross_entropy") == 1
-    assert replaced.count("moe_mlp") == EXPERTS.get(type(model).__name__, 0)
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    assert replaced.count("moe_block") == BLOCKS.get(kind, 0)
+    assert "moe_mlp" not in replaced
+    if kind in LAYERS:
+        assert replaced.count("transformer_layer") == LAYERS[kind]
     return model
 
 
@@ -164,10 +183,60 @@ def test_adapters_on_the_head_are_not_bypassed(place: str) -> None:
     assert_same(mine, want)
 
 
-def test_a_mixtures_auxiliary_loss_and_other_experts() -> None:
-    theirs = model_of("MixtralForCausalLM")
+@pytest.mark.parametrize("asked", ["in the call", "by the configuration", "before it was converted"])
+@pytest.mark.parametrize("name", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "OlmoeForCausalLM"])
+def test_an_auxiliary_loss_of_the_routers_logits(name: str, asked: str) -> None:
+    """transformers' hooks on routers get the fused layers' logits: the loss has its part, its gradients, and no layer runs
+    another forward."""
+    theirs = model_of(name)
+    kwargs = batch(1) | {"output_router_logits": True}
+    if asked == "by the configuration":
+        theirs.config.output_router_logits = True
+        kwargs = batch(1)
+    if asked == "before it was converted":
+        theirs(**kwargs)
+    ours = copy.deepcopy(theirs)
+    conversion = ckptkern.convert(ours, **batch())
+    for _ in range(2):
+        assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
+    mine, want = ours(**kwargs), theirs(**kwargs)
+    assert want.aux_loss > 0
+    torch.testing.assert_close(mine.aux_loss, want.aux_loss)
+    torch.testing.assert_close(mine.router_logits, want.router_logits)
+    grads = [
+        torch.autograd.grad(one.aux_loss, [*m.parameters()], allow_unused=True)
+        for one, m in ((mine, ours), (want, theirs))
+    ]
+    for ours_, theirs_ in zip(*grads, strict=True):
+        assert (ours_ is None) == (theirs_ is None) or not (theirs_ if ours_ is None else ours_).any()
+        if ours_ is not None and theirs_ is not None:
+            torch.testing.assert_close(ours_, theirs_, rtol=1e-3, atol=1e-6)
+    layers = [row for row in conversion if row.replaced_by == "transformer_layer"]
+    assert len(layers) == 2
+    assert all(row.calls["fused"] == 3 and not row.calls["checkpointed"] for row in layers)
+
+
+def test_an_auxiliary_loss_in_an_activation_checkpoint() -> None:
+    """A layer that is no op, with a block that is: forward and recompute run the same, though transformers collects in one."""
+    theirs = model_of("DeepseekV3ForCausalLM")
     ours = converted(theirs)
     kwargs = batch(1) | {"output_router_logits": True}
+    for _ in range(2):
+        assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
+
+
+def test_other_hooks_and_other_experts() -> None:
+    """What the fused call does not do runs as an activation checkpoint of the layer."""
+    theirs = model_of("MixtralForCausalLM")
+    ours = converted(theirs)
+    seen: list[int] = []
+    hook = ours.model.layers[0].mlp.gate.register_forward_hook(lambda *_: seen.append(1))
+    assert_same(gradients(ours, **batch(1)), gradients(theirs, **batch(1)))
+    assert seen
+    hook.remove()
+    kwargs = batch(1) | {"output_router_logits": True, "output_attentions": True}
+    for model in (ours, theirs):
+        model.set_attn_implementation("eager")
     assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
     for model in (ours, theirs):
         model.set_experts_implementation("eager")
