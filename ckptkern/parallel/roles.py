@@ -117,6 +117,11 @@ def templates_of(module: nn.Module) -> list[Template]:
                 raise TypeError(
                     f"TensorParallel: {type(module).__name__} is a {segment.op}, which has no heads or hidden units"
                 )
+            if segment.routes:
+                raise TypeError(
+                    f"TensorParallel: {type(module).__name__} has a router and experts, which are not split; convert with "
+                    "exclude= for its MoE blocks, and name its attention"
+                )
         return [segment.template for segment in segments]
     if type(module) in TEMPLATES and forward is None:
         return [TEMPLATES[type(module)](module)]

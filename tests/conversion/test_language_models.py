@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import ckptkern
 from ckptkern.conversion.logits import Logits
 from ckptkern.memory import saved_tensors
+from ckptkern.parallel.roles import templates_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -216,6 +217,18 @@ def test_an_auxiliary_loss_of_the_routers_logits(name: str, asked: str) -> None:
     assert all(row.calls["fused"] == 3 and not row.calls["checkpointed"] for row in layers)
 
 
+@pytest.mark.parametrize("recompute", ["none", "full", ("selective", "full"), ("full", "none")], ids=str)
+def test_a_layer_with_experts_in_each_mode(recompute: str | tuple[str, str]) -> None:
+    theirs = model_of("Qwen2MoeForCausalLM")
+    ours = copy.deepcopy(theirs)
+    conversion = ckptkern.convert(ours, **batch(), recompute=recompute)
+    assert [row.replaced_by for row in conversion if ".layers." in row.name] == ["transformer_layer"] * 2
+    kwargs = batch(1) | {"output_router_logits": True}
+    assert_same(gradients(ours, **kwargs), gradients(theirs, **kwargs))
+    with pytest.raises(TypeError, match="has a router and experts, which are not split"):
+        templates_of(ours.model.layers[0])
+
+
 def test_an_auxiliary_loss_in_an_activation_checkpoint() -> None:
     """A layer that is no op, with a block that is: forward and recompute run the same, though transformers collects in one."""
     theirs = model_of("DeepseekV3ForCausalLM")
@@ -241,6 +254,61 @@ def test_other_hooks_and_other_experts() -> None:
     for model in (ours, theirs):
         model.set_experts_implementation("eager")
     assert_same(gradients(ours, **batch(1)), gradients(theirs, **batch(1)))
+
+
+class ClampedFar(torch.nn.Module):
+    """Mixed into experts: no ordinary row is so large, and none behind a norm."""
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:
+        return super().forward(hidden_states.clamp(-100, 100), *routing)
+
+
+def test_a_layer_whose_experts_clamp_is_left() -> None:
+    theirs = model_of("MixtralForCausalLM")
+    for layer in theirs.model.layers:
+        kind = type(layer.mlp.experts)
+        layer.mlp.experts.__class__ = type(f"Clamped{kind.__name__}", (ClampedFar, kind), {})
+    ours = copy.deepcopy(theirs)
+    rows = {row.name: row for row in ckptkern.convert(ours, **batch())}
+    assert rows["model.layers.0"].replaced_by == "checkpoint"
+    assert "its MoE block: with inputs 1000 times as large the numbers differ" in rows["model.layers.0"].reason
+    assert "model.layers.0.mlp" not in rows
+    assert_same(gradients(ours, **batch(1)), gradients(theirs, **batch(1)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_with_experts_in_bfloat16(seed: int) -> None:
+    """Some tokens go elsewhere where scores round otherwise, which is no other forward."""
+    config = transformers.MixtralConfig(
+        **MODELS["MixtralForCausalLM"][1] | dict(num_local_experts=16, num_hidden_layers=1)
+    )
+    torch.manual_seed(seed)
+    model = transformers.MixtralForCausalLM(config).bfloat16().train()
+    rows = {row.name: row for row in ckptkern.convert(model, **batch(seed, 17))}
+    assert rows["model.layers.0"].replaced_by == "transformer_layer", rows["model.layers.0"].reason
+
+
+def test_a_layer_that_steps_aside_takes_forwards_choice_in_recompute() -> None:
+    """A hook inside sends a layer to its original forward as an activation checkpoint. In its recompute another h reaches the
+    router, to which all experts are nearly alike: their weights stay, and the best would be others."""
+    theirs = model_of("MixtralForCausalLM")
+    ours = converted(theirs)
+    calls: list[int] = []
+
+    def noise(module: nn.Module, args: tuple) -> tuple:
+        calls.append(1)
+        h = args[0]
+        return (h if len(calls) == 1 else h + torch.randn_like(h),)
+
+    for model in (theirs, ours):
+        with torch.no_grad():
+            model.model.layers[0].mlp.gate.weight.mul_(1e-2)
+    ours.model.layers[0].mlp.gate.register_forward_pre_hook(noise)
+    mine, want = gradients(ours, **batch(1)), gradients(theirs, **batch(1))
+    assert len(calls) == 2
+    for name, one in want.items():
+        if name != "model.layers.0.mlp.gate.weight":
+            torch.testing.assert_close(mine[name], one, rtol=1e-2, atol=1e-2 * float(one.abs().max()), msg=name)
 
 
 def test_without_labels_the_table_says_what_is_missing() -> None:
