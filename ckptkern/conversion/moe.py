@@ -77,7 +77,7 @@ def observed(
     module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor
 ) -> tuple[Tensor, Tensor, Any]:
     """(index, weights, what the router returns) for x, in training; the first two [rows, k]. Raises Unreadable."""
-    given, states, mode = x.clone(), random_states(x), module.training
+    given, states, mode = x.clone(), random_states(x), module.training  # some forwards change it in place
     module.train()
     try:
         flat, returned = called_with(module, parts, *mapped(lambda _: given, (args, kwargs)))
@@ -85,11 +85,9 @@ def observed(
         module.train(mode)
     if states != random_states(x):
         raise Unreadable("its router samples random numbers")
-    if not torch.equal(given, x):
-        raise Unreadable("forward changes its arguments in place")
-    h, index, weights = (flat[i] for i in experts_call(flat))
-    if h.shape[-1] != x.shape[-1] or not torch.equal(h.reshape(-1, h.shape[-1]), x.reshape(-1, x.shape[-1])):
-        raise Unreadable("its experts read another tensor than its input")
+    _, index, weights = (flat[i] for i in experts_call(flat))
+    if index[..., 0].numel() != x[..., 0].numel():
+        raise Unreadable("its experts are not called once with all tokens")
     return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned
 
 
