@@ -284,6 +284,9 @@ def test_layers_with_experts_in_bfloat16(seed: int) -> None:
     )
     torch.manual_seed(seed)
     model = transformers.MixtralForCausalLM(config).bfloat16().train()
+    with torch.no_grad():  # so that another expert shows beside the residual
+        for weight in model.model.layers[0].mlp.experts.parameters():
+            weight.mul_(20)
     rows = {row.name: row for row in ckptkern.convert(model, **batch(seed, 17))}
     assert rows["model.layers.0"].replaced_by == "transformer_layer", rows["model.layers.0"].reason
 

@@ -260,6 +260,21 @@ def test_blocks_are_read_by_their_parts_and_calls(name: str) -> None:
     assert_same_step(ours, theirs)
 
 
+class TwoGroups(Grouped):
+    def __init__(self):
+        super().__init__()
+        self.groups, self.best = 2, 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_seen_whatever_bias_is_tried(seed: int) -> None:
+    """A large bias puts the best experts into one group, of every token: the choice is then that without groups."""
+    model = model_of(of(router=TwoGroups))
+    torch.manual_seed(seed)
+    ckptkern.convert(model, inputs(seed), otherwise="leave", include="mixers.0.block")
+    assert arguments_of(model)["num_groups"] == 2
+
+
 @pytest.mark.parametrize(("router", "wanted"), [(Router, None), (Upcast, torch.float32)])
 def test_a_router_that_upcasts(router: type, wanted: torch.dtype | None) -> None:
     theirs = model_of(of(router=router))
