@@ -344,7 +344,8 @@ def convert(
     of the fused ops (transformer_layer, attention_block, mlp_block, linear_stack, linear_act), and compared with it on random
     parameters: output, input gradient and the gradient of every parameter agree to rounding, or the module is left as it is.
     torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their drop-in
-    replacements in ckptkern.nn. The experts of an MoE layer become moe_mlp. The linear layer whose logits the call
+    replacements in ckptkern.nn. An MoE block, a router with its experts, becomes moe_block, in a layer that is one op as a part
+    of it, or its experts alone moe_mlp. The linear layer whose logits the call
     hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that. A norm before it
     that saves more than its input then runs in chunks of tokens, which backward recomputes.
 
