@@ -20,7 +20,19 @@ from torch import Tensor, nn
 from .. import eager, memory, ops
 from . import cases
 from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
-from .models import MLP, Attention, Core, GatedMLP, GroupedRows, LatentAttention, Layer, LMHeadLoss, MLPBlock, MoE
+from .models import (
+    MLP,
+    Attention,
+    Core,
+    GatedMLP,
+    GroupedRows,
+    LatentAttention,
+    Layer,
+    LMHeadLoss,
+    MLPBlock,
+    MoE,
+    RoutedMoE,
+)  # fmt: skip
 
 FEATURES = {"cuda": 1024, "cpu": 128}
 LENGTH = {"cuda": 2048, "cpu": 128}
@@ -95,6 +107,10 @@ def _moe(v: SimpleNamespace) -> MoE:
     return MoE(v.features, Act(v.activation), v.hidden, v.experts, v.top_k)
 
 
+def _routed_moe(v: SimpleNamespace) -> RoutedMoE:
+    return RoutedMoE(v.features, Act(v.activation), v.hidden, v.experts, v.top_k)
+
+
 def _grouped_rows(v: SimpleNamespace) -> GroupedRows:
     return GroupedRows(v.features, Act(v.activation), v.hidden, v.experts)
 
@@ -137,6 +153,13 @@ def _run_gated(v: SimpleNamespace, model: GatedMLP, mode: str) -> Function:
 
 def _run_moe(v: SimpleNamespace, model: MoE, mode: str) -> Function:
     return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, v.activation, recompute=mode)
+
+
+def _run_routed_moe(v: SimpleNamespace, model: RoutedMoE, mode: str) -> Function:
+    return lambda x: ops.moe_block(
+        x, model.router.weight, model.gate_up, model.down, v.activation, top_k=model.top_k, score_bias=model.score_bias,
+        recompute=mode,
+    )[0]  # fmt: skip
 
 
 def _run_grouped_rows(v: SimpleNamespace, model: GroupedRows, mode: str) -> Function:
@@ -253,6 +276,7 @@ OPS = {
         {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _moe, _run_moe,
         baselines=lambda v: {"torch, experts interleaved": cases.experts_by_turns},
     ),
+    "moe_block": Op({**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _routed_moe, _run_routed_moe),
     "grouped_gated_mlp": Op({**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows),
     "mlp_block": Op(
         {**_ROWS, **_HIDDEN, "activation": "gelu", "gated": False, "norm": "layer", "bias": True}, _mlp_block, _run_mlp_block

@@ -113,6 +113,30 @@ class MoE(nn.Module):
         return total
 
 
+class RoutedMoE(MoE):
+    """An MoE layer with its router and a residual. A bias of the choice alone sends every row to the first experts, so that
+    rounding changes none."""
+
+    def __init__(
+        self, width: int, act: nn.Module | None = None, hidden: int | None = None, experts: int | None = None,
+        top_k: int | None = None,
+    ):  # fmt: skip
+        super().__init__(width, act, hidden, experts, top_k)
+        self.router = nn.Linear(width, self.experts, bias=False)
+        self.register_buffer("score_bias", torch.where(torch.arange(self.experts) < self.top_k, 2.0, 0.0))
+
+    def chosen(self, rows: int, device: torch.device | str) -> Tensor:
+        return torch.arange(self.top_k, device=device).expand(rows, self.top_k)
+
+    def routing(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x)[:, : self.top_k]  # a softmax whose chosen weights are divided by their sum
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return self.chosen(x.shape[0], x.device), torch.softmax(logits, -1, dtype).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 # least width -> experts, how many of them a row goes through, and their width by the model's
 MOE_SIZES = {4096: (8, 2, 3.5), 2048: (128, 8, 0.375), 1024: (32, 4, 0.375), 0: (8, 2, 0.375)}
 

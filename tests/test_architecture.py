@@ -64,9 +64,10 @@ OPS_LAYERS = {
     "attention": 3,
     "cross_entropy": 3,
     "experts": 3,
-    "transformer_layer": 4,
-    "sharded": 4,
-    "catalog": 5,
+    "moe": 4,
+    "transformer_layer": 5,
+    "sharded": 5,
+    "catalog": 6,
 }
 
 LINES, FUNCTION_LINES = 500, 80  # a longer file or function usually does two things

@@ -6,8 +6,7 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any
 
@@ -22,12 +21,12 @@ from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
 from ..storage import Store
+from .arguments import Call, arguments_getter, named, templates, values_of
 from .calls import Form, pattern_of, regardless_of_precision
-from .computed import Computed, computed_of, conditions
+from .computed import computed_of, conditions
 from .guard import Watch
-from .leaves import Probability, Weight
 from .masks import register
-from .reading import Argument, Rows, Table
+from .reading import Argument
 from .report import RAN
 from .unread import Probabilities, returned
 
@@ -48,191 +47,18 @@ def mode_of(op: str, activation: str | None, mode: str) -> str:
     return mode if (op, activation) == ("linear_act", "relu") else "full"
 
 
-def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """(the submodule that owns the parameter, its name there)."""
-    owner, _, name = path.rpartition(".")
-    return module.get_submodule(owner), name
-
-
-# -- arguments of the fused op, from the live module and the live call
-
-
-@dataclass
-class Call:
-    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
-    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
-    was computed."""
-
-    flat: list[Any]
-    training: bool
-    length: int
-    x: Tensor
-    parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
-    computed: list[Any] | None = None
-
-
-# Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
-# `parameters` is a module's own dict, which both bring along as the same object.
-
-
-@dataclass
-class Parameter:
-    parameters: dict[str, Tensor]
-    name: str
-    form: str
-
-    def __call__(self, call: Call) -> Tensor:
-        value = self.parameters[self.name]
-        return value if not self.form else value.t() if self.form == "t" else value + 1
-
-
-@dataclass
-class ParameterRows:
-    parameter: Parameter
-    part: int
-    count: int
-
-    def __call__(self, call: Call) -> Tensor:
-        key = id(self.parameter.parameters), self.parameter.name, self.count
-        if key not in call.parts:
-            call.parts[key] = self.parameter(call).chunk(self.count)
-        return call.parts[key][self.part]
-
-
-@dataclass
-class CallArgument:
-    argument: Argument
-
-    def __call__(self, call: Call) -> Any:
-        return in_form(call.flat[self.argument.index], self.argument.form, call.length)
-
-
-@dataclass
-class TableRows:
-    buffers: dict[str, Tensor]
-    name: str
-    form: str
-
-    def __call__(self, call: Call) -> Tensor:
-        return in_form(self.buffers[self.name], self.form, call.length)
-
-
-@dataclass
-class LiveProbability:
-    module: nn.Module | None
-    attribute: str
-    value: float
-
-    def __call__(self, call: Call) -> float:
-        if self.module is None:
-            return self.value if call.training else 0.0
-        return getattr(self.module, self.attribute) if self.module.training else 0.0
-
-
-@dataclass
-class ComputedValue:
-    module: nn.Module
-    of: Computed
-
-    def __call__(self, call: Call) -> Tensor:
-        if call.computed is None:
-            call.computed = self.of.program(self.module, call.flat, call.x)
-        return self.of.of(self.module, call.flat, call.x, call.computed)
-
-
-@dataclass
-class Values:
-    """A tuple or list, in which some are live."""
-
-    values: tuple | list
-    live: list[Callable[[Call], Any] | None]
-
-    def __call__(self, call: Call) -> Any:
-        pairs = zip(self.values, self.live, strict=True)
-        values = [value if get is None else get(call) for value, get in pairs]
-        return tuple(values) if isinstance(self.values, tuple) else values
-
-
-@dataclass
-class Arguments:
-    """Arguments by name: constants, and those that are live."""
-
-    constants: dict[str, Any]
-    live: list[tuple[str, Callable[[Call], Any]]]
-
-    def __call__(self, call: Call) -> dict[str, Any]:
-        return self.constants | {name: get(call) for name, get in self.live}
-
-
-def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
-    """How to get the live value of a template; None for a constant."""
-    if isinstance(value, Weight):
-        owner, name = look_up(module, value.path)
-        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form)
-    if isinstance(value, Rows):
-        return ParameterRows(getter(module, value.weight), value.part, value.count)
-    if isinstance(value, Argument):
-        return CallArgument(value)
-    if isinstance(value, Table):
-        owner, name = look_up(module, value.path)
-        return TableRows(owner._buffers, name, value.form)
-    if isinstance(value, Computed):
-        return ComputedValue(module, value)
-    if isinstance(value, Probability):
-        owner = module.get_submodule(value.path) if value.attribute else None
-        return LiveProbability(owner, value.attribute, value.value)
-    if isinstance(value, dict):
-        return arguments_getter(module, value)
-    if isinstance(value, (tuple, list)):
-        live = [getter(module, one) for one in value]
-        return Values(value, live) if any(live) else None
-    return None
-
-
-def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
-    getters = {name: getter(module, value) for name, value in template.items()}
-    live = [(name, get) for name, get in getters.items() if get is not None]
-    return Arguments({name: template[name] for name, get in getters.items() if get is None}, live)
-
-
-def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
-    """An argument as the op reads it: "" as it is.
-
-    A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
-    an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
-    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
-    "imag" of one complex table [..., S, R / 2].
-    """
-    if not form:
-        return tensor
-    if form in ("columns", "last columns"):
-        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
-    if form in ("keys", "rows"):
-        return tensor[:, None, None] if form == "keys" else tensor[:, None]
-    if tensor.dim() == 4:
-        tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
-    tensor = tensor[..., :length, :]
-    if form in ("real", "imag"):
-        tensor, form = getattr(tensor, form), "each twice"
-    if form == "twice":
-        return torch.cat((tensor, tensor), -1)
-    if form == "each twice":
-        return tensor.repeat_interleave(2, -1)
-    if form == "sublayers":
-        return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
-    return tensor
-
-
 class Segment:
     """A fused op in place of a forward.
 
-    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns.
+    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
+    the router whose hooks are given an MoE's logits.
     """
 
     def __init__(
         self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
-        caches: Collection[int] = (),
+        caches: Collection[int] = (), logits_of: str = "",
     ):  # fmt: skip
+        self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.attends = op in ATTENDING
         self.arguments = arguments_getter(module, template)
@@ -246,6 +72,11 @@ class Segment:
         self.excludes = any(values_of(template, "mask_is_exclusion"))
         found |= {i for _, *second in masks for i in conditions(second)}
         self.constants = sorted(found.difference(self.inputs, self.biases))  # the op forms no gradient of these
+        self.routes = any(values_of(template, "router_weight"))  # the op returns logits, too, and its original decides
+
+    def given(self, flat: list[Any]) -> dict[str, Any]:
+        """The op's arguments in a call."""
+        return self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
     @property
     def unread(self) -> bool:
@@ -255,38 +86,17 @@ class Segment:
     def __call__(
         self, flat: list[Any], mode: str, workspace: int | str | None = None, forward: Callable[[], object] | None = None
     ) -> object:  # fmt: skip
-        arguments = self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
+        arguments = self.given(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
         y = getattr(ops, self.op)(
             flat[self.x], **arguments, recompute=mode_of(self.op, self.template.get("activation"), mode)
         )
+        if self.routes:
+            y, logits = y
+            for hook in tuple(self.router._forward_hooks.values()) if self.router is not None else ():
+                hook(self.router, (), (logits,))  # transformers collects them for an auxiliary loss
         return y if self.result is None else returned(y, flat, *self.result, self.module, forward)
-
-
-def templates(template: Any, kind: type) -> Iterator[Any]:
-    """All of a kind in a template."""
-    if isinstance(template, kind):
-        yield template
-    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
-        for one in template.values() if isinstance(template, dict) else template:
-            yield from templates(one, kind)
-
-
-def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
-    """What an op, or each of its sublayers, is given under this name."""
-    for key, value in template.items():
-        if isinstance(value, dict):
-            yield from values_of(value, name)
-        elif key == name:
-            yield value
-
-
-def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments that an op, or each of its sublayers, is given under one of these names."""
-    for name in names:
-        for value in values_of(template, name):
-            yield from templates(value, Argument)
 
 
 class Forward:
@@ -405,13 +215,13 @@ class Fused(Forward):
         if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):
             return self.unfused(lambda: FILLED, args, kwargs)
         if (
-            not self.watch.unchanged()
+            not self.watch.unchanged(not torch.compiler.is_compiling())
             or (segment.attends and in_context_parallel())
             or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
-            return self.checkpointed(args, kwargs)
+            return self.checkpointed(args, kwargs, **({"context_fn": saved_decisions} if segment.routes else {}))
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
         try:

@@ -28,17 +28,22 @@ def was_written(tensor: Tensor, version: int, before: Tensor) -> bool:
 
 @contextlib.contextmanager
 def unmoved(module: nn.Module) -> Iterator[None]:
-    """Leaves the random states, buffers, lists and plain attributes, `training` among them, as they were."""
+    """Leaves the random states, buffers, lists and plain attributes, `training` among them, as they were, and no new hooks:
+    transformers adds its own in the first call that asks for them, and notes that in an attribute."""
     devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
     buffers = [(b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_inference()]
     tables = [(m, dict(m._buffers), plain_attributes(m)) for m in module.modules()]
     lists = [(one, list(one)) for m in module.modules() for one in m.__dict__.values() if type(one) is list]
+    hooks = [(m._forward_hooks, set(m._forward_hooks)) for m in module.modules()]
     drawn = random.getstate()
     try:
         with torch.random.fork_rng(list(devices)):
             yield
     finally:
         random.setstate(drawn)
+        for now, before in hooks:
+            for key in now.keys() - before:
+                del now[key]
         for one, before in lists:
             one[:] = before
         for m, own, attributes in tables:

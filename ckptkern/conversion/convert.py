@@ -27,10 +27,10 @@ from .around import Around, around, general, is_layer, is_marked
 from .binding import Forward, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
-from .experts import is_experts
 from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .groups import group_layers
 from .heads import Heads, Losses, scalars
+from .layouts import is_experts
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
@@ -60,11 +60,10 @@ def capture(
     One tensor that is given twice is two tensors in them: other calls may give two.
     """
     calls: dict[nn.Module, dict[tuple, Call]] = {}
-    hooked: set[nn.Module] = set()
+    seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if any(count_hooks(m) != counts[m] for m in within[module]):
-            hooked.add(module)
+        seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
         own = calls.setdefault(module, {})
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
@@ -77,6 +76,7 @@ def capture(
         with unmoved(model), torch.no_grad(), Losses() as losses:
             model.eval()
             returned = scalars(model(*args, **kwargs))
+            hooked = {module for module, m, count in seen if count != count_hooks(m)}
     finally:
         for hook in hooks:
             hook.remove()
@@ -353,11 +353,11 @@ def convert(
     The model runs once on the example inputs. Then the forward of each submodule, the outermost first, is traced, read as one
     of the fused ops (transformer_layer, attention_block, latent_attention_block, mlp_block, linear_stack, linear_act), and
     compared with it on random parameters: output, input gradient and the gradient of every parameter agree to rounding, or the
-    module is left as it is.
-    torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their drop-in
-    replacements in ckptkern.nn. The experts of an MoE layer become moe_mlp. The linear layer whose logits the call
-    hands to F.cross_entropy becomes, with it, linear_cross_entropy; the call must have labels for that. A norm before it
-    that saves more than its input then runs in chunks of tokens, which backward recomputes.
+    module is left as it is. torch's own MultiheadAttention, TransformerEncoderLayer and TransformerDecoderLayer become their
+    drop-in replacements in ckptkern.nn. An MoE block, a router with its experts, becomes moe_block, in a layer that is one op a
+    part of it, or its experts alone moe_mlp. The linear layer whose logits the call hands to F.cross_entropy becomes, with it,
+    linear_cross_entropy; the call must have labels for that. A norm before it that saves more than its input then runs in
+    chunks of tokens, which backward recomputes.
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
     modules is set, and in the configuration of a transformers model the attention implementation, so that layers get padding
@@ -369,9 +369,8 @@ def convert(
     in training. The model's random state, buffers and modes are afterwards as before.
     recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
     attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
-    checkpoint as a whole, unless one of the pair is "none".
-    workspace: bytes of transient memory of each region in each pass, the head and its loss too: an int or a string such as
-    "64MiB". None: that of ckptkern.workspace when the model is called, or its device's default.
+    checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each pass, the head and its
+    loss too: an int or a string such as "64MiB". None: that of ckptkern.workspace when the model is called, or its device's.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
     otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op: "checkpoint" runs it as an

@@ -4,7 +4,6 @@ where they are chosen by name as attention is."""
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -19,30 +18,15 @@ from ..nn.experts import BIASES, check_layout
 from ..nn.parts import activation_in
 from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import parse_bytes
+from .layouts import experts_layout
 from .leaves import Weight
+from .moe import experts_call
 from .reading import Argument, Reading
-from .trace import Unreadable
 
 
 def layout_of(module: torch.nn.Module) -> dict[str, Weight]:
-    """moe_mlp's parameters by the shapes of the module's own, [E, 2 h, d] and [E, d, h], maybe with biases; {} for others."""
-    own = {name: p.shape for name, p in module._parameters.items() if p is not None}
-    for (up, a), (down, b) in itertools.permutations(own.items(), 2):
-        if len(a) == len(b) == 3 and a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1] > 0:
-            found = {"gate_up_weight": Weight(up), "down_weight": Weight(down)}
-            for name in own.keys() - {up, down}:
-                kind = {a[:2]: "gate_up_bias", b[:2]: "down_bias"}.get(own[name])
-                if kind is None or kind in found:
-                    return {}
-                found[kind] = Weight(name)
-            return found
-    return {}
-
-
-def is_experts(module: torch.nn.Module) -> bool:
-    """Is it laid out as the experts of an MoE layer, with nothing else that is trained?"""
-    own = [p for p in module._parameters.values() if p is not None]
-    return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(layout_of(module))
+    """moe_mlp's parameters among the module's own; {} for a module that is laid out otherwise."""
+    return {name: Weight(own) for name, own in experts_layout(module).items()}
 
 
 def read_experts(module: torch.nn.Module, flat: list[Any]) -> Reading:
@@ -51,13 +35,8 @@ def read_experts(module: torch.nn.Module, flat: list[Any]) -> Reading:
 
     What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
     """
-    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    index = [i for i in tensors if not (flat[i].is_floating_point() or flat[i].dtype == torch.bool)]
-    floating = [i for i in tensors if flat[i].is_floating_point()]
-    if len(tensors) != 3 or len(index) != 1 or len(floating) != 2:
-        raise Unreadable("experts that are not called with a tensor, indices and weights")
-    x, weights = floating if flat[floating[1]].shape == flat[index[0]].shape else floating[::-1]
-    routing = {"top_k_index": Argument(index[0]), "top_k_weights": Argument(weights)}
+    x, index, weights = experts_call(flat)
+    routing = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)}
     return Reading("moe_mlp", routing | layout_of(module), x, [[{("activation",): name} for name in ACTIVATIONS]])
 
 

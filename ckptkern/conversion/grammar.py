@@ -10,24 +10,48 @@ Where the graph is ambiguous, for example which half of a fused weight is the ga
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .attention import read_attention
 from .computed import Computed
 from .latent import read_latent
 from .leaves import Leaves, Probability
+from .moe import prefixed
 from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
-from .trace import Node, Unreadable
+from .trace import Node, Unreadable, trace
+
+# of the MoE blocks in a module: as it was checked, or why it is no moe_block
+Blocks = Mapping[str, Reading | Unreadable]
 
 
 class Grammar(Steps):
+    def __init__(self, leaves: Leaves, blocks: Blocks):
+        super().__init__(leaves)
+        self.blocks = blocks
+
     # -- cores
+
+    def moe(self, node: Node, dropouts: list[Probability]) -> Part:
+        """An MoE block, which is a leaf of the graph and was read by itself."""
+        block = self.blocks[node.source]
+        if isinstance(block, Unreadable):
+            raise Unreadable(f"its MoE block: {block}")
+        if len(node.inputs) != 1 or node.output:
+            raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
+        self.layers_read += 1
+        given = {name: value for name, value in block.arguments.items() if name != "residual"}
+        given = prefixed(given, node.source) | {"resid_dropout_p": self.probability(dropouts)}
+        logits_of = f"{node.source}.{block.logits_of}" if block.logits_of else ""
+        return Part(given, node.inputs[0], logits_of=logits_of)
 
     def mlp(self, node: Node) -> Part:
         after, hidden = [], []
         down_node = self.strip(node, after)
+        if down_node.kind == "module" and down_node.source in self.blocks:
+            return self.moe(down_node, after)
         down = self.linear(down_node, "the branch's end")
         h = self.strip(down.input, hidden)
         arguments = {
@@ -227,10 +251,13 @@ class Grammar(Steps):
     def layer(self, node: Node) -> Reading:
         mlp = self.sublayer(node, self.mlp)
         if mlp.input.kind == "argument":
-            return Reading("mlp_block", mlp.arguments, mlp.input.source, mlp.at())
+            op = "moe_block" if "router_weight" in mlp.arguments else "mlp_block"
+            return Reading(op, mlp.arguments, mlp.input.source, mlp.at(), mlp.logits_of)
         attention, cross = self.sublayer(mlp.input, self.attention), None
         if attention.input.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.input, self.attention), attention
+            if "router_weight" in mlp.arguments:
+                raise Unreadable("an MoE layer with cross-attention")
         if attention.input.kind != "argument":
             raise self.refuse("the attention sublayer reads", attention.input)
         return layer_of(attention, mlp, attention.input, cross)
@@ -277,14 +304,22 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
     parts = {name: part for name, part in parts.items() if part is not None}
     arguments = {name: part.arguments for name, part in parts.items()} | ({"parallel": True} if parallel else {})
     choices = [choice for name, part in parts.items() for choice in part.at(name)]
-    return Reading("transformer_layer", arguments, x.source, choices)
+    return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
 
 
-def read(module: nn.Module, output: Node) -> Reading:
+def read_call(module: nn.Module, x: Tensor) -> Reading:
+    """Returns the fused op that may compute a module's call with a tensor. Raises Unreadable."""
+    traced = trace(module, (x,), {})
+    if not isinstance(traced.result, Tensor):
+        raise Unreadable("forward returns more than a tensor")
+    return read(module, traced.node(traced.result))
+
+
+def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Reading:
     """Returns the fused op that may have computed `output`. Raises Unreadable with the reason of the longest match."""
     leaves, refusals = Leaves(module), []
     for way in (Grammar.layer, Grammar.parallel, Grammar.attention_alone, Grammar.chain):
-        grammar = Grammar(leaves)
+        grammar = Grammar(leaves, blocks or {})
         try:
             return way(grammar, output)
         except Unreadable as reason:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..nn.unmodified import dormant, untouched
+from ..nn.unmodified import collects_first, dormant, untouched
 from ..subclasses import PLAIN
 from .trace import PLAIN_VALUES, plain_attributes
 
@@ -73,6 +73,7 @@ class Compared(NamedTuple):
     were: list[object]
     contents: list[Any]  # what containers and configurations hold
     held: list[Any]
+    given: list[dict]  # hooks of routers, which a call gives the logits
 
 
 class Watch:
@@ -83,9 +84,10 @@ class Watch:
     once.
     """
 
-    def __init__(self, module: nn.Module, live: Collection[tuple[str, str]]):
-        """live: (path, attribute) of what each call reads anew."""
-        self.module = module
+    def __init__(self, module: nn.Module, live: Collection[tuple[str, str]], given: Collection[str] = ()):
+        """live: (path, attribute) of what each call reads anew; given: paths of modules whose hooks a call gives what they
+        collect."""
+        self.module, self.given = module, [module.get_submodule(path) for path in given]
         self.structure = [
             (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
         ]
@@ -123,6 +125,7 @@ class Watch:
                 d
                 for m in inner
                 for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+                if not (d is m._forward_hooks and m in self.given)
             ],
             children=[m._modules.values() for m, _, children, _ in self.structure if children],
             below=below,
@@ -138,19 +141,21 @@ class Watch:
             were=self.were,
             contents=[inside(value) for value, _ in self.contents],
             held=[was for _, was in self.contents],
+            given=[m._forward_hooks for m in self.given],
         )
         return self.compared
 
-    def unchanged(self) -> bool:
+    def unchanged(self, collects: bool = True) -> bool:
+        """collects: may hooks of routers collect logits?"""
         try:
-            return self.is_equal()
+            return self.is_equal(collects)
         except Exception:  # comparing someone's objects may raise anything: tensors in lists have no truth value
             return False
 
-    def is_equal(self) -> bool:
+    def is_equal(self, collects: bool) -> bool:
         (
             hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, containers, were,
-            contents, held,
+            contents, held, given,
         ) = self.compared or self.prepared()  # fmt: skip
         training, flat = self.module.training, itertools.chain.from_iterable
         if list(map(len, attributes)) != counts:
@@ -162,6 +167,7 @@ class Watch:
             live == below
             and list(map(type, live)) == classes
             and (not any(hooks) or all(map(dormant, filter(None, hooks))))
+            and (not any(given) or all(map(collects_first if collects else dormant, given)))
             and [get(d) for get, d in settings] == values
             and PLAIN.issuperset(map(type, flat(parameters)))
             and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)

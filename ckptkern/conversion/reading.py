@@ -84,13 +84,15 @@ def updates(**layers: Layer | Update | None) -> dict[str, Any]:
 class Reading:
     """A fused op with its arguments: constants, Weight, Rows, Argument, Probability; x: the argument that is its input.
 
-    choices: for each open question the changes of `arguments` that answer it, by the path of the argument.
+    logits_of: the path of an MoE's router whose first result is the logits, "" if there is none. choices: for each open
+    question the changes of `arguments` that answer it, by the path of the argument.
     """
 
     op: str
     arguments: dict[str, Any]
     x: int
     choices: list[list[dict[tuple[str, ...], Any]]] = field(default_factory=list)
+    logits_of: str = ""
 
     def candidates(self) -> Iterator[dict[str, Any]]:
         for answers in itertools.product(*self.choices):
@@ -113,6 +115,7 @@ class Part:
     arguments: dict[str, Any]
     input: Node
     choices: list[list[dict[str, Any]]] = field(default_factory=list)
+    logits_of: str = ""
 
     def at(self, *prefix: str) -> list[list[dict[tuple[str, ...], Any]]]:
         """The choices, with the paths of their arguments in an op."""

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ..nn.unmodified import collecting_nothing
+from .layouts import parts_of
+
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
 HOST_READS = frozenset((
     "__bool__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__", "allclose", "equal",
@@ -132,6 +135,9 @@ class _Tracer(TorchFunctionMode):
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.alive: list[object] = []  # so that no id is given twice
         self.inside = 0  # leaf modules that are running
+        self.opaque = (
+            0  # of these, MoE blocks: their values on the host choose rows, and are no dataflow of this module
+        )
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
         self.calls: list[list[Any]] = []  # of each call the leaves of its arguments that are no tensors
@@ -168,7 +174,7 @@ class _Tracer(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in HOST_READS:
+        if name in HOST_READS and not self.opaque:
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
         if self.inside == 0:
@@ -191,9 +197,11 @@ class _Tracer(TorchFunctionMode):
 
     def before(self, leaf: nn.Module, args: tuple) -> None:
         self.inside += 1
+        self.opaque += not is_leaf(leaf)
 
     def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         self.inside -= 1
+        self.opaque -= not is_leaf(leaf)
         given = {id(value) for value in leaves_of((args, kwargs))}
         if self.inside == 0 and id(result) not in given:  # an identity leaves no node
             self.record("module", self.paths[id(leaf)], args, kwargs, result)
@@ -228,13 +236,13 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
     versions = [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]
     hooks = []
     for inner in {m for m in module.modules() if m is not module}:
-        if not is_leaf(inner):
+        if not (is_leaf(inner) or parts_of(inner) is not None):
             hooks.append(inner.register_forward_hook(tracer.after_outer, with_kwargs=True))
             continue
         hooks.append(inner.register_forward_pre_hook(tracer.before))
         hooks.append(inner.register_forward_hook(tracer.after, with_kwargs=True))
     try:
-        with tracer, torch.no_grad():
+        with tracer, torch.no_grad(), collecting_nothing():
             result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:

@@ -27,6 +27,32 @@ def runs_class_forward(module: torch.nn.Module) -> bool:
     return own is None or (getattr(own, "__func__", None) is type(module).forward and own.__self__ is module)
 
 
+@contextmanager
+def collecting_nothing() -> Iterator[None]:
+    """Inside, transformers' hooks collect nothing: of a layer that is tried in the middle of a model's call."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    if collector is None or collector.get() is None:
+        yield
+        return
+    token = collector.set(None)
+    try:
+        yield
+    finally:
+        collector.reset(token)
+
+
+def collects_first(hooks: dict[int, Callable]) -> bool:
+    """Does each of these only collect the first result of its module, as transformers' hooks do?"""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    return all(
+        module is not None
+        and getattr(hook, "__module__", None) == module.__name__
+        and inspect.getclosurevars(hook).nonlocals.get("index") == 0
+        for hook in hooks.values()
+    )
+
+
 def dormant(hooks: dict[int, Callable]) -> bool:
     """Do none of these do anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
     collect what a call asks for."""

@@ -12,6 +12,7 @@ from .mlp.gated_mlp import gated_mlp
 from .mlp.linear_act import linear_act
 from .mlp.linear_stack import linear_stack
 from .mlp.mlp import mlp
+from .moe.block import moe_block
 from .registration.gradients import accumulate_in_place
 from .sublayer.dropout import dropout
 from .sublayer.lora import LoRA
@@ -19,7 +20,6 @@ from .transformer_layer import transformer_layer
 
 __all__ = [
     "ACTIVATIONS", "LoRA", "accumulate_in_place", "attention_block", "backend", "dropout", "gated_mlp", "grouped_gated_mlp",
-    "latent_attention_block", "linear_act",
-    "linear_cross_entropy", "linear_stack", "mlp", "mlp_block", "moe_mlp", "scaled_dot_product_attention", "transformer_layer",
-    "varlen_attn", "workspace",
+    "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack", "mlp", "mlp_block", "moe_block", "moe_mlp",
+    "scaled_dot_product_attention", "transformer_layer", "varlen_attn", "workspace",
 ]  # fmt: skip

@@ -28,10 +28,11 @@ from .mlp.gated_mlp import GatedMLP, gated_mlp
 from .mlp.linear_act import LinearAct, linear_act
 from .mlp.linear_stack import LinearStack, linear_stack
 from .mlp.mlp import MLP, mlp
+from .moe.block import MoEBlock, moe_block
 from .registration.op import Op
 from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
-from .transformer_layer import LatentTransformerLayer, TransformerLayer, transformer_layer
+from .transformer_layer import LatentTransformerLayer, TransformerLayer, TransformerMoELayer, transformer_layer
 
 Arguments = dict[str, Any]
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -277,11 +278,46 @@ def _experts(s: Sizes) -> Arguments:
 def _moe_mlp(s: Sizes) -> Arguments:
     index = torch.arange(2 * s.tokens).view(*s.lead, 2) // 3 % s.experts
     biases = dict(gate_up_bias=_normal(s.experts, 2 * s.hidden), down_bias=_normal(s.experts, s.features))
+    routing = dict(top_k_index=index, top_k_weights=_normal(*s.lead, 2))
+    return {"x": _normal(*s.lead, s.features)} | routing | _experts(s) | biases
+
+
+def _moe_block(s: Sizes) -> Arguments:
+    x, router = _normal(*s.lead, s.features), _normal(s.experts, s.features)
+    return dict(x=x, router_weight=router, top_k=2) | _experts(s)
+
+
+def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
+    d, n = s.features, s.hidden
+    shared = dict(
+        shared_gate_weight=_normal(n, d), shared_gate_bias=_normal(n), shared_up_weight=_normal(n, d),
+        shared_up_bias=_normal(n), shared_down_weight=_normal(d, n), shared_down_bias=_normal(d),
+        shared_expert_gate=_normal(1, d),
+    )  # fmt: skip
+    four = {"router_weight": _normal(4, d)} | _experts(s._replace(experts=4))
+    groups = four | dict(num_groups=2, top_groups=1)
     return (
-        dict(x=_normal(*s.lead, s.features), top_k_index=index, top_k_weights=_normal(*s.lead, 2))
-        | _experts(s)
-        | biases
-    )
+        {name: one for name, one in _around(s).items() if name != "lora"}
+        | dict.fromkeys(shared, shared)
+        | _with(groups, num_groups=2, top_groups=1, group_score="max")
+        | _with({"router_dtype": torch.float32}, router_bias=_normal(s.experts))
+        | _alone(
+            activation="gelu", scoring="sigmoid", normalize=False, score_bias=torch.linspace(-0.5, 0.5, s.experts),
+            routed_scaling_factor=2.5, router_dtype=torch.float32, gate_up_bias=_normal(s.experts, 2 * n),
+            down_bias=_normal(s.experts, d), residual=False,
+        )
+    )  # fmt: skip
+
+
+def _moe_layer_inputs(s: Sizes) -> Arguments:
+    of_mlp = {name: one for name, one in _moe_block(s).items() if name != "x"}
+    return dict(x=_normal(*s.lead, s.features), attention_arguments=_attention(s), mlp_arguments=of_mlp)
+
+
+def _moe_layer_options(s: Sizes) -> dict[str, Arguments]:
+    given = {name: one for name, one in _moe_layer_inputs(s).items() if name == "mlp_arguments"}
+    dropped = {"mlp_arguments": given["mlp_arguments"] | {"resid_dropout_p": P}}
+    return _alone(parallel=True) | _with(dropped, training=False)
 
 
 def _grouped_gated_mlp(s: Sizes) -> Arguments:
@@ -367,6 +403,7 @@ OPS = {
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
         Entry(varlen_attn, Attention, _varlen_inputs, _varlen_options),
         Entry(moe_mlp, Experts, _moe_mlp, lambda s: _alone(activation="gelu")),
+        Entry(moe_block, MoEBlock, _moe_block, _moe_block_options),
         Entry(
             grouped_gated_mlp, Experts, _grouped_gated_mlp,
             lambda s: _alone(activation="gelu", row_weights=_normal(s.tokens)),
@@ -376,9 +413,10 @@ OPS = {
     )
 }  # fmt: skip
 
-# Arguments of which a function is another op than of those above.
-AS_OTHER_OPS = (
+# A function's other ops, which other arguments choose.
+OTHER_OPS = (
     Entry(transformer_layer, LatentTransformerLayer, _latent_layer_inputs, _latent_layer_options, of="latents"),
+    Entry(transformer_layer, TransformerMoELayer, _moe_layer_inputs, _moe_layer_options, of="experts"),
 )
 
 # Arguments of which a function gives in PyTorch ops what its op gives of the arguments above.

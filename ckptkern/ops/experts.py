@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from .registration.needs import flags, needed
 from .registration.op import Op
 from .registration.rows import cast_parameter, rows_2d, unflattened
 
-X, INDEX, S, W, B, WD, BD = range(7)
+INDEX, W = 1, 3
+PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias")
 
 
 class _WeightSum:
@@ -55,24 +57,106 @@ def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(shares, 1).masked_fill(dropped, 0)
 
 
-def _hidden_gradients(p, o, x, w, b, dy, wd, s, gu, groups: eager.Groups, wanted: dict[str, bool]):
-    """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
-    if wanted["hs"] and not (wanted["dgu"] or wanted["ds"]):  # forward's h, without the matmul that gives its gradient
-        gu = p.experts_fwd(x, w, b, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
-        h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
-        return (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype), None, None
-    if not any(wanted.values()):
-        return None, None, None
-    if gu is None:
-        return p.experts_bwd(x, w, b, dy, wd, s, groups, o.activation, o.precision, **wanted)
-    return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, **wanted)
+class ExpertsSums:
+    """The gradients of parameters that are needed, of gate_up_weight, gate_up_bias, down_weight and down_bias by their names in
+    PARAMETERS, summed over chunks."""
+
+    def __init__(self, branch: ExpertsBranch, need: Collection[str], chunks: int):
+        self.branch, self.need = branch, need
+        named = branch.named
+        self.weights = {
+            name: _WeightSum(branch.p, named[name], chunks, branch.o.precision)
+            for name in ("gate_up_weight", "down_weight") if name in need
+        }  # fmt: skip
+        self.biases: dict[str, Tensor] = {}
+
+    def add_bias(self, name: str, part: Tensor) -> None:
+        self.biases[name] = part if name not in self.biases else self.biases[name].add_(part)
+
+    def results(self) -> dict[str, Tensor | None]:
+        made = {name: one.result() for name, one in self.weights.items()}
+        return made | {name: cast_parameter(one, self.branch.named[name].dtype) for name, one in self.biases.items()}
 
 
-def _token_chunks(o: ExpertsOptions, tokens: int, top_k: int, wd: Tensor, x: Tensor) -> list[tuple[int, int]]:
-    """[start, stop) of the tokens that forward and backward take at once, whoever their experts are."""
-    if o.workspace is None:  # before sizes that may be symbols are compared
-        return [(0, tokens)]
-    d, N, size = *wd.shape[1:], x.dtype.itemsize
+class ExpertsBranch:
+    """The experts of one call, for any rows of tokens. parameters: gate_up_weight, gate_up_bias, down_weight, down_bias; o:
+    ExpertsOptions, or what has its fields; dtype: that of the rows."""
+
+    def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype):
+        self.p, self.o, self.dtype = primitives(o.backend), o, dtype
+        self.named = dict(zip(PARAMETERS, parameters, strict=True))
+        self.w, self.b, self.wd, self.bd = (cast_parameter(t, dtype) for t in parameters)
+
+    def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
+        """{"y": of x [rows, d]}, and if backward does not recompute it "gu", with a row for each of x's. gu: it, in
+        backward."""
+        p, o, save_gu = self.p, self.o, self.o.recompute != "full"
+        if gu is None:
+            h, gu = p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=save_gu)
+        else:
+            h = p.act_fwd(*gu.view(-1, self.w.shape[1]).chunk(2, 1), o.activation)
+        y = p.experts_gemm(h, self.wd, self.bd, groups, o.precision, transposed=True)
+        h = None
+        made = {"y": p.experts_combine(y, s, groups)}
+        return made | {"gu": gu.view(x.shape[0], -1)} if save_gu else made
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor | None,
+        index: Tensor,
+        s: Tensor,
+        gu: Tensor | None,
+        groups: eager.Groups,
+        sums: ExpertsSums,
+    ) -> dict[str, Tensor]:
+        """{"dx", "ds"}, those that `sums.need` names as "x" and "s"; the others are added to sums. gu: None, or as `forward`
+        gave it."""
+        p, o, need, bd = self.p, self.o, sums.need, self.named["down_bias"]
+        gu = None if gu is None else gu.view(-1, self.w.shape[1])
+        wanted = dict(
+            hs="down_weight" in need, dgu=not need.isdisjoint(("x", "gate_up_weight", "gate_up_bias")), ds="s" in need
+        )
+        hs, dgu, ds = self.hidden_gradients(x, dy, s, gu, groups, wanted)
+        made = {}
+        if "s" in need:
+            made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
+        if "down_weight" in need:
+            sums.weights["down_weight"].add(dy, hs, groups, "a")
+        hs = None  # gone before the other gradients are made
+        if "gate_up_weight" in need:
+            sums.weights["gate_up_weight"].add(dgu, x, groups, "b")
+        if "gate_up_bias" in need:
+            sums.add_bias("gate_up_bias", p.experts_sums(dgu, None, groups, gathered=False))
+        if "down_bias" in need:
+            sums.add_bias("down_bias", p.experts_sums(dy, s, groups, gathered=True))
+        if "x" in need:
+            rows = p.experts_gemm(dgu, self.w, None, groups, o.precision, transposed=False)
+            dgu = None
+            made["dx"] = p.experts_combine(rows, None, groups)
+        return made
+
+    def hidden_gradients(
+        self, x: Tensor | None, dy: Tensor, s: Tensor, gu: Tensor | None, groups: eager.Groups, wanted: dict[str, bool]
+    ):
+        """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
+        p, o, w, b, wd = self.p, self.o, self.w, self.b, self.wd
+        if wanted["hs"] and not (
+            wanted["dgu"] or wanted["ds"]
+        ):  # forward's h, without the matmul that gives its gradient
+            gu = p.experts_fwd(x, w, b, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
+            h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
+            return (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype), None, None
+        if not any(wanted.values()):
+            return None, None, None
+        if gu is None:
+            return p.experts_bwd(x, w, b, dy, wd, s, groups, o.activation, o.precision, **wanted)
+        return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, **wanted)
+
+
+def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype) -> int:
+    """Of a token's transient tensors in either pass, whoever its experts are."""
+    d, N, size = *wd.shape[1:], dtype.itemsize
     pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
     token = 2 * d * max(size, 4)
     if (
@@ -80,7 +164,19 @@ def _token_chunks(o: ExpertsOptions, tokens: int, top_k: int, wd: Tensor, x: Ten
     ):  # one expert may have all: its rows, g, u, act(g), h, dh and steps between, or float32 copies
         pair += size * (8 * N + 2 * d) + (0 if size >= 4 else 8 * (2 * N + d))
         token *= 2
-    return token_chunks(tokens, top_k * pair + token, o.workspace)
+    return top_k * pair + token
+
+
+def _token_chunks(o: ExpertsOptions, tokens: int, top_k: int, wd: Tensor, x: Tensor) -> list[tuple[int, int]]:
+    """[start, stop) of the tokens that forward and backward take at once."""
+    if o.workspace is None:  # before sizes that may be symbols are compared
+        return [(0, tokens)]
+    return token_chunks(tokens, row_bytes(o, top_k, wd, x.dtype), o.workspace)
+
+
+def groups_of(chunks: list, index: Tensor, part: slice, experts: int, whole: eager.Groups) -> eager.Groups:
+    """Those of a chunk's tokens."""
+    return whole if len(chunks) == 1 else eager.route(index[part], experts)
 
 
 class ExpertsOptions(NamedTuple):
@@ -106,75 +202,49 @@ class Experts(Op):
 
     @staticmethod
     def forward(tensors, o):
-        x, index, s, w, b, wd, bd = tensors
-        p, rows, index, s = primitives(o.backend), rows_2d(x), rows_2d(index), rows_2d(s)
-        w, b, wd, bd = (cast_parameter(t, x.dtype) for t in (w, b, wd, bd))
-        groups, save_gu = eager.route(index, len(w)), o.recompute != "full"
+        x, index, s, *parameters = tensors
+        rows, index, s = rows_2d(x), rows_2d(index), rows_2d(s)
+        branch = ExpertsBranch(parameters, o, x.dtype)
+        w, wd = branch.w, branch.wd
+        whole = eager.route(index, len(w))
         chunks = _token_chunks(o, rows.shape[0], index.shape[1], wd, x)
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
-            part, own = slice(start, stop), groups if len(chunks) == 1 else eager.route(index[start:stop], len(w))
-            h, gu = p.experts_fwd(rows[part], w, b, own, o.activation, o.precision, save_gu=save_gu)
-            y = p.experts_gemm(h, wd, bd, own, o.precision, transposed=True)
-            h = None
-            made = {"y": p.experts_combine(y, s[part], own)}
-            return made | {"gu": gu.view(stop - start, -1)} if save_gu else made
+            part = slice(start, stop)
+            return branch.forward(rows[part], s[part], groups_of(chunks, index, part, len(w), whole))
 
         made = by_chunks(chunks, of_tokens)
-        gu = made["gu"].view(-1, w.shape[1]) if save_gu else None
-        return unflattened(made["y"], x), groups._asdict() | {"gu": gu}
+        gu = made["gu"].view(-1, w.shape[1]) if "gu" in made else None
+        return unflattened(made["y"], x), whole._asdict() | {"gu": gu}
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
-        x, index, s, w, b, wd, bd = tensors
-        p, dtype, whole = primitives(o.backend), dy.dtype, dy
-        need_x, _, need_s, need_w, need_b, need_wd, need_bd = flags(needs, 7)
+        x, index, s, *parameters = tensors
+        whole, dtype = dy, dy.dtype
         dy, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
         (T, top_k), gus = weights.shape, saved.get("gu")
-        w_, b_, wd_ = (cast_parameter(t, dtype) for t in (w, b, wd))
-        wanted = dict(hs=need_wd, dgu=need_x or need_w or need_b, ds=need_s)
-        chunks = _token_chunks(o, T, top_k, wd, dy)
-        sums = {
-            place: _WeightSum(p, weight, len(chunks), o.precision)
-            for place, weight, need in ((W, w, need_w), (WD, wd, need_wd)) if need
-        }  # fmt: skip
-        of_biases: dict[int, Tensor] = {}
-
-        def add_bias(place: int, part: Tensor) -> None:
-            of_biases[place] = part if place not in of_biases else of_biases[place].add_(part)
+        need = {name for name, one in zip(("x", "index", "s", *PARAMETERS), flags(needs, 7), strict=True) if one}
+        branch = ExpertsBranch(parameters, o, dtype)
+        chunks = _token_chunks(o, T, top_k, branch.wd, dy)
+        sums, groups = (
+            ExpertsSums(branch, need, len(chunks)),
+            eager.Groups(*map(saved.get, ("order", "inv", "offs")), top_k),
+        )
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
-            part, made = slice(start, stop), {}
-            dy_rows, x_rows, s_rows, gu = dy[part], None if x is None else x[part], weights[part], gus
-            if len(chunks) == 1:
-                groups = eager.Groups(saved["order"], saved["inv"], saved["offs"], top_k)
-            else:
-                groups = eager.route(index[part], len(w))
-                gu = None if gus is None else gus[start * top_k : stop * top_k]
-            hs, dgu, ds = _hidden_gradients(p, o, x_rows, w_, b_, dy_rows, wd_, s_rows, gu, groups, wanted)
-            if need_s:
-                made["ds"] = cast_parameter(ds if bd is None else ds + _bias_share(dy_rows, index[part], bd), s.dtype)
-            if need_wd:
-                sums[WD].add(dy_rows, hs, groups, "a")
-            hs = None  # gone before the other gradients are made
-            if need_w:
-                sums[W].add(dgu, x_rows, groups, "b")
-            if need_b:
-                add_bias(B, p.experts_sums(dgu, None, groups, gathered=False))
-            if need_bd:
-                add_bias(BD, p.experts_sums(dy_rows, s_rows, groups, gathered=True))
-            if need_x:
-                rows = p.experts_gemm(dgu, w_, None, groups, o.precision, transposed=False)
-                dgu = None
-                made["dx"] = p.experts_combine(rows, None, groups)
-            return made
+            part = slice(start, stop)
+            own = groups_of(chunks, index, part, len(branch.w), groups)
+            made = branch.backward(
+                dy[part], None if x is None else x[part], index[part], weights[part],
+                None if gus is None else gus[start * top_k : stop * top_k], own, sums,
+            )  # fmt: skip
+            return made | {"ds": cast_parameter(made["ds"], s.dtype)} if "ds" in made else made
 
-        made, grads = by_chunks(chunks, of_tokens), dict.fromkeys(range(7))
-        grads |= {place: one.result() for place, one in sums.items()}
-        grads |= {place: cast_parameter(total, tensors[place].dtype) for place, total in of_biases.items()}
-        grads |= {S: made["ds"].view(s.shape)} if need_s else {}
-        grads |= {X: unflattened(made["dx"], whole)} if need_x else {}
-        return tuple(grads.values())
+        made = by_chunks(chunks, of_tokens)
+        grads = sums.results()
+        grads |= {"s": made["ds"].view(s.shape)} if "s" in need else {}
+        grads |= {"x": unflattened(made["dx"], whole)} if "x" in need else {}
+        return tuple(map(grads.get, ("x", "index", "s", *PARAMETERS)))
 
     @staticmethod
     def reference(tensors, o):

@@ -1,11 +1,11 @@
-"""Defines transformer_layer: attention_block [+ cross-attention] + mlp_block as ONE region, which recomputes the
-tensors between them."""
+"""Defines transformer_layer: attention_block [+ cross-attention] + mlp_block or moe_block as ONE region, which recomputes
+the tensors between them."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,20 @@ from torch import Tensor
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import attention_block
-from .attention.kinds import AnyOptions, AnySublayer, AnyTensors, reference_of, saves_of, sublayer_of, tensors_kind
-from .attention.kinds import any_sublayer as attention_sublayer
-from .attention.kinds import any_sublayer_backward as attention_sublayer_backward
+from .attention.kinds import (
+    AnyOptions,
+    AnySublayer,
+    AnyTensors,
+    any_reference,
+    any_sublayer,
+    any_sublayer_backward,
+    saves_of,
+    sublayer_of,
+    tensors_kind,
+)
 from .attention.latent import latent_attention_block
 from .attention.latent_arguments import gather_latent
-from .attention.latent_tensors import LATENT_CONSTANTS, LatentOptions
+from .attention.latent_tensors import LATENT_CONSTANTS, LatentOptions, LatentTensors
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, refuse_shard
@@ -27,6 +35,19 @@ from .mlp.block import gather as gather_mlp
 from .mlp.block import mlp_block
 from .mlp.branch import saves as branch_saves
 from .mlp.sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
+from .moe.block import gather as gather_moe
+from .moe.block import moe_block
+from .moe.sublayer import (
+    CONSTANT,
+    LOGITS,
+    MoEOptions,
+    MoETensors,
+    index_of,
+    moe_reference,
+    moe_sublayer,
+    moe_sublayer_backward,
+)
+from .moe.sublayer import saves as moe_saves
 from .registration.functions import build
 from .registration.needs import in_order, needed_names
 from .registration.op import Op
@@ -43,6 +64,14 @@ class LayerOptions(NamedTuple):
     parallel: bool
 
 
+class MoELayerOptions(NamedTuple):
+    """Those of a layer whose MLP is an MoE."""
+
+    attention: tuple[AttentionOptions, ...]
+    mlp: MoEOptions
+    parallel: bool
+
+
 class LatentLayerOptions(NamedTuple):
     """Those of a layer with latent attention."""
 
@@ -51,7 +80,15 @@ class LatentLayerOptions(NamedTuple):
     parallel: bool
 
 
-AnyLayerOptions = LayerOptions | LatentLayerOptions
+class LatentMoELayerOptions(NamedTuple):
+    """Those of a layer with latent attention and an MoE."""
+
+    attention: tuple[LatentOptions, ...]
+    mlp: MoEOptions
+    parallel: bool
+
+
+AnyLayerOptions = LayerOptions | MoELayerOptions | LatentLayerOptions | LatentMoELayerOptions
 
 
 def _saves_middle(o: AnyLayerOptions) -> bool:
@@ -82,74 +119,119 @@ def _fields_of_attention(o: AnyLayerOptions) -> int:
     return len(tensors_kind(o.attention[0])._fields)
 
 
+class FeedForward(NamedTuple):
+    """The last sublayer of a layer: the type of its tensors, and what runs it."""
+
+    Tensors: type
+    saves: Callable[[Any], tuple[str, ...]]
+    forward: Callable
+    backward: Callable
+
+
+MLP_SUBLAYER = FeedForward(MLPTensors, lambda o: branch_saves(o.gated, o), mlp_sublayer, mlp_sublayer_backward)
+MOE_SUBLAYER = FeedForward(MoETensors, moe_saves, moe_sublayer, moe_sublayer_backward)
+
+
 def _split(
-    tensors: Sequence[Tensor | None], o: AnyLayerOptions
-) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], MLPTensors]:
-    """(x, each attention sublayer's tensors and options, the MLP sublayer's tensors)"""
+    tensors: Sequence[Tensor | None], o: AnyLayerOptions, kind: type
+) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
+    """(x, each attention sublayer's tensors and options, the tensors of the last sublayer, of a `kind`)"""
     (x, *others), A = tensors, _fields_of_attention(o)
     sublayers = [(tensors_kind(one)(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
-    return x, sublayers, MLPTensors(*others[len(sublayers) * A :])
+    return x, sublayers, kind(*others[len(sublayers) * A :])
 
 
 class TransformerLayer(Op):
     name = "transformer_layer"
-    Options = LayerOptions
+    Options: type = LayerOptions
+    last = MLP_SUBLAYER
     constants = frozenset((*CONSTANTS, *(len(AttentionTensors._fields) + i for i in CONSTANTS)))
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
     assert min(CONSTANTS) > len(MLPTensors._fields)
 
-    @staticmethod
-    def saves(o):
+    @classmethod
+    def saves(cls, o):
         names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in _saved_of(one, o)]
-        return (*names, *branch_saves(o.mlp.gated, o.mlp))
+        return (*names, *cls.last.saves(o.mlp))
 
-    @staticmethod
-    def forward(tensors, o):
-        (x, sublayers, t_mlp), saved = _split(tensors, o), {}
+    @classmethod
+    def forward(cls, tensors, o):
+        (x, sublayers, t_mlp), saved = _split(tensors, o, cls.last.Tensors), {}
         mid = x
         for i, (t, one) in enumerate(sublayers):
-            mid, made = attention_sublayer(mid, t, one)
+            mid, made = any_sublayer(mid, t, one)
             mid = made["mid"] = unflattened(mid, x)
             saved |= {f"{name}{i}": made[name] for name in _saved_of(one, o)}
             made = None
-        y, made = mlp_sublayer(x if o.parallel else mid, t_mlp, o.mlp)
+        y, made = cls.last.forward(x if o.parallel else mid, t_mlp, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
         return unflattened(y, x), saved | made
 
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        (x, sublayers, t_mlp), (of_attention, of_mlp) = _split(tensors, o), LayerNeeds.of(needs, o)
+    @classmethod
+    def backward(cls, dy, tensors, saved, o, needs):
+        kind = cls.last.Tensors
+        (x, sublayers, t_mlp), (of_attention, of_mlp) = _split(tensors, o, kind), LayerNeeds.of(needs, o)
         parts = [{name: saved.pop(f"{name}{i}") for name in _saved_of(one, o)} for i, one in enumerate(o.attention)]
         mid, cores = _recomputed(x, sublayers, parts, o, of_attention)
-        grads = mlp_sublayer_backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
+        grads = cls.last.backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
         mid = None
-        results = in_order(grads, MLPTensors, of_mlp)[1:]
+        results = in_order(grads, kind, of_mlp)[1:]
         dx_mlp = grads.get("x")
         d = dy if o.parallel else dx_mlp
         while cores:
             (sublayer, core, f), own = cores.pop(), of_attention.pop()
-            grads = attention_sublayer_backward(rows_2d(d), sublayer, core, own, f) if own else {}
+            grads = any_sublayer_backward(rows_2d(d), sublayer, core, own, f) if own else {}
             d = grads.get("x")
             results = in_order(grads, type(sublayer.t), own)[1:] + results
         if o.parallel and needs & 1:
             d = d + dx_mlp
         return [d, *results]
 
-    @staticmethod
-    def reference(tensors, o):
-        x, sublayers, t_mlp = _split(tensors, o)
-        mid = x
+    @classmethod
+    def reference(cls, tensors, o):
+        mid, t_mlp = cls.middle(tensors, o)
+        return mid + mlp_reference(tensors[0], t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
+
+    @classmethod
+    def middle(cls, tensors, o) -> tuple[Tensor, Any]:
+        """(what the attentions give in differentiable PyTorch ops, the tensors of the last sublayer)"""
+        x, sublayers, t_mlp = _split(tensors, o, cls.last.Tensors)
         for t, one in sublayers:
-            mid = reference_of(mid, t, one)
-        return mid + mlp_reference(x, t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
+            x = any_reference(x, t, one)
+        return x, t_mlp
+
+
+class TransformerMoELayer(TransformerLayer):
+    name = "transformer_moe_layer"
+    Options = MoELayerOptions
+    last = MOE_SUBLAYER
+    constants = frozenset((*CONSTANTS, len(AttentionTensors._fields) + CONSTANT))  # it has one attention
+
+    @staticmethod
+    def more_results(o):
+        return (LOGITS,)
+
+    @classmethod
+    def reference(cls, tensors, o, index=None):
+        mid, t_mlp = cls.middle(tensors, o)
+        y, logits = moe_reference(tensors[0] if o.parallel else mid, t_mlp, o.mlp, index)
+        return (mid + y if o.parallel else y), logits
+
+    @classmethod
+    def reference_of(cls, saved, o):
+        return functools.partial(cls.reference, index=index_of(saved, o.mlp.top_k))
 
 
 class LatentTransformerLayer(TransformerLayer):
-    """The same with latent attention."""
-
     name = "latent_transformer_layer"
     Options = LatentLayerOptions
     constants = LATENT_CONSTANTS
+
+
+class LatentTransformerMoELayer(TransformerMoELayer):
+    name = "latent_transformer_moe_layer"
+    Options = LatentMoELayerOptions
+    constants = LATENT_CONSTANTS | {len(LatentTensors._fields) + CONSTANT}
 
 
 def _saved_of(attention: AnyOptions, o: AnyLayerOptions) -> tuple[str, ...]:
@@ -178,7 +260,10 @@ def _recomputed(
     return mid, cores
 
 
-_apply, _apply_latent = build(TransformerLayer), build(LatentTransformerLayer)
+_APPLY = {
+    one.Options: build(one)
+    for one in (TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer)
+}
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
@@ -190,12 +275,7 @@ def _arguments_of(block) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
-LATENT_ARGUMENTS = _arguments_of(latent_attention_block)
-
-
-def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
-    """Are these the arguments of latent_attention_block?"""
-    return isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
+LATENT_ARGUMENTS, MOE_ARGUMENTS = _arguments_of(latent_attention_block), _arguments_of(moe_block)
 
 
 def check_arguments(
@@ -213,7 +293,16 @@ def check_arguments(
             raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
 
 
-def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool) -> None:
+def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
+    """Are these the arguments of latent_attention_block?"""
+    return isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
+
+
+def has_router(mlp_arguments: Mapping[str, Any]) -> bool:
+    return isinstance(mlp_arguments, Mapping) and "router_weight" in mlp_arguments
+
+
+def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool, routes: bool) -> None:
     check_arguments(op, "cross_attention_arguments", arguments, *ATTENTION_ARGUMENTS)
     if arguments.get("key_value") is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
@@ -221,6 +310,8 @@ def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: b
         raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
     if latent:
         raise ValueError(f"{op}: attention_arguments with a kv_a_weight go without cross_attention_arguments")
+    if routes:
+        raise ValueError(f"{op}: a layer with a router_weight takes no cross_attention_arguments")
 
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
@@ -236,7 +327,7 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
 def _by_sublayers(
     x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
     parallel: bool, *, training: bool, workspace: int | str | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
@@ -244,6 +335,9 @@ def _by_sublayers(
         block = latent_attention_block if is_latent(arguments) else attention_block
         mid = block(mid, **given, **{"residual": True} | dict(arguments))
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
+    if has_router(mlp_arguments):
+        y, logits = moe_block(x if parallel else mid, **given)
+        return (mid + y if parallel else y), logits
     return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
 
 
@@ -257,37 +351,37 @@ def transformer_layer(
     training: bool = True,
     recompute: str | tuple[str, str] = "selective",
     workspace: int | str | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes mlp_block(attention_block(x)) as one region, or with parallel attention_block(x) + mlp_block(x,
-    residual=False).
+    residual=False); with a router_weight among mlp_arguments moe_block(attention_block(x)), which returns (y, router_logits).
 
     cross_attention_arguments, with a key_value, make it a decoder layer: attention_block, attention_block, mlp_block.
     attention_arguments with a kv_a_weight are those of latent_attention_block, which takes the place of attention_block
-    (DeepSeek, MiniCPM3), saves what it saves, and does not go with cross_attention_arguments.
+    (DeepSeek, MiniCPM3) and saves what it saves. Neither it nor an MoE goes with cross_attention_arguments.
 
     x [B, S, d] (or [S, d], or [tokens, d] with cu_seqlens) -> y of the same shape. attention_arguments,
-    cross_attention_arguments and mlp_arguments: the arguments of attention_block and mlp_block by name, without x, training,
-    recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are added (GPT-NeoX,
-    GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for backward besides
-    parameters:
+    cross_attention_arguments and mlp_arguments: the arguments of attention_block and of mlp_block or moe_block by name,
+    without x, training, recompute, workspace; `residual` is true in all unless given. parallel: both sublayers read x and are
+    added (GPT-NeoX, GPT-J, Phi, Cohere, Falcon); one norm is shared by giving both its tensors. recompute: what is saved for
+    backward besides parameters:
 
         "none"       what the two blocks save at "none", and what passes between them, if it does
         "selective"  x, o, lse: the MLP's input, if it is not x, is recomputed by one matmul from o; with a gate by its, too
         "full"       x
 
-    and key_value itself. "none" and "selective" save these of both attentions. A pair of modes, of the attentions and of the
-    MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is "selective" with what passes
-    between the sublayers saved, ("full", "none") recomputes attention alone.
+    and key_value itself, and of an MoE the routing. "none" and "selective" save these of both attentions. A pair of modes, of
+    the attentions and of the MLP, makes each sublayer a region of its own, which saves its input: ("selective", "full") is
+    "selective" with what passes between the sublayers saved, ("full", "none") recomputes attention alone.
     workspace: bytes of transient memory of each sublayer, as in attention_block and mlp_block; beside them are, in backward, o
     and what passes between the sublayers. Raises as the two blocks do.
     """
     op = "transformer_layer"
-    latent = is_latent(attention_arguments)
-    known, required = LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS
-    check_arguments(op, "attention_arguments", attention_arguments, known, required)
-    check_arguments(op, "mlp_arguments", mlp_arguments, *MLP_ARGUMENTS)
+    latent, routes = is_latent(attention_arguments), has_router(mlp_arguments)
+    of_attention = LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS
+    check_arguments(op, "attention_arguments", attention_arguments, *of_attention)
+    check_arguments(op, "mlp_arguments", mlp_arguments, *(MOE_ARGUMENTS if routes else MLP_ARGUMENTS))
     if cross_attention_arguments is not None:
-        check_cross(op, cross_attention_arguments, parallel, latent)
+        check_cross(op, cross_attention_arguments, parallel, latent, routes)
     modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
@@ -298,27 +392,38 @@ def transformer_layer(
         return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     if latent:
         refuse_shard("latent_attention_block has no sharded form")
+    if routes:
+        refuse_shard("a layer with a router has no sharded form")
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
-    common = dict(training=training, recompute=recompute, workspace=workspace)
+    return _as_one(op, x, given, mlp_arguments, parallel, latent, routes, training, recompute, workspace)
+
+
+def _as_one(
+    op: str, x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], parallel: bool, latent: bool,
+    routes: bool, training: bool, recompute: str, workspace: int | str | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """The layer as one region."""
+    common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention
-    sublayers = [gather(op, x, **common, **{"residual": True} | dict(arguments)) for arguments in given]
+    sublayers = [gather(op, x, recompute=recompute, **common, **{"residual": True} | dict(one)) for one in attentions]
     for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
     inner = "none" if sublayers[0][1].recompute == "none" else "full"
-    tm, om = gather_mlp(op, x, training=training, recompute=inner, workspace=workspace, **dict(mlp_arguments))
-    if parallel and tm.down_weight.shape[0] != x.shape[-1]:
+    tm, om = (gather_moe if routes else gather_mlp)(op, x, recompute=inner, **common, **dict(mlp_arguments))
+    if parallel and tm.down_weight.shape[-2] != x.shape[-1]:
         raise ShapeError(
             f"{op}: parallel sublayers are added, so down_weight must have {x.shape[-1]} rows, but it has "
-            f"{tm.down_weight.shape[0]}"
+            f"{tm.down_weight.shape[-2]}"
         )
-    attention = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
-    tensors = x, *attention, *drawn(tm, om, x, training)
-    if latent:
-        return _apply_latent(LatentLayerOptions(attention=(sublayers[0][1],), mlp=om, parallel=parallel), *tensors)
-    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for _, o in sublayers))
-    of_attention = tuple(o._replace(lora_dtype=lora_dtype) for _, o in sublayers)
-    return _apply(LayerOptions(attention=of_attention, mlp=om, parallel=parallel), *tensors)
+    tensors = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
+    of_attention = tuple(o for _, o in sublayers)
+    if not latent:
+        lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
+        of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
+    kinds = (LayerOptions, MoELayerOptions), (LatentLayerOptions, LatentMoELayerOptions)
+    options = kinds[latent][routes](attention=of_attention, mlp=om, parallel=parallel)
+    return _APPLY[type(options)](options, x, *tensors, *drawn(tm, om, x, training))

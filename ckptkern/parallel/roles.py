@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .. import nn as ours
-from ..conversion.binding import Fused, look_up
+from ..conversion.arguments import look_up
+from ..conversion.binding import Fused
 from ..conversion.leaves import Weight
 from ..conversion.reading import Rows
 
@@ -120,6 +121,11 @@ def templates_of(module: nn.Module) -> list[Template]:
             if segment.op not in OPS:
                 raise TypeError(
                     f"TensorParallel: {type(module).__name__} is a {segment.op}, which has no heads or hidden units"
+                )
+            if segment.routes:
+                raise TypeError(
+                    f"TensorParallel: {type(module).__name__} has a router and experts, which are not split; convert with "
+                    "exclude= for its MoE blocks, and name its attention"
                 )
         return [segment.template for segment in segments]
     if type(module) in TEMPLATES and forward is None:

@@ -20,14 +20,14 @@ from triton.runtime.interpreter import InterpretedFunction
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops import catalog
-from ckptkern.ops.catalog import AS_OTHER_OPS, IN_TORCH_OPS, OPS, Entry, Sizes
+from ckptkern.ops.catalog import IN_TORCH_OPS, OPS, OTHER_OPS, Entry, Sizes
 from ckptkern.ops.registration import codec
 from ckptkern.ops.registration.needs import joined, needed
 from ckptkern.ops.registration.op import run_forward
 
 SIZES = Sizes()
 TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
-OF_OPS = (*OPS.values(), *AS_OTHER_OPS)
+OF_OPS = (*OPS.values(), *OTHER_OPS)
 ALL = (*OF_OPS, *IN_TORCH_OPS)
 
 
@@ -169,10 +169,12 @@ def test_the_reference_implementation_has_the_option(case):
     (_, (tensors, *lists)), (bwd, args) = calls_of(case)
     op, needs, ours = case.entry.op, joined(args[-1]), bwd(*args)
     options = codec.unpack(codec.layout_of(op.Options), lists)
-    y, wanted = run_forward(op, tensors, options)[0], [i for i in range(len(tensors)) if needed(needs, i)]
+    more, wanted = len(op.more_results(options)), [i for i in range(len(tensors)) if needed(needs, i)]
+    y = run_forward(op, tensors, options)[: 1 + more]
     theirs = op.reference([t.requires_grad_() if i in wanted else t for i, t in enumerate(tensors)], options)
-    torch.testing.assert_close(theirs, y)
-    grads = torch.autograd.grad(theirs, [tensors[i] for i in wanted], args[0])
+    theirs = theirs if isinstance(theirs, tuple) else (theirs,)
+    torch.testing.assert_close(list(theirs), y)
+    grads = torch.autograd.grad(theirs, [tensors[i] for i in wanted], [args[0], *args[2][len(args[2]) - more :]])
     for i, grad in zip(wanted, grads, strict=True):
         torch.testing.assert_close(ours[i], grad)
 
@@ -258,20 +260,21 @@ def test_kernels_compute_what_eager_does(case):
 
 BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
 BOUNDED |= dict.fromkeys(
-    ("attention_block", "latent_attention_block", "transformer_layer"), Sizes((2, 256), 8, 64, 8, 4)
+    ("attention_block", "latent_attention_block", "transformer_layer", "transformer_layer-experts"),
+    Sizes((2, 256), 8, 64, 8, 4),
 )
-LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_mlp", "grouped_gated_mlp")
+LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_block", "moe_mlp", "grouped_gated_mlp")
 BOUNDED |= dict.fromkeys(LAYERS, Sizes((1280,), 8, 64, 8))
 
 
 def test_ops_with_a_workspace_are_bounded():
-    assert BOUNDED.keys() == {name for name in OPS if "workspace" in OPS[name].parameters} - {
+    assert BOUNDED.keys() == {one.name for one in OF_OPS if "workspace" in one.parameters} - {
         "scaled_dot_product_attention"
     }
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("case", cases(0, -1, entries=[OPS[name] for name in BOUNDED]))
+@pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in OF_OPS if one.name in BOUNDED]))
 def test_the_workspace_counts_what_a_pass_holds(case, backend, monkeypatch):
     """With room for four of the smallest chunks forward takes no fifth, and backward neither. Kernels are not run: here they
     are what their launchers allocate."""

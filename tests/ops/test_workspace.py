@@ -99,6 +99,15 @@ def moe(t, **options):
     return ckptkern.moe_mlp(t["x"], routing(TOKENS), t["s"], t["w"], t["wd"], **options)
 
 
+def moe_layer(t, **options):
+    shared = {f"shared_{name}_weight": t[name] for name in ("gate", "up", "down")} if "gate" in t else {}
+    y, logits = ckptkern.moe_block(
+        t["x"], t["router"], t["w"], t["wd"], top_k=TOP_K, **shared,
+        **{name: t[name] for name in ("norm_weight", "shared_expert_gate") if name in t}, **options,
+    )  # fmt: skip
+    return torch.cat((y.view(-1), logits.view(-1)))
+
+
 def grouped(t, **options):
     offs = torch.tensor([0, 300, 300, 301, TOKENS - 5])
     return ckptkern.grouped_gated_mlp(t["x"].view(TOKENS, D), offs, t["w"], t["wd"], **options)
@@ -173,6 +182,21 @@ CASES = {
     "attention_block, adaptive": Case(X | ATTENTION | VECTORS, of(attention, norm="rms")),
     "mlp_block, LoRA": Case(X | PLAIN | {"a": (4, D), "b": (HIDDEN, 4), "norm_weight": (D,)}, of(block, norm="rms")),
     "moe_mlp": Case(X | {"s": (*LEAD, TOP_K)} | MATRICES, moe, 32 * TOP_K),
+    "moe_block": Case(
+        X | {"router": (EXPERTS, D), "norm_weight": (D,)} | MATRICES, of(moe_layer, norm="rms"), 64 * TOP_K
+    ),
+    "moe_block, shared expert": Case(
+        GATED | {"router": (EXPERTS, D), "norm_weight": (D,), "shared_expert_gate": (1, D)} | MATRICES,
+        of(
+            moe_layer,
+            norm="layer",
+            norm_first=False,
+            scoring="sigmoid",
+            router_dtype=torch.float32,
+            resid_dropout_p=0.1,
+        ),
+        64 * TOP_K,
+    ),
     "grouped_gated_mlp": Case(X | MATRICES, grouped, 64),
     "linear_cross_entropy": Case(X | {"head": (CLASSES, D)}, head, 64),
     "linear_cross_entropy, softcap": Case(X | {"head": (CLASSES, D)}, of(head, softcap=3.0), 64),

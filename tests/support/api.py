@@ -31,7 +31,9 @@ def functions() -> None:
     assert_type(ckptkern.scaled_dot_product_attention(heads, heads, heads, is_causal=True), Tensor)
     assert_type(ckptkern.attention_block(x, [weight] * 3, [bias, None, bias], weight, None, 2, rotary=1e4), Tensor)
     assert_type(ckptkern.latent_attention_block(x, weight, weight, weight, weight, 2, rotary=(x, x)), Tensor)
-    assert_type(ckptkern.transformer_layer(x, {"num_heads": 2}, {"up_weight": weight}), Tensor)
+    layer = ckptkern.transformer_layer(x, {"num_heads": 2}, {"up_weight": weight})
+    assert_type(layer, Tensor | tuple[Tensor, Tensor])
+    assert_type(ckptkern.moe_block(x, weight, weight, weight, top_k=2, score_bias=bias), tuple[Tensor, Tensor])
     assert_type(ckptkern.ACTIVATIONS, tuple[str, ...])
     ckptkern.linear_act(x, weight, bias, torch.relu)  # type: ignore[arg-type]
     ckptkern.mlp(x, weight, bias, weight)  # type: ignore[call-arg]

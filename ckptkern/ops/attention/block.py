@@ -86,11 +86,8 @@ def attention_block(
     o. qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head
     (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair
     (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta. The first R <= D
-    dimensions of every q and k are rotated in pairs, for i < R/2; the others stay:
-
-        rotary_interleaved=False (Llama)   elements i and i + R/2            True (GPT-J)   elements 2i and 2i + 1
-
-    A pair's angle stands in both of its columns of the tables. ckptkern.nn.rotary_tables makes tables of either kind. Tables
+    dimensions of every q and k are rotated in pairs, for i < R/2; the others stay: elements i and i + R/2, or with
+    rotary_interleaved (GPT-J) 2i and 2i + 1. A pair's angle stands in both of its columns of the tables. ckptkern.nn.rotary_tables makes tables of either kind. Tables
     that are given are saved for backward, so layers should share one pair. A theta stands for rotary_tables(positions, D,
     theta), with positions 0, 1, ... that start again in each packed sequence; these tables are not saved but recomputed in
     backward. attn_mask: bool (True = keep; with mask_is_exclusion True = masked out, as in nn.MultiheadAttention) or additive,

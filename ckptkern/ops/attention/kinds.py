@@ -42,6 +42,6 @@ def any_sublayer_backward(
     return backward(dy, sublayer, saved, needs, f)
 
 
-def reference_of(x: Tensor, t: AnyTensors, o: AnyOptions) -> Tensor:
+def any_reference(x: Tensor, t: AnyTensors, o: AnyOptions) -> Tensor:
     """The sublayer in differentiable PyTorch ops."""
     return (latent_reference if isinstance(o, LatentOptions) else attention_reference)(x, t, o)

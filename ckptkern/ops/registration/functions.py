@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from .op import Op, call_of, direct_backward, direct_forward, to_save
 
 
 def build(op: type[Op]):
-    """Register the op; returns `apply(options, *tensors) -> y`, whose `parts` are for _across."""
+    """Register the op; returns `apply(options, *tensors) -> y`, or a tuple of all its results; its `parts` are for _across."""
     registered = register(op)
     gradients = _gradients(registered, _backward_function(registered))
     eager = _eager_function(registered, gradients)
@@ -82,13 +83,22 @@ def _distinct(tensors: tuple) -> tuple:
     )
 
 
+def returned(op: type[Op], options, results):
+    """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
+    more = op.more_results(options)
+    return tuple(results[: 1 + len(more)]) if more else results[0]
+
+
 def _second_order(op, dy, flat, options, needs, cotangents):
-    """Gradients of dy and of `flat` (the saved tensors) of <cotangents, backward(dy, tensors)>.
+    """Gradients of dy and of `flat` (the saved tensors, then the gradients of more results) of <cotangents,
+    backward(dy, tensors)>.
 
     backward(dy, t) is the vector-Jacobian matmul of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
     the vector-Jacobian matmul of that, which torch.func forms from the reference's second derivative.
     """
-    tensors = list(call_of(op, flat, options)[0])
+    more = len(op.more_results(options))
+    tensors, saved = call_of(op, flat, options)
+    tensors, reference = list(tensors), op.reference_of(saved, options)
     if tensors[0] is None:
         tensors[0] = op.missing_input(dy, tensors, options)
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
@@ -98,19 +108,22 @@ def _second_order(op, dy, flat, options, needs, cotangents):
         by_place = dict(zip(places, values, strict=True))
         return [by_place.get(i, t) for i, t in enumerate(tensors)]
 
-    def first_order(dy, *values):
+    def first_order(dys, *values):
         tensors = filled(variables, values)
 
         def y(*some):
             by_place = dict(zip(wanted, some, strict=True))
-            return op.reference([by_place.get(i, t) for i, t in enumerate(tensors)], options)
+            return reference([by_place.get(i, t) for i, t in enumerate(tensors)], options)
 
-        return torch.func.vjp(y, *(tensors[i] for i in wanted))[1](dy)
+        return torch.func.vjp(y, *(tensors[i] for i in wanted))[1](dys)
 
-    _, pull = torch.func.vjp(first_order, dy, *(tensors[i] for i in variables))
+    dys = (dy, *flat[len(flat) - more :]) if more else dy
+    _, pull = torch.func.vjp(first_order, dys, *(tensors[i] for i in variables))
     given = [torch.zeros_like(tensors[i]) if cotangents[i] is None else cotangents[i] for i in wanted]
-    ddy, *others = pull(tuple(given))
+    ddys, *others = pull(tuple(given))
     grads = dict(zip(variables, others, strict=True))
+    ddy, *ddmore = ddys if more else (ddys,)
+    grads |= {len(flat) - more + i: one for i, one in enumerate(ddmore)}
     return ddy, [None if t is None else grads.get(i) for i, t in enumerate(flat)]
 
 
@@ -198,12 +211,12 @@ def _eager_function(registered: Registered, gradients) -> type:
             weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
             ctx.call = options, needs, state.Precision(), weights
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
-            return results[0]
+            return returned(op, options, results)
 
         @staticmethod
-        def backward(ctx, dy):
+        def backward(ctx, dy, *more):
             options, needs, precision, weights = ctx.call
-            flat = ctx.saved_tensors
+            flat = (*ctx.saved_tensors, *more) if more else ctx.saved_tensors
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
@@ -219,18 +232,18 @@ def _bare_function(registered: Registered, eager: type) -> type:
     class Bare(eager):
         @staticmethod
         def forward(ctx, call, *tensors):
-            """call: (options, needs, a list that receives what the op returns besides y)."""
+            """call: (options, needs, a list that receives what the op returns besides its results)."""
             options, needs, made = call
             with torch._C._AutoDispatchBelowAutograd():
                 results = call_forward(registered, tensors, options)
-            made += results[1:]
+            made += results[1 + len(op.more_results(options)) :]
             ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
-            return results[0]
+            return returned(op, options, results)
 
         @staticmethod
-        def backward(ctx, dy):
-            return eager.backward(ctx, dy)
+        def backward(ctx, *dys):
+            return eager.backward(ctx, *dys)
 
     return named(Bare, op, "Op")
 
@@ -241,7 +254,8 @@ def _autograd_kernel(registered: Registered, bare: type):
     def kernel(tensors, *lists):
         if needs := wanted(tensors):
             made: list[Tensor] = []
-            return [bare.apply((_codec.unpack(layout, lists), needs, made), *tensors), *made]
+            results = bare.apply((_codec.unpack(layout, lists), needs, made), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *made]
         with torch._C._AutoDispatchBelowAutograd():
             return fwd(tensors, *lists)
 
@@ -262,13 +276,15 @@ def _functional_functions(registered: Registered, gradients) -> tuple[type, type
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.options, ctx.needs, *tensors = inputs
-            ctx.mark_non_differentiable(*output[1:])
-            ctx.set_materialize_grads(False)
+            more = len(op.more_results(ctx.options))
+            ctx.mark_non_differentiable(*output[1 + more :])
+            ctx.set_materialize_grads(more > 0)  # of what is not used, backward reads zeros
             ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
 
         @staticmethod
-        def backward(ctx, dy, *_):
-            return None, None, *gradients(dy, ctx.saved_tensors, ctx.options, ctx.needs)
+        def backward(ctx, dy, *others):
+            more = others[: len(op.more_results(ctx.options))]
+            return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
         jvp = _no_jvp(op)
@@ -286,7 +302,7 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
     def for_inference(options):
         return _codec.replaced(options, recompute=op.inference_recompute)
 
-    def apply(options, *tensors) -> Tensor:
+    def apply(options, *tensors) -> Any:
         compiling = torch.compiler.is_compiling()
         seen = 0 if compiling else state.observe(tensors)
         if (compiling or seen & _SUBCLASS) and (kind := own_dispatch(tensors)):
@@ -296,13 +312,13 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
         if torch._C._are_functorch_transforms_active() if compiling else seen & _TRANSFORMS:
             if compiling:
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
-            return transformed.apply(options, present(tensors) & ~constants, *tensors)[0]
+            return returned(op, options, transformed.apply(options, present(tensors) & ~constants, *tensors))
         if compiling:
             needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
             if not needs or not torch.is_grad_enabled():
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
-                return call_forward(registered, tensors, for_inference(options))[0]
-            return functional.apply(options, needs, *_distinct(tensors))[0]
+                return returned(op, options, call_forward(registered, tensors, for_inference(options)))
+            return returned(op, options, functional.apply(options, needs, *_distinct(tensors)))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
             seen = state.observe(tensors)

@@ -1,5 +1,5 @@
-"""An op as two library ops, `ckptkern::NAME_fwd(tensors, options) -> [y, *saved]` and `ckptkern::NAME_bwd(dy, tensors, saved,
-options, needs) -> gradients`, so that torch.compile, FLOP counters and selective checkpointing see it.
+"""An op as two library ops, `ckptkern::NAME_fwd(tensors, options) -> [y, *more, *saved]` and `ckptkern::NAME_bwd(dy, tensors,
+saved, options, needs) -> gradients`, so that torch.compile, FLOP counters and selective checkpointing see it.
 
 They are functional and raw (no torch.library.custom_op, whose host time is higher). Fakes and FLOPs are what the op's own body
 gives on meta tensors, in PyTorch ops.
@@ -19,7 +19,7 @@ from ..dispatch.choices import read_precision
 from . import codec as _codec
 from .gradients import without_main_grad
 from .needs import joined
-from .op import Op, results_of, run_forward
+from .op import Op, names_of_saved, results_of, run_forward
 from .vmap import in_legacy_vmap, loop_over_batch
 
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
@@ -35,7 +35,7 @@ class Registered(NamedTuple):
 
 
 def call_forward(registered: Registered, tensors: Sequence, options) -> Sequence[Tensor]:
-    """[y, *saved] by the library op."""
+    """[y, *more, *saved] by the library op."""
     return registered.fwd(tensors, *_codec.pack(registered.layout, options))
 
 
@@ -73,7 +73,7 @@ def register(op: type[Op]) -> Registered:
         *lists, needs = lists_and_needs
         options = options_of(lists)
         with torch._C._DisableAutocast():
-            made = dict(zip(op.saves(options), saved, strict=True))
+            made = dict(zip(names_of_saved(op, options), saved, strict=True))
             grads = op.backward(dy, without_main_grad(tensors), made, options, joined(needs))
             return [dy.new_empty(0) if g is None else g for g in grads]
 
@@ -88,7 +88,7 @@ def register(op: type[Op]) -> Registered:
         options = _in_torch_ops(_codec.unpack(layout, lists))
         (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
         with torch._C._DisableAutocast():
-            made = dict(zip(op.saves(options), saved, strict=True))
+            made = dict(zip(names_of_saved(op, options), saved, strict=True))
             return op.backward(dy, tensors, made, options, joined(needs))
 
     for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):

@@ -6,7 +6,8 @@ function casts x.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ class Op:
         return ()
 
     @staticmethod
+    def more_results(options) -> tuple[str, ...]:
+        """Names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient of each
+        among what was saved, as "d" and its name."""
+        return ()
+
+    @staticmethod
     def reads_x(options, needs: int) -> bool:
         """Does backward read the first tensor? If not, it is not saved."""
         return True
@@ -58,8 +65,13 @@ class Op:
 
     @staticmethod
     def reference(tensors: Sequence[Tensor | None], options) -> Tensor:
-        """y in differentiable PyTorch ops: the reference implementation of second-order gradients."""
+        """y, or a tuple of all results, in differentiable PyTorch ops: the reference implementation, for second order."""
         raise NotImplementedError
+
+    @classmethod
+    def reference_of(cls, saved: dict[str, Tensor], options) -> Callable[[Sequence[Tensor | None], Any], Any]:
+        """`reference` with the decisions of forward, if it saved any."""
+        return cls.reference
 
     @classmethod
     def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
@@ -71,8 +83,8 @@ class Op:
 
 
 def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: int) -> list:
-    """The flat list of tensors that backward is given, from the op's tensors and results [y, *saved]."""
-    flat = [*tensors, *results[1:]]
+    """The flat list of tensors that backward is given, from the op's tensors and results [y, *more, *saved]."""
+    flat = [*tensors, *results[1 + len(op.more_results(options)) :]]
     names = op.saves(options)
     if "y" in names:
         flat.insert(len(tensors) + names.index("y"), results[0])
@@ -82,26 +94,33 @@ def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: 
 
 
 def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
-    """The inverse of `to_save`: (tensors, saved by name), as the op's backward takes them."""
-    names = op.saves(options)
+    """The inverse of `to_save`: (tensors, saved by name), as the op's backward takes them. Gradients of more results follow in
+    `flat`."""
+    names = names_of_saved(op, options)
     if not names:
         return flat, {}
     count = len(flat) - len(names)
     return flat[:count], dict(zip(names, flat[count:], strict=True))
 
 
+def names_of_saved(op: type[Op], options) -> tuple[str, ...]:
+    """What backward is given besides dy and tensors."""
+    more = op.more_results(options)
+    return (*op.saves(options), *("d" + name for name in more)) if more else op.saves(options)
+
+
 def run_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
-    """[y, *saved] by the op's body."""
+    """[y, *more, *saved] by the op's body."""
     y, made = op.forward(tensors, options)
     return results_of(op, options, y, made) if made else [y]
 
 
 def results_of(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
-    return [y, *[made[name] for name in op.saves(options) if name != "y"]]
+    return [y, *[made[name] for name in (*op.more_results(options), *op.saves(options)) if name != "y"]]
 
 
 def direct_forward(op: type[Op], tensors: Sequence, options, seen: int) -> list[Tensor]:
-    """[y, *saved] by the op's body, as the dispatcher would run it, which takes a tenth of a tiny mlp's host time itself.
+    """[y, *more, *saved] by the op's body, as the dispatcher would run it. That takes a tenth of a tiny mlp's host time itself.
 
     seen: what `observe` saw."""
     if not seen & _AUTOCAST:

@@ -40,7 +40,8 @@ def drawn(t, o, x: Tensor, training: bool):
     drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops_of.values()):
         return t
-    return t._replace(**{name: draw_state(x, p, training) for name, p in drops_of.items()})
+    drawn_by = {name: draw_state(x, p, training) for name, p in drops_of.items() if name in t._fields}
+    return t._replace(**drawn_by)
 
 
 class Sublayer:

@@ -1,0 +1,214 @@
+"""The arguments of a fused op, from the live module and the live call: what stands in a template for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .computed import Computed
+from .leaves import Probability, Weight
+from .reading import Argument, Rows, Table
+
+
+def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """(the submodule that owns the parameter, its name there)."""
+    owner, _, name = path.rpartition(".")
+    return module.get_submodule(owner), name
+
+
+# -- arguments of the fused op, from the live module and the live call
+
+
+@dataclass
+class Call:
+    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
+    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
+    was computed."""
+
+    flat: list[Any]
+    training: bool
+    length: int
+    x: Tensor
+    parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
+    computed: list[Any] | None = None
+
+
+# Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
+# `parameters` is a module's own dict, which both bring along as the same object.
+
+
+@dataclass
+class Parameter:
+    parameters: dict[str, Tensor]
+    name: str
+    form: str
+
+    def __call__(self, call: Call) -> Tensor:
+        value = self.parameters[self.name]
+        return value if not self.form else value.t() if self.form == "t" else value + 1
+
+
+@dataclass
+class ParameterRows:
+    parameter: Parameter
+    part: int
+    count: int
+
+    def __call__(self, call: Call) -> Tensor:
+        key = id(self.parameter.parameters), self.parameter.name, self.count
+        if key not in call.parts:
+            call.parts[key] = self.parameter(call).chunk(self.count)
+        return call.parts[key][self.part]
+
+
+@dataclass
+class CallArgument:
+    argument: Argument
+
+    def __call__(self, call: Call) -> Any:
+        return in_form(call.flat[self.argument.index], self.argument.form, call.length)
+
+
+@dataclass
+class TableRows:
+    buffers: dict[str, Tensor]
+    name: str
+    form: str
+
+    def __call__(self, call: Call) -> Tensor:
+        return in_form(self.buffers[self.name], self.form, call.length)
+
+
+@dataclass
+class LiveProbability:
+    module: nn.Module | None
+    attribute: str
+    value: float
+
+    def __call__(self, call: Call) -> float:
+        if self.module is None:
+            return self.value if call.training else 0.0
+        return getattr(self.module, self.attribute) if self.module.training else 0.0
+
+
+@dataclass
+class ComputedValue:
+    module: nn.Module
+    of: Computed
+
+    def __call__(self, call: Call) -> Tensor:
+        if call.computed is None:
+            call.computed = self.of.program(self.module, call.flat, call.x)
+        return self.of.of(self.module, call.flat, call.x, call.computed)
+
+
+@dataclass
+class Values:
+    """A tuple or list, in which some are live."""
+
+    values: tuple | list
+    live: list[Callable[[Call], Any] | None]
+
+    def __call__(self, call: Call) -> Any:
+        pairs = zip(self.values, self.live, strict=True)
+        values = [value if get is None else get(call) for value, get in pairs]
+        return tuple(values) if isinstance(self.values, tuple) else values
+
+
+@dataclass
+class Arguments:
+    """Arguments by name: constants, and those that are live."""
+
+    constants: dict[str, Any]
+    live: list[tuple[str, Callable[[Call], Any]]]
+
+    def __call__(self, call: Call) -> dict[str, Any]:
+        return self.constants | {name: get(call) for name, get in self.live}
+
+
+def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
+    """How to get the live value of a template; None for a constant."""
+    if isinstance(value, Weight):
+        owner, name = look_up(module, value.path)
+        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form)
+    if isinstance(value, Rows):
+        return ParameterRows(getter(module, value.weight), value.part, value.count)
+    if isinstance(value, Argument):
+        return CallArgument(value)
+    if isinstance(value, Table):
+        owner, name = look_up(module, value.path)
+        return TableRows(owner._buffers, name, value.form)
+    if isinstance(value, Computed):
+        return ComputedValue(module, value)
+    if isinstance(value, Probability):
+        owner = module.get_submodule(value.path) if value.attribute else None
+        return LiveProbability(owner, value.attribute, value.value)
+    if isinstance(value, dict):
+        return arguments_getter(module, value)
+    if isinstance(value, (tuple, list)):
+        live = [getter(module, one) for one in value]
+        return Values(value, live) if any(live) else None
+    return None
+
+
+def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
+    getters = {name: getter(module, value) for name, value in template.items()}
+    live = [(name, get) for name, get in getters.items() if get is not None]
+    return Arguments({name: template[name] for name, get in getters.items() if get is None}, live)
+
+
+def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
+    """An argument as the op reads it: "" as it is.
+
+    A mask: "columns" and "last columns", of which the first or last `length` count; "keys" [B, S] and "rows" [B, S, S], without
+    an axis of heads. The others are rotary tables, [..., 1, S, R] or [B, S, 1, R] as they meet heads, of `length` rows or more:
+    "table", and "twice", "each twice" and "sublayers", whose columns stand once, or in another order than the op's; "real" and
+    "imag" of one complex table [..., S, R / 2].
+    """
+    if not form:
+        return tensor
+    if form in ("columns", "last columns"):
+        return tensor[..., :length] if form == "columns" else tensor[..., -length:]
+    if form in ("keys", "rows"):
+        return tensor[:, None, None] if form == "keys" else tensor[:, None]
+    if tensor.dim() == 4:
+        tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
+    tensor = tensor[..., :length, :]
+    if form in ("real", "imag"):
+        tensor, form = getattr(tensor, form), "each twice"
+    if form == "twice":
+        return torch.cat((tensor, tensor), -1)
+    if form == "each twice":
+        return tensor.repeat_interleave(2, -1)
+    if form == "sublayers":
+        return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
+    return tensor
+
+
+def templates(template: Any, kind: type) -> Iterator[Any]:
+    """All of a kind in a template."""
+    if isinstance(template, kind):
+        yield template
+    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
+        for one in template.values() if isinstance(template, dict) else template:
+            yield from templates(one, kind)
+
+
+def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
+    """What an op, or each of its sublayers, is given under this name."""
+    for key, value in template.items():
+        if isinstance(value, dict):
+            yield from values_of(value, name)
+        elif key == name:
+            yield value
+
+
+def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
+    """The call's arguments that an op, or each of its sublayers, is given under one of these names."""
+    for name in names:
+        for value in values_of(template, name):
+            yield from templates(value, Argument)

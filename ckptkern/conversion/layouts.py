@@ -1,0 +1,71 @@
+"""Recognises the parts of an MoE layer by the shapes of their parameters: experts, and a block of a router and experts."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from torch import nn
+
+
+def experts_layout(module: nn.Module) -> dict[str, str]:
+    """moe_mlp's parameters by the shapes of the module's own, [E, 2 h, d] and [E, d, h], maybe with biases; {} for others."""
+    own = {name: p.shape for name, p in module._parameters.items() if p is not None}
+    for (up, a), (down, b) in itertools.permutations(own.items(), 2):
+        if len(a) == len(b) == 3 and a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1] > 0:
+            found = {"gate_up_weight": up, "down_weight": down}
+            for name in own.keys() - {up, down}:
+                kind = {a[:2]: "gate_up_bias", b[:2]: "down_bias"}.get(own[name])
+                if kind is None or kind in found:
+                    return {}
+                found[kind] = name
+            return found
+    return {}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Is it laid out as the experts of an MoE layer, with nothing else that is trained?"""
+    own = [p for p in module._parameters.values() if p is not None]
+    return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(experts_layout(module))
+
+
+class Parts(NamedTuple):
+    """Paths in an MoE block: of its experts and of the module of a shared expert, and of the tensors of its router; None for
+    what it has not. score_bias: a buffer with a value for each expert."""
+
+    experts: str
+    shared: str | None
+    router_weight: str
+    router_bias: str | None
+    score_bias: str | None
+    shared_expert_gate: str | None
+
+
+def parts_of(module: nn.Module) -> Parts | None:
+    """The parts of an MoE block; None for a module that has others, or lacks one."""
+    children = dict(module.named_children())
+    experts = [name for name, m in children.items() if is_experts(m)]
+    if len(experts) != 1:
+        return None
+    inner = children[experts[0]]
+    E, _, d = inner._parameters[experts_layout(inner)["gate_up_weight"]].shape
+    shared = [name for name, m in children.items() if m is not inner and sum(p.dim() == 2 for p in m.parameters()) > 1]
+    taken = tuple(f"{name}." for name in (experts[0], *shared))
+    kinds = {(E, d): "router_weight", (E,): "router_bias", (1, d): "shared_expert_gate"}
+    found: dict[str, str] = {}
+    for path, p in module.named_parameters():
+        kind = kinds.get(tuple(p.shape))
+        if path.startswith(taken):
+            continue
+        if kind is None or kind in found:
+            return None
+        found[kind] = path
+    buffers = [(path, b) for path, b in module.named_buffers() if b.is_floating_point() and not path.startswith(taken)]
+    if "router_weight" not in found or len(shared) > 1 or len(buffers) > 1 or len(kinds) < 3:
+        return None
+    if any(tuple(b.shape) != (E,) for _, b in buffers):
+        return None
+    return Parts(
+        experts[0], shared[0] if shared else None, found["router_weight"], found.get("router_bias"),
+        buffers[0][0] if buffers else None, found.get("shared_expert_gate"),
+    )  # fmt: skip

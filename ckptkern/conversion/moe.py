@@ -1,0 +1,292 @@
+"""An MoE block, a router with its experts and shared experts, as `ckptkern.moe_block`.
+
+What a router does cannot be traced backwards: a choice is a matter of values. The block is recognised by its parts, and how it
+scores and chooses by what it calls its experts with, on many random rows; the numerical check then verifies the whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..eager import ACTIVATIONS
+from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
+from .layouts import Parts, experts_layout, parts_of
+from .leaves import Probability, Weight
+from .reading import Reading, Rows
+from .trace import Unreadable, leaves_of, mapped, plain_attributes
+
+ROWS = 1024  # of random inputs, on which readings of a choice differ
+FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
+BIASES = (0.0, 0.02, 0.2)  # sizes of random biases of the choice: a large one hides how groups are ranked
+SAME = 1e-4  # relative difference of weights, and of what they are multiplied by
+
+
+class _Seen(Exception):
+    """Ends a block's forward at its experts."""
+
+
+def called_with(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """(what a call of the block calls its experts with, which do not run; what its router returned)."""
+    seen: list[Any] = []
+    returned: list[Any] = [None]
+
+    def stop(_, inner: tuple, named: dict[str, Any]) -> None:
+        seen.extend(leaves_of((inner, named)))
+        raise _Seen
+
+    router = module.get_submodule(parts.router_weight.rpartition(".")[0])
+    hooks = [
+        module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
+        router.register_forward_hook(lambda _, inner, result: returned.append(result)),
+    ]
+    try:
+        with torch.no_grad(), contextlib.suppress(_Seen):
+            type(module).forward(module, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen, returned[-1]
+
+
+def experts_call(flat: list[Any]) -> tuple[int, int, int]:
+    """The places of x [..., d], indices [..., k] and weights [..., k] in a call of experts. Raises Unreadable."""
+    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
+    index = [i for i in tensors if not (flat[i].is_floating_point() or flat[i].dtype == torch.bool)]
+    floating = [i for i in tensors if flat[i].is_floating_point()]
+    if len(tensors) != 3 or len(index) != 1 or len(floating) != 2:
+        raise Unreadable("experts that are not called with a tensor, indices and weights")
+    x, weights = floating if flat[floating[1]].shape == flat[index[0]].shape else floating[::-1]
+    return x, index[0], weights
+
+
+def random_states(x: Tensor) -> tuple:
+    devices = torch.cuda.get_rng_state(x.device).tolist() if x.is_cuda else ()
+    return random.getstate(), torch.get_rng_state().tolist(), devices
+
+
+def observed(
+    module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor
+) -> tuple[Tensor, Tensor, Any]:
+    """(index, weights, what the router returns) for x, in training; the first two [rows, k]. Raises Unreadable."""
+    given, states, mode = x.clone(), random_states(x), module.training  # some forwards change it in place
+    module.train()
+    try:
+        flat, returned = called_with(module, parts, *mapped(lambda _: given, (args, kwargs)))
+    finally:
+        module.train(mode)
+    if states != random_states(x):
+        raise Unreadable("its router samples random numbers")
+    _, index, weights = (flat[i] for i in experts_call(flat))
+    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned
+
+
+def vary_choices(module: nn.Module, size: float = BIASES[-1]) -> None:
+    """Random values in place of the buffers of MoE blocks in it, which are zeros before training; `random_parameters` puts
+    back what was there."""
+    for m in module.modules():
+        parts = parts_of(m)
+        if parts is not None and parts.score_bias is not None:
+            owner, _, name = parts.score_bias.rpartition(".")
+            buffers = m.get_submodule(owner)._buffers
+            buffers[name] = size * torch.randn_like(buffers[name])
+
+
+def numbers(module: nn.Module, parts: Parts) -> list[int | float]:
+    """The plain numbers among the attributes of the block and its router."""
+    owners = [module, module.get_submodule(parts.router_weight.rpartition(".")[0])]
+    values = [value for one in owners for value in plain_attributes(one).values()]
+    return list({(type(value), value): value for value in values if type(value) in (int, float)}.values())
+
+
+def choices_of_groups(experts: int, found: list[int | float]) -> Iterator[dict[str, Any]]:
+    """No groups, and any that these numbers may be the counts of."""
+    yield dict(num_groups=1, top_groups=1, group_score="top2")
+    counts = [n for n in found if type(n) is int and 1 < n < experts and experts % n == 0]
+    for n, best in itertools.product(counts, found):
+        if type(best) is int and 1 <= best < n:
+            yield from (dict(num_groups=n, top_groups=best, group_score=score) for score in GROUP_SCORES)
+
+
+def factor_of(ratio: float, found: list[int | float]) -> float | None:
+    """The number among these, or 1, that the weights are multiplied by."""
+    return next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
+
+
+def routings(
+    logits: Tensor, score_bias: Tensor | None, index: Tensor, weights: Tensor, found: list[int | float]
+) -> Iterator[dict[str, Any]]:
+    """Every way to score and choose that gives these indices and weights; score_bias: is it used?"""
+    order, k = index.sort(-1), index.shape[-1]
+    weights = weights.gather(-1, order.indices).to(torch.float32)
+    biases = (None,) if score_bias is None else (None, score_bias)
+    for scoring, bias, groups in itertools.product(SCORINGS, biases, choices_of_groups(logits.shape[-1], found)):
+        o = SimpleNamespace(scoring=scoring, top_k=k, routed_scaling_factor=1.0, **groups)
+        if k > o.top_groups * (logits.shape[-1] // o.num_groups):
+            continue
+        scores = scores_of(logits, o)
+        same = (chosen(scores, bias, o).sort(-1).values == order.values).all(-1)
+        if same.float().mean() < 1 - FEW:
+            continue
+        for normalize in (True, False):
+            o.normalize = normalize
+            mine = weights_of(scores, order.values, o).to(torch.float32)
+            factor = factor_of(float((weights[same] / mine[same]).median()), found)
+            if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
+                yield groups | dict(
+                    scoring=scoring, normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None
+                )
+
+
+@contextlib.contextmanager
+def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """With parameters of this dtype."""
+    before = [(m, dict(m._parameters)) for m in module.modules()]
+    try:
+        for m, own in before:
+            for name, p in own.items():
+                if p is not None and p.is_floating_point():
+                    m._parameters[name] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
+        yield
+    finally:
+        for m, own in before:
+            m._parameters.update(own)
+
+
+def router_dtype(
+    module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor, o: SimpleNamespace, w: Tensor,
+    b: Tensor | None,
+) -> torch.dtype | None:  # fmt: skip
+    """float32 if the router of a 16-bit block upcasts before its matmul: if its weights are nearer to those of such logits."""
+    x = x.to(torch.bfloat16)
+    try:
+        with in_dtype(module, torch.bfloat16):
+            index, weights, _ = observed(module, parts, args, kwargs, x)
+    except Exception:  # a forward that takes no 16 bits, whatever it raises
+        return None
+    rows, errors = x.reshape(-1, x.shape[-1]), {}
+    for dtype in (torch.bfloat16, torch.float32):
+        given = [None if one is None else one.to(torch.bfloat16).to(dtype) for one in (rows, w, b)]
+        mine = weights_of(scores_of(F.linear(*given), o), index, o)
+        errors[dtype] = float((mine.to(weights.dtype) - weights).abs().mean())
+    return torch.float32 if errors[torch.float32] < errors[torch.bfloat16] else None
+
+
+def prefixed(template: Any, path: str) -> Any:
+    """A template of a submodule's parameters as one of its parent's."""
+    if isinstance(template, Weight):
+        return template._replace(path=f"{path}.{template.path}")
+    if isinstance(template, Rows):
+        return template._replace(weight=prefixed(template.weight, path))
+    if isinstance(template, dict):
+        return {name: prefixed(value, path) for name, value in template.items()}
+    return template
+
+
+def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], list[list[dict[tuple[str, ...], Any]]]]:
+    """(moe_block's arguments of a shared expert that was read as `reading`, its choices). Raises Unreadable."""
+    given = {name: value for name, value in reading.arguments.items() if value is not None}
+    dropped = [given.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
+    known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
+    if any(p.value if isinstance(p, Probability) else p for p in dropped) or given.pop("residual", False):
+        raise Unreadable("a shared expert with dropout or a residual")
+    activation = given.pop("activation", None)
+    if reading.op != "mlp_block" or given.keys() - known:
+        raise Unreadable(f"a shared expert that is {reading.op}, and not an MLP alone")
+    choices = [[{("activation",): activation}]]
+    for choice in reading.choices:
+        choices.append([{(f"shared_{k[0]}",): prefixed(v, path) for k, v in one.items()} for one in choice])
+    return {f"shared_{name}": prefixed(value, path) for name, value in given.items()}, choices
+
+
+def read_block(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    flat: list[Any],
+    read: Callable[[nn.Module, Tensor], Reading],
+) -> Reading:
+    """Its call with one tensor x [..., d]. read: reads a module's call with a tensor. Raises Unreadable."""
+    parts = parts_of(module)
+    tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
+    if parts is None or len(tensors) != 1 or not flat[tensors[0]].is_floating_point() or flat[tensors[0]].dim() < 2:
+        raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
+    x = flat[tensors[0]]
+    many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
+    parameters = dict(module.named_parameters())
+    w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
+    logits = F.linear(many.reshape(-1, many.shape[-1]), w, b)
+    readings: list[list[dict[str, Any]]] = []
+    for size in BIASES if parts.score_bias else BIASES[-1:]:
+        vary_choices(module, size)
+        bias = dict(module.named_buffers()).get(parts.score_bias)
+        index, weights, returned = observed(module, parts, args, kwargs, many)
+        readings.append(list(routings(logits, bias, index, weights, numbers(module, parts))))
+    found = [one for one in readings[0] if all(one in others for others in readings)]
+    if not found:
+        raise Unreadable("its router scores or chooses in another way than moe_block")
+    experts = module.get_submodule(parts.experts)
+    arguments: dict[str, Any] = {
+        name: prefixed(Weight(one), parts.experts) for name, one in experts_layout(experts).items()
+    }
+    arguments |= {name: Weight(path) for name, path in zip(parts._fields[2:4], parts[2:4], strict=True) if path}
+    arguments |= {"top_k": index.shape[-1], "residual": False}
+    o = SimpleNamespace(**found[0], top_k=index.shape[-1])
+    arguments["router_dtype"] = router_dtype(module, parts, args, kwargs, many, o, w, b)
+    choices: list[list[dict[tuple[str, ...], Any]]] = [[{("activation",): name} for name in ACTIVATIONS]]
+    if parts.shared is not None:
+        shared, choices = shared_arguments(parts.shared, read(module.get_submodule(parts.shared), x))
+        arguments |= shared
+    if parts.shared_expert_gate is not None:
+        arguments["shared_expert_gate"] = Weight(parts.shared_expert_gate)
+    for one in found:
+        one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
+    ways = [[{(k,): v for k, v in one.items()} for one in found], *choices]
+    first = returned[0] if isinstance(returned, tuple) else None
+    is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
+    path = parts.router_weight.rpartition(".")[0]
+    return Reading("moe_block", arguments, tensors[0], ways, path if is_logits else "")
+
+
+@contextlib.contextmanager
+def scaled(parameter: Tensor, factor: float) -> Iterator[None]:
+    before = parameter.detach().clone()
+    try:
+        with torch.no_grad():
+            parameter.mul_(factor)
+        yield
+    finally:
+        with torch.no_grad():
+            parameter.copy_(before)
+
+
+def routed_rows(
+    arguments: dict[str, Any], place: int, flat: list[Any], rows: int = 512
+) -> Iterator[tuple[str, list[Any]]]:
+    """Calls of an MoE block that show what its example may not: a clamp in the experts or of the logits, and a limit to the
+    rows of an expert. arguments: moe_block's; place: of x among the call's."""
+    x, router = flat[place], arguments["router_weight"]
+
+    def call(x: Tensor) -> list[Any]:
+        return [x if i == place else value for i, value in enumerate(flat)]
+
+    for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no best one
+        with scaled(router, 1 / scale):
+            yield f"inputs {scale} times as large", call(scale * x)
+    scale = 30 if arguments["scoring"] == "softmax" else 4
+    with scaled(router, scale):
+        yield f"logits {scale} times as large", call(x)
+    many = x.new_empty((*x.shape[:-2], rows, x.shape[-1])).normal_()
+    yield f"{rows} rows", call(many)
+    if arguments.get("score_bias") is not None:
+        with scaled(arguments["score_bias"], 0.1):
+            yield f"{rows} rows and a small bias of the choice", call(many)
+    yield f"{rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)

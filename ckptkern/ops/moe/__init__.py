@@ -1,0 +1,1 @@
+"""The MoE sublayer: a router, the experts that it chooses, and shared experts."""

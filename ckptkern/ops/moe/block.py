@@ -1,0 +1,285 @@
+"""moe_block: [norm ->] router, the experts that it chooses and shared experts, and what is around them, as one region."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ShapeError
+from ..dispatch.checks import (
+    check_choice,
+    check_count,
+    check_flags,
+    check_input,
+    check_number,
+    check_options,
+    check_tensor,
+    check_weight,
+)
+from ..dispatch.choices import (
+    choose_backend,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    compute_dtype,
+    matmul_precision,
+)
+from ..dispatch.shard import refuse_shard
+from ..experts import check_experts
+from ..registration.functions import build
+from ..registration.needs import in_order
+from ..registration.op import Op
+from ..registration.rows import rows_2d, unflattened
+from ..sublayer.residual import around, drawn
+from .router import GROUP_SCORES, SCORINGS
+from .sublayer import (
+    CONSTANT,
+    LOGITS,
+    SHARED,
+    MoEOptions,
+    MoETensors,
+    index_of,
+    moe_reference,
+    moe_sublayer,
+    moe_sublayer_backward,
+    saves,
+)
+
+
+class MoEBlock(Op):
+    name = "moe_block"
+    Options = MoEOptions
+    constants = frozenset({CONSTANT})
+    saves = staticmethod(saves)
+
+    @staticmethod
+    def more_results(o):
+        return (LOGITS,)
+
+    @staticmethod
+    def forward(tensors, o):
+        x, *others = tensors
+        y, made = moe_sublayer(x, MoETensors(*others), o)
+        return unflattened(y, x), made
+
+    @staticmethod
+    def backward(dy, tensors, saved, o, needs):
+        x, *others = tensors
+        grads = moe_sublayer_backward(rows_2d(dy), x, MoETensors(*others), o, saved, needs)
+        return in_order(grads, MoETensors, needs)
+
+    @staticmethod
+    def reference(tensors, o, index=None):
+        x, *others = tensors
+        return moe_reference(x, MoETensors(*others), o, index)
+
+    @classmethod
+    def reference_of(cls, saved, o):
+        return functools.partial(cls.reference, index=index_of(saved, o.top_k))
+
+
+_apply = build(MoEBlock)
+
+
+def check_router(
+    op: str, x: Tensor, experts: int, router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups, top_groups,
+    group_score, routed_scaling_factor, router_dtype,
+) -> dict[str, Any]:  # fmt: skip
+    """Checks the arguments of the choice; returns them as options."""
+    check_weight(op, "router_weight", router_weight, router_bias, x, x.shape[-1], "input")
+    if router_weight.shape[0] != experts:
+        raise ShapeError(
+            f"{op}: router_weight must have {experts} rows, one for each expert of gate_up_weight, but it has "
+            f"{router_weight.shape[0]}"
+        )
+    if score_bias is not None:
+        check_tensor(op, "score_bias", score_bias, x)
+        if tuple(score_bias.shape) != (experts,):
+            raise ShapeError(f"{op}: score_bias must have shape ({experts},), but has {tuple(score_bias.shape)}")
+        if score_bias.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{op}: score_bias gets no gradient; detach it")
+    check_choice(op, "scoring", scoring, SCORINGS)
+    check_choice(op, "group_score", group_score, GROUP_SCORES)
+    check_flags(op, normalize=normalize)
+    check_number(op, "routed_scaling_factor", routed_scaling_factor)
+    check_count(op, "top_k", top_k)
+    check_count(op, "num_groups", num_groups)
+    if num_groups > 1 and top_groups is None:
+        raise ValueError(f"{op}: num_groups={num_groups} needs top_groups, how many of them a token may choose from")
+    top_groups = num_groups if top_groups is None else top_groups
+    check_count(op, "top_groups", top_groups)
+    if experts % num_groups or top_groups > num_groups:
+        raise ValueError(
+            f"{op}: num_groups must divide the {experts} experts, and top_groups be at most num_groups, but they are "
+            f"{num_groups} and {top_groups}"
+        )
+    if top_k > top_groups * (experts // num_groups):
+        raise ValueError(
+            f"{op}: top_k={top_k} is more than the {top_groups * (experts // num_groups)} experts that a token may choose from"
+        )
+    if router_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"{op}: router_dtype must be torch.float32, or None for the compute dtype, not {router_dtype!r}"
+        )
+    return dict(
+        top_k=top_k, scoring=scoring, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
+        group_score=group_score, routed_scaling_factor=float(routed_scaling_factor),
+    )  # fmt: skip
+
+
+def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
+    """Checks the shared expert's tensors; returns which kind it is."""
+    features = x.shape[-1]
+    if t["up_weight"] is None:
+        given = next((name for name, one in (*t.items(), ("expert_gate", gate)) if one is not None), None)
+        if given is not None:
+            raise ValueError(f"{op}: shared_{given} needs shared_up_weight")
+        return ""
+    if t["down_weight"] is None:
+        raise ValueError(f"{op}: shared_up_weight needs shared_down_weight")
+    check_weight(op, "shared_up_weight", t["up_weight"], t["up_bias"], x, features, "input")
+    if t["gate_weight"] is not None:
+        check_weight(op, "shared_gate_weight", t["gate_weight"], t["gate_bias"], x, features, "input")
+        if t["gate_weight"].shape != t["up_weight"].shape:
+            raise ShapeError(
+                f"{op}: shared_gate_weight and shared_up_weight must have one shape, but have "
+                f"{tuple(t['gate_weight'].shape)} and {tuple(t['up_weight'].shape)}"
+            )
+    elif t["gate_bias"] is not None:
+        raise ValueError(f"{op}: shared_gate_bias needs shared_gate_weight")
+    hidden = t["up_weight"].shape[0]
+    check_weight(op, "shared_down_weight", t["down_weight"], t["down_bias"], x, hidden, "the shared hidden layer")
+    if t["down_weight"].shape[0] != features:
+        raise ShapeError(
+            f"{op}: shared_down_weight must have {features} rows, as many as the input has features, but it has "
+            f"{t['down_weight'].shape[0]}"
+        )
+    if gate is not None:
+        check_weight(op, "shared_expert_gate", gate, None, x, features, "input")
+        if gate.shape[0] != 1:
+            raise ShapeError(f"{op}: shared_expert_gate must have one row, but has {gate.shape[0]}")
+    return "plain" if t["gate_weight"] is None else "gated"
+
+
+def gather(
+    op, x, router_weight, gate_up_weight, down_weight, activation="silu", *, top_k, scoring="softmax", normalize=True,
+    score_bias=None, num_groups=1, top_groups=None, group_score="top2", routed_scaling_factor=1.0, router_bias=None,
+    router_dtype=None, gate_up_bias=None, down_bias=None, shared_gate_weight=None, shared_gate_bias=None,
+    shared_up_weight=None, shared_up_bias=None, shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None,
+    residual=True, training=True, recompute="full", workspace=None, **others,
+) -> tuple[MoETensors, MoEOptions]:  # fmt: skip
+    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
+    check_options(op, activation, recompute)
+    check_flags(op, residual=residual, training=training)
+    check_input(op, x)
+    features = x.shape[-1]
+    check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
+    routing = check_router(
+        op, x, len(gate_up_weight), router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups, top_groups,
+        group_score, routed_scaling_factor, router_dtype,
+    )  # fmt: skip
+    values = (
+        shared_gate_weight, shared_gate_bias, shared_up_weight, shared_up_bias, shared_down_weight, shared_down_bias
+    )  # fmt: skip
+    shared = dict(zip(SHARED, values, strict=True))
+    kind = check_shared(op, x, shared, shared_expert_gate)
+    tensors, options = around(op, x, features, residual=residual, **others)
+    router = router_weight if router_dtype is None else None
+    dtype = compute_dtype(
+        op, x, gate_up_weight, down_weight, router, shared_gate_weight, shared_up_weight, shared_down_weight
+    )
+    t = MoETensors(
+        router_weight=router_weight, router_bias=router_bias, score_bias=score_bias, gate_up_weight=gate_up_weight,
+        gate_up_bias=gate_up_bias, down_weight=down_weight, down_bias=down_bias, shared_expert_gate=shared_expert_gate,
+        **{f"shared_{name}": one for name, one in shared.items()}, **tensors,
+    )  # fmt: skip
+    probe = x.new_empty(0, dtype=dtype)
+    if kind:
+        sizes = features, shared_up_weight.shape[0], features
+        name = "gated_mlp" if kind == "gated" else "mlp"
+        impl = choose_impl(op, probe, *sizes, elements=x.numel(), name=name)
+    else:
+        impl = choose_backend(op, probe)
+    o = MoEOptions(
+        activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
+        recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()), dtype=dtype, **routing, **options,
+    )  # fmt: skip
+    return t, o
+
+
+def moe_block(
+    x: Tensor,
+    router_weight: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    top_k: int, scoring: str = "softmax", normalize: bool = True, score_bias: Tensor | None = None,
+    num_groups: int = 1, top_groups: int | None = None, group_score: str = "top2", routed_scaling_factor: float = 1.0,
+    router_bias: Tensor | None = None, router_dtype: torch.dtype | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    shared_gate_weight: Tensor | None = None, shared_gate_bias: Tensor | None = None,
+    shared_up_weight: Tensor | None = None, shared_up_bias: Tensor | None = None,
+    shared_down_weight: Tensor | None = None, shared_down_bias: Tensor | None = None,
+    shared_expert_gate: Tensor | None = None,
+    norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None, norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True,
+    post_norm: str | None = None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None,
+    post_norm_eps: float = 1e-5,
+    layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
+    residual: bool = True, training: bool = True, recompute: str = "full", workspace: int | str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Computes an MoE layer with its router and everything around it, as one region; returns (y, router_logits).
+
+        h = norm(x) * (1 + norm_scale) + norm_shift;  logits = h router_weight^T + router_bias;  s = scoring(logits)
+        index = top_k of s + score_bias;  w = s[index] [/ sum of these] * routed_scaling_factor
+        f = moe_mlp(h, index, w, ...) + sigmoid(h shared_expert_gate^T) * shared(h)
+        z = drop_path(layer_scale * post_norm(dropout(f)))
+        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
+
+    x [..., d], router_weight [E, d], router_bias [E] or None -> y [..., d], router_logits [tokens, E] in router_dtype, both
+    with gradients: those of a load-balancing loss or a z-loss of the logits are added to those of y. Experts as in moe_mlp:
+    gate_up_weight [E, 2 n, d], down_weight [E, d, n], biases [E, 2 n] and [E, d]. float16, bfloat16, float32; float64 in
+    PyTorch ops; autocast's dtype inside torch.autocast.
+
+    scoring: "softmax" over all experts, or "sigmoid" of each; in float32. normalize: the k weights are divided by their sum;
+    with a softmax they are then the softmax of the chosen logits (Mixtral, arXiv 2401.04088). score_bias: [E], added for the
+    choice alone; it gets no gradient (DeepSeek-V3, arXiv 2412.19437). num_groups, top_groups: a token chooses within the
+    top_groups best of num_groups groups of equal size, by the sum of a group's two best scores (group_score "top2",
+    DeepSeek-V3) or by its best ("max", DeepSeek-V2). router_dtype: torch.float32 upcasts h and router_weight before the
+    matmul; None: the compute dtype. shared_*: a gated MLP of all tokens, of any width, or without shared_gate_weight a plain
+    one; shared_expert_gate: [1, d] (Qwen2-MoE). Norms, layer_scale, residual and dropouts: as in mlp_block.
+
+    recompute: what is saved for backward besides parameters:
+
+        "none"       x, g and u of the chosen experts, the shared expert's g, u and h, routing
+        "selective"  the same without the shared h
+        "full"       x, routing
+
+    Routing is 8 bytes a token-expert pair and 4 an expert: the choice itself is saved, because a matmul that rounds otherwise
+    in recompute could turn it. Norm, logits and weights are always recomputed. Backward recomputes the shared expert's result
+    for its gate, and f for a norm behind it and a trained layer_scale, by one matmul of each, at "full" by all. Second order
+    takes forward's choice, too. Nothing waits for the host on a GPU.
+    workspace: bytes of transient memory in each pass, tokens in equal chunks of 128 at least. Default: ckptkern.workspace.
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
+    (backend).
+    """
+    refuse_shard("moe_block has no sharded form")
+    t, o = gather(
+        "moe_block", x, router_weight, gate_up_weight, down_weight, activation, top_k=top_k, scoring=scoring,
+        normalize=normalize, score_bias=score_bias, num_groups=num_groups, top_groups=top_groups, group_score=group_score,
+        routed_scaling_factor=routed_scaling_factor, router_bias=router_bias, router_dtype=router_dtype,
+        gate_up_bias=gate_up_bias, down_bias=down_bias, shared_gate_weight=shared_gate_weight,
+        shared_gate_bias=shared_gate_bias, shared_up_weight=shared_up_weight, shared_up_bias=shared_up_bias,
+        shared_down_weight=shared_down_weight, shared_down_bias=shared_down_bias, shared_expert_gate=shared_expert_gate,
+        norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift,
+        norm_eps=norm_eps, norm_first=norm_first,
+        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
+        layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
+        training=training, recompute=recompute, workspace=workspace,
+    )  # fmt: skip
+    return _apply(o, x, *drawn(t, o, x, training))

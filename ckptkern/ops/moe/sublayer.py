@@ -1,0 +1,329 @@
+"""The MoE sublayer of a layer: a router, its experts, shared experts, and what is around them (`residual`). `moe_block` and
+`transformer_layer` are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import eager
+from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums, row_bytes
+from ..mlp.branch import MLPBranch, Sums
+from ..mlp.branch import reference as mlp_reference
+from ..mlp.branch import saves as mlp_saves
+from ..mlp.sublayer import AROUND_BRANCH, AROUND_NORM
+from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, token_chunks
+from ..registration.needs import needed_names
+from ..registration.rows import cast_parameter
+from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
+from .router import chosen, logits_gradient, scores_of, weights_of
+
+ROUTING = ("order", "inv", "offs")  # of eager.Groups
+LOGITS = "router_logits"
+ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, their gradients and steps between
+
+
+class MoETensors(NamedTuple):
+    """The tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight None: there
+    is no shared expert."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    norm_scale: Tensor | None
+    norm_shift: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
+    layer_scale: Tensor | None
+    router_weight: Tensor
+    router_bias: Tensor | None
+    score_bias: Tensor | None
+    gate_up_weight: Tensor
+    gate_up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+    shared_gate_weight: Tensor | None
+    shared_gate_bias: Tensor | None
+    shared_up_weight: Tensor | None
+    shared_up_bias: Tensor | None
+    shared_down_weight: Tensor | None
+    shared_down_bias: Tensor | None
+    shared_expert_gate: Tensor | None
+    resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
+
+
+CONSTANT = 1 + MoETensors._fields.index("score_bias")  # its place among an op's tensors, x first
+
+
+class SharedTensors(NamedTuple):
+    """The shared expert's, as MLPBranch reads them."""
+
+    gate_weight: Tensor | None
+    gate_bias: Tensor | None
+    up_weight: Tensor
+    up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+    rng = None
+
+
+SHARED = SharedTensors._fields
+
+
+class MoEOptions(NamedTuple):
+    """The sublayer's other arguments. shared: "" without a shared expert, "plain" or "gated"; num_groups 1: all experts may be
+    chosen; norm, post_norm "" is none."""
+
+    top_k: int
+    scoring: str
+    normalize: bool
+    num_groups: int
+    top_groups: int
+    group_score: str
+    routed_scaling_factor: float
+    router_dtype: torch.dtype
+    shared: str
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    post_norm: str
+    post_norm_eps: float
+    branch_factor: float
+    activation: str
+    resid_p: float
+    path_p: float
+    residual: bool
+    recompute: str
+    backend: str
+    precision: str
+    workspace: int
+    dtype: torch.dtype
+
+    lora, dropout_p, first_column = (), 0.0, 0  # what the shared expert's MLPBranch reads, too
+
+
+def saves(o: MoEOptions) -> tuple[str, ...]:
+    """What forward saves besides its tensors: who goes where, and what moe_mlp and an MLP save."""
+    if o.recompute == "full":
+        return ROUTING
+    shared = mlp_saves(o.shared == "gated", o) if o.shared else ()
+    return (*ROUTING, "gu", *(f"shared_{name}" for name in shared))
+
+
+def index_of(saved: dict[str, Tensor], top_k: int) -> Tensor:
+    """index [tokens, k] of the routing, which has it: the expert in whose rows a pair's row is."""
+    experts = torch.searchsorted(saved["offs"][1:], saved["inv"], right=True)
+    return experts.view(-1, top_k)
+
+
+def shared_of(t: MoETensors) -> SharedTensors | None:
+    return None if t.shared_up_weight is None else SharedTensors(*(getattr(t, f"shared_{name}") for name in SHARED))
+
+
+class Gradients:
+    """The sublayer's gradients that are sums over chunks, of those that `need` names; inner: needs of what the branch reads."""
+
+    def __init__(self, sublayer: MoESublayer, need: Collection[str], chunks: int):
+        t, self.need_dh = sublayer.t, sublayer.needs_dh(need)
+        self.routes = self.need_dh or not need.isdisjoint(("router_weight", "router_bias"))
+        of_h = {"x"} if self.need_dh else set()
+        self.experts = ExpertsSums(
+            sublayer.experts, of_h | need & set(PARAMETERS) | ({"s"} if self.routes else set()), chunks
+        )
+        of_shared = of_h | {name for name in SHARED if f"shared_{name}" in need}
+        self.shared = Sums(sublayer.shared, of_shared, chunks) if sublayer.shared and of_shared else None
+        self.gates = t.shared_expert_gate is not None and (self.need_dh or "shared_expert_gate" in need)
+        self.linear = {
+            name: WeightGrad(getattr(t, name), chunks)
+            for name in ("router_weight", "shared_expert_gate") if name in need
+        }  # fmt: skip
+        self.bias = BiasGrad(t.router_bias, chunks) if "router_bias" in need else None
+
+    def add_linear(self, name: str, dz: Tensor, h: Tensor) -> None:
+        if name in self.linear:
+            self.linear[name].add(dz, h)
+        if name == "router_weight" and self.bias is not None:
+            self.bias.add(eager.column_sum(dz, self.bias.part))
+
+    def results(self) -> dict[str, Tensor | None]:
+        made = self.experts.results() | {name: one.result() for name, one in self.linear.items()}
+        if self.shared is not None:
+            made |= {f"shared_{name}": one for name, one in self.shared.results().items()}
+        return made if self.bias is None else made | {"router_bias": self.bias.result()}
+
+
+class MoESublayer(Sublayer):
+    """What an MoE sublayer computes, for one input, in chunks of tokens."""
+
+    def __init__(self, x: Tensor, t: MoETensors, o: MoEOptions):
+        super().__init__(x, t, o)
+        self.experts = ExpertsBranch([getattr(t, name) for name in PARAMETERS], o, o.dtype)
+        own = shared_of(t)
+        self.shared = None if own is None else MLPBranch(own, o, self.x.shape[0], o.dtype)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that forward and backward take at once."""
+        rows, o, t, d = self.x.shape[0], self.o, self.t, self.x.shape[1]
+        if o.workspace is None:  # before sizes that may be symbols are compared
+            return [(0, rows)]
+        wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
+        branch = row_bytes(o, o.top_k, t.down_weight, o.dtype)
+        if self.shared is not None:
+            branch = max(branch, self.shared.row_bytes() + wide * d)
+        router = wide * (ROUTER_ROWS * t.router_weight.shape[0] + 2 * d * (o.router_dtype != o.dtype))
+        around = (AROUND_NORM if o.backend == "eager" else AROUND_BRANCH) * wide * d
+        return token_chunks(rows, max(branch + router + AROUND_BRANCH * wide * d, around), o.workspace)
+
+    # -- the router
+
+    def logits(self, h: Tensor) -> Tensor:
+        dtype = self.o.router_dtype
+        w, b = self.cast(self.t.router_weight, dtype), self.cast(self.t.router_bias, dtype)
+        return eager.linear(h.to(dtype), w, b)
+
+    # -- the branch
+
+    def shared_gate(self, h: Tensor) -> Tensor | None:
+        """sigmoid(h g^T) [rows, 1]."""
+        gate = self.cast(self.t.shared_expert_gate)
+        return None if gate is None else torch.sigmoid(eager.linear(h, gate, None))
+
+    def of_shared(self, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("shared_"): one for name, one in saved.items() if name.startswith("shared_")}
+
+    def branch(
+        self, h: Tensor, s: Tensor, groups: eager.Groups, saved: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """(what the branch gives, what it saves); saved: of forward, in backward."""
+        made = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
+        f = made.pop("y")
+        if self.shared is None:
+            return f, made
+        y, own = self.shared_rows(h, self.of_shared(saved or {}))
+        gate = self.shared_gate(h)
+        f = f.add_(y) if gate is None else f.addcmul_(y, gate)
+        return f, made | {f"shared_{name}": one for name, one in own.items()}
+
+    def shared_rows(self, h: Tensor, saved: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """(the shared expert's result, what it saves), from what forward saved of it, if it did."""
+        if not saved:
+            return self.shared.forward_rows(h, self.first_row)
+        hidden = saved["h"] if "h" in saved else self.shared.activated(list(saved.values()), self.first_row)
+        return self.shared.linear("down", hidden, self.first_row), saved
+
+    def forward(self) -> dict[str, Tensor]:
+        """The sublayer's output, "y", its logits, who goes where, and what its branch saves."""
+        h = self.inputs()
+        logits = self.logits(h)
+        scores = scores_of(logits, self.o)
+        index = chosen(scores, self.t.score_bias, self.o)
+        s, scores, groups = weights_of(scores, index, self.o), None, eager.route(index, self.t.router_weight.shape[0])
+        f, saved = self.branch(h, s, groups)
+        h, routing = None, {"index": index.to(torch.int32)} if self.is_part else groups._asdict()
+        return saved | routing | {"y": self.output(self.drop(f)), LOGITS: logits}
+
+    def backward(
+        self, dy: Tensor, dlogits: Tensor, saved: dict[str, Tensor], index: Tensor, groups: eager.Groups,
+        need: Collection[str], sums: Gradients,
+    ) -> dict[str, Tensor | None]:  # fmt: skip
+        """The gradients that are not in `sums`."""
+        h = self.inputs()
+        scores = scores_of(self.logits(h), self.o)
+        s = weights_of(scores, index, self.o)
+        f = self.drop(self.branch(h, s, groups, saved)[0]) if reads_branch(self.o, need) else None
+        dy, df, grads = self.branch_gradients(dy, f, need)
+        f = None
+        made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.experts)
+        dh, ds = made.get("dx"), made.pop("ds", None)
+        made = None
+        if sums.routes:
+            dz = logits_gradient(ds, scores, index, self.o).add_(dlogits).to(self.o.router_dtype)
+            self.add_linear_gradients("router_weight", dz, h, dh, sums)
+            dz = ds = scores = None
+        if self.shared is not None:
+            self.add_shared_gradients(df, h, dh, self.of_shared(saved), sums)
+        h = df = None
+        return grads | self.input_gradients(dh, dy, need) if sums.need_dh else grads
+
+    def add_linear_gradients(self, name: str, dz: Tensor, h: Tensor, dh: Tensor | None, sums: Gradients) -> None:
+        """Of z = h w^T: w's to the sums, and h's to dh."""
+        sums.add_linear(name, dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
+        if sums.need_dh:
+            dh += eager.mm(dz, self.cast(getattr(self.t, name), dz.dtype))
+
+    def add_shared_gradients(
+        self, df: Tensor, h: Tensor, dh: Tensor | None, saved: dict[str, Tensor], sums: Gradients
+    ) -> None:
+        """Of the shared expert, whose gate's gradient takes what it gave: by one matmul more."""
+        gate = self.shared_gate(h)
+        if sums.gates:
+            if not saved:
+                hidden, before = self.shared.hidden(h, self.first_row, save=True)
+                saved = dict(zip(("g", "u") if self.shared.gated else ("z",), before, strict=True)) | {"h": hidden}
+            y = self.shared_rows(h, saved)[0]
+            wide = eager.wide_of(df.dtype)
+            dgate = (df.to(wide) * y.to(wide)).sum(1, keepdim=True) * gate * (1 - gate)
+            y = None
+            self.add_linear_gradients("shared_expert_gate", dgate.to(df.dtype), h, dh, sums)
+        if sums.shared is None:
+            return
+        df = df if gate is None else df * gate
+        dx = self.shared.backward_rows(df, h, saved, self.first_row, sums.shared)
+        if sums.need_dh:
+            dh += dx
+
+
+def moe_sublayer(x: Tensor, t: MoETensors, o: MoEOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """(y [tokens, d], the logits and what is saved)."""
+    sublayer = MoESublayer(x, t, o)
+    made = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
+    if "index" in made:
+        made |= eager.route(made.pop("index"), t.router_weight.shape[0])._asdict()
+    if "gu" in made:
+        made["gu"] = made["gu"].view(-1, t.gate_up_weight.shape[1])
+    return made.pop("y"), made
+
+
+def moe_sublayer_backward(
+    dy: Tensor, x: Tensor, t: MoETensors, o: MoEOptions, saved: dict[str, Tensor], needs: int
+) -> dict:
+    """Gradients by name ("x" and MoETensors' fields) from dy [tokens, d] and those of the logits."""
+    sublayer, need = MoESublayer(x, t, o), needed_names(MoETensors, needs)
+    chunks, index = sublayer.chunks(), index_of(saved, o.top_k)
+    sums, totals, dlogits = Gradients(sublayer, need, len(chunks)), {}, saved[f"d{LOGITS}"]
+    whole = eager.Groups(*map(saved.get, ROUTING), o.top_k)
+    rows = {name: one for name, one in saved.items() if name == "gu" or name.startswith("shared_")}
+    if "gu" in rows:
+        rows["gu"] = rows["gu"].view(index.shape[0], -1)
+
+    def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+        part, of = sublayer.rows(start, stop), slice(start, stop)
+        groups = eager.route(index[of], t.router_weight.shape[0]) if part.is_part else whole
+        own = {name: one[of] for name, one in rows.items()}
+        grads = part.backward(dy[of], dlogits[of], own, index[of], groups, need, sums)
+        dx = grads.pop("x", None)
+        for name, grad in grads.items():
+            if grad is not None:
+                totals[name] = grad if name not in totals else totals[name].add_(grad)
+        return {} if "x" not in need else {"x": dx}
+
+    grads = by_chunks(chunks, of_rows) | totals | sums.results()
+    return sublayer.finished(grads, need)
+
+
+def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(y, logits) in differentiable PyTorch ops. index [tokens, k]: forward's choice, if it is known."""
+    h = reference_inputs(x, t, o)
+    w, b = (cast_parameter(one, o.router_dtype) for one in (t.router_weight, t.router_bias))
+    logits = F.linear(h.to(o.router_dtype), w, b)
+    scores = scores_of(logits, o)
+    index = chosen(scores, t.score_bias, o) if index is None else index.view(*h.shape[:-1], o.top_k)
+    f = Experts.reference((h, index, weights_of(scores, index, o), *(getattr(t, name) for name in PARAMETERS)), o)
+    if (own := shared_of(t)) is not None:
+        y, gate = mlp_reference(h, own, o), cast_parameter(t.shared_expert_gate, h.dtype)
+        f = f + (y if gate is None else y * torch.sigmoid(F.linear(h, gate)))
+    return reference_output(x, f, t, o), logits.reshape(-1, logits.shape[-1])
