@@ -369,8 +369,8 @@ def convert(
     in training. The model's random state, buffers and modes are afterwards as before.
     recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
     attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
-    checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each pass, the head and its
-    loss too: an int or a string such as "64MiB". None: that of ckptkern.workspace when the model is called, or its device's.
+    checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each
+    pass, the head's too: an int or a string such as "64MiB". None: that of ckptkern.workspace in the call, or the device's.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
     otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op: "checkpoint" runs it as an

@@ -81,28 +81,29 @@ def attention_block(
     norm: None, "layer" or "rms", with norm_weight [d] and norm_bias [d] or None. norm_scale, norm_shift [B, d] or [B, 1, d]: a
     vector for each sample (adaLN: DiT, SD3, Flux) of a norm before the branch, saved for backward as it is, its gradient
     summed over the sample's tokens in float32. post_norm as norm, of what the branch gives (Gemma 2, OLMo 2, Swin v2).
-    layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2), or one for each sample, [B, e] or [B, 1, e] (the
-    gate of adaLN). Backward recomputes what the branch gives for a norm behind it and for trained vectors: by one matmul from
-    o. qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row for each head
-    (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or "layer". rotary: a pair
-    (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number, theta. The first R <= D
-    dimensions of every q and k are rotated in pairs, for i < R/2; the others stay: elements i and i + R/2, or with
-    rotary_interleaved (GPT-J) 2i and 2i + 1. A pair's angle stands in both of its columns of the tables. ckptkern.nn.rotary_tables makes tables of either kind. Tables
-    that are given are saved for backward, so layers should share one pair. A theta stands for rotary_tables(positions, D,
-    theta), with positions 0, 1, ... that start again in each packed sequence; these tables are not saved but recomputed in
-    backward. attn_mask: bool (True = keep; with mask_is_exclusion True = masked out, as in nn.MultiheadAttention) or additive,
-    broadcastable to [B, H, S, S], or torch's CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked
-    out, or additive. An additive attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may
-    not. A pair of attn_masks both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be
-    trained. The masks are saved for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes,
-    softcap, sinks [H]: as in scaled_dot_product_attention. g, the output gate (arXiv 2505.06708): h Wg^T + bg of gate_weight
-    [H D, d], or [H, d] for one value a head, and gate_bias; or with gate_in_query a part of q's projection, whose weight, the
-    first of three, has rows [H, 2, D], q's and the gate's of each head (Qwen3-Next). What the branch gives is recomputed of g,
-    too. cu_seqlens: int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for
-    tokens in no sequence and for those beyond max_seqlen, and does not see them. dropout_p of the attention weights,
-    resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [S, d] and [tokens, d] is
-    one sample): replayed from 16 bytes each. lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or
-    "qkv", and "out". What passes through them is recomputed in backward, and a frozen weight gets no gradient.
+    layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2), or one for each sample, [B, e] or [B, 1, e]
+    (the gate of adaLN). Backward recomputes what the branch gives for a norm behind it and for trained vectors: by one
+    matmul from o. qk_norm: q's and k's weights, or pairs (weight, bias): [D], of one head; [H, D] and [H_kv, D], with a row
+    for each head (Cohere); or [H D] and [H_kv D], of a norm over all heads at once (OLMo 2). qk_norm_kind: "rms" or
+    "layer". rotary: a pair (cos, sin), each [S, R], [1, S, R] or [B, S, R], R even, of any floating dtype; or a number,
+    theta. The first R <= D dimensions of every q and k are rotated in pairs, for i < R/2; the others stay: elements i and i
+    + R/2, or with rotary_interleaved (GPT-J) 2i and 2i + 1. A pair's angle stands in both of its columns of the tables.
+    ckptkern.nn.rotary_tables makes tables of either kind. Tables that are given are saved for backward, so layers should
+    share one pair. A theta stands for rotary_tables(positions, D, theta), with positions 0, 1, ... that start again in each
+    packed sequence; these tables are not saved but recomputed in backward. attn_mask: bool (True = keep; with
+    mask_is_exclusion True = masked out, as in nn.MultiheadAttention) or additive, broadcastable to [B, H, S, S], or torch's
+    CausalBias, which acts as is_causal; key_padding_mask: bool [B, S], True = masked out, or additive. An additive
+    attn_mask may be trained (T5's and Swin's biases), a key_padding_mask and alibi_slopes may not. A pair of attn_masks
+    both apply, such as a trained bias [1, H, S, S] and a mask [B, 1, S, S]; the first may be trained. The masks are saved
+    for backward as they are, so that layers share them. is_causal, window_size, alibi_slopes, softcap, sinks [H]: as in
+    scaled_dot_product_attention. g, the output gate (arXiv 2505.06708): h Wg^T + bg of gate_weight [H D, d], or [H, d] for
+    one value a head, and gate_bias; or with gate_in_query a part of q's projection, whose weight, the first of three, has
+    rows [H, 2, D], q's and the gate's of each head (Qwen3-Next). What the branch gives is recomputed of g, too. cu_seqlens:
+    int32 [N + 1]; max_seqlen: the longest of these sequences (default: all tokens). Attention gives zeros for tokens in no
+    sequence and for those beyond max_seqlen, and does not see them. dropout_p of the attention weights, resid_dropout_p of
+    the branch, drop_path_p of whole samples of the branch (stochastic depth; x [S, d] and [tokens, d] is one sample):
+    replayed from 16 bytes each. lora: low-rank updates, a ckptkern.LoRA each, of the layers "q", "k", "v" or "qkv", and
+    "out". What passes through them is recomputed in backward, and a frozen weight gets no gradient.
     recompute: what is saved for backward besides parameters (x itself, not a copy):
 
         "none"       x, q, k, v, g, o, lse
