@@ -91,8 +91,30 @@ def padded() -> dict[str, Any]:
     return {"attention_mask": mask}
 
 
+def diffusion(name: str, settings: dict[str, Any], **inputs: Any) -> Build:
+    """A class of diffusers."""
+
+    def build() -> tuple[nn.Module, dict[str, Any]]:
+        import diffusers
+
+        return getattr(diffusers, name)(**settings), inputs
+
+    return build
+
+
 MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 HEADS_OF_16 = GROUPED | {"head_dim": 16}
+WINDOWED = HEADS_OF_16 | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+LATENT = DECODER | dict(
+    num_key_value_heads=4, pad_token_id=0, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+    v_head_dim=16,
+)  # fmt: skip
+GROUPS = MOE | dict(n_routed_experts=4, n_group=2, topk_group=1)
+NOISE, STEPS_OF_NOISE = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([3, 70])
+CONTEXT = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1))
+TRANSFORMER_2D = dict(
+    num_attention_heads=4, attention_head_dim=16, in_channels=4, num_layers=2, sample_size=8, patch_size=2
+)
 FAMILIES: dict[str, Build] = {
     "Llama": causal("Llama"),
     "Llama, llama3 rotary": causal("Llama", GROUPED | {"rope_parameters": LLAMA3}),
@@ -158,12 +180,42 @@ FAMILIES: dict[str, Build] = {
     "Mixtral": causal("Mixtral", GROUPED | {"num_local_experts": 4}),
     "Qwen 2 MoE": causal("Qwen2Moe", GROUPED | MOE | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
     "Qwen 3 MoE": causal("Qwen3Moe", HEADS_OF_16 | MOE | {"num_experts": 4}),
-    "DeepSeek V3": causal(
-        "DeepseekV3",
-        DECODER | MOE | dict(
-            num_key_value_heads=4, pad_token_id=0, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1,
-            kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+    "DeepSeek V2": causal("DeepseekV2", LATENT | GROUPS | {"topk_method": "group_limited_greedy"}),
+    "DeepSeek V3": causal("DeepseekV3", LATENT | GROUPS | {"first_k_dense_replace": 1}),
+    "GLM 4 MoE": causal("Glm4Moe", HEADS_OF_16 | GROUPS | {"first_k_dense_replace": 1}),
+    "GLM 4 MoE Lite": causal("Glm4MoeLite", LATENT | GROUPS | {"first_k_dense_replace": 1}),
+    "MiniCPM 3": causal("MiniCPM3", LATENT),
+    "Kimi Linear": causal(
+        "KimiLinear",
+        LATENT | MOE | dict(
+            num_local_experts=4, layer_types=["full_attention"] * 2, mlp_layer_types=["dense", "sparse"], n_group=2,
+            topk_group=1,
         ),
+    ),
+    "GPT-OSS": causal("GptOss", WINDOWED | dict(num_local_experts=4, num_experts_per_tok=2)),
+    "Qwen 3 Next": causal(
+        "Qwen3Next",
+        HEADS_OF_16 | MOE | dict(
+            num_experts=4, shared_expert_intermediate_size=32, linear_num_value_heads=4, linear_num_key_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
+    "Qwen 3.5": causal("Qwen3_5", HEADS_OF_16 | {"layer_types": ["full_attention"] * 2}, "Qwen3_5TextConfig"),
+    "AFMoE": causal("Afmoe", WINDOWED | MOE | dict(num_experts=4, num_dense_layers=1)),
+    "Swin v2": vision(
+        "Swinv2", dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+    ),
+    "DiT": diffusion(
+        "DiTTransformer2DModel", TRANSFORMER_2D | dict(out_channels=8, num_embeds_ada_norm=10),
+        hidden_states=NOISE, timestep=STEPS_OF_NOISE, class_labels=torch.tensor([1, 7]), return_dict=False,
+    ),
+    "SD 3": diffusion(
+        "SD3Transformer2DModel",
+        TRANSFORMER_2D | dict(
+            joint_attention_dim=32, caption_projection_dim=64, pooled_projection_dim=32, out_channels=4, pos_embed_max_size=8,
+        ),
+        hidden_states=NOISE, encoder_hidden_states=CONTEXT, pooled_projections=CONTEXT[:, 0], timestep=STEPS_OF_NOISE,
+        return_dict=False,
     ),
 }  # fmt: skip
 

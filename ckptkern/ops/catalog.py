@@ -32,7 +32,7 @@ from .moe.block import MoEBlock, moe_block
 from .registration.op import Op
 from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
-from .transformer_layer import LatentTransformerLayer, TransformerLayer, TransformerMoELayer, transformer_layer
+from .transformer_layer import LAYER_OPS, transformer_layer
 
 Arguments = dict[str, Any]
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
@@ -170,12 +170,11 @@ def _seen(rows: int, columns: int) -> Tensor:
 
 
 def _attention_options(s: Sizes) -> dict[str, Arguments]:
-    B, S, d, D = *s.lead, s.features, HEAD_DIM
+    B, S, d, D, own = *s.lead, s.features, HEAD_DIM, s.heads * HEAD_DIM
     q_norm = {"qk_norm": (_gain(D), _gain(D))}
     packed = dict(x=_normal(s.tokens, d), cu_seqlens=_ends(0, 2, s.tokens))
     padding = torch.ones(B, S, dtype=torch.bool).triu(2)  # one token of the first sequence
     lora = {"qkv": _lora(3 * s.heads * D, d), "out": _lora(d, s.heads * D)}
-    own = s.heads * D
     gate = dict(gate_weight=_normal(s.heads, d), gate_bias=_normal(s.heads))
     gated = dict(qkv_weight=[_normal(rows, d) for rows in (2 * own, own, own)], qkv_bias=None)
     return {
@@ -232,14 +231,11 @@ def _layer_options(s: Sizes) -> dict[str, Arguments]:
 
 
 def _latent_layer_inputs(s: Sizes) -> Arguments:
-    latent = _latent(s)
-    return dict(x=latent.pop("x"), attention_arguments=latent, mlp_arguments=_mlp_branch(s))
+    return _layer_inputs(s) | {"attention_arguments": {name: one for name, one in _latent(s).items() if name != "x"}}
 
 
 def _latent_layer_options(s: Sizes) -> dict[str, Arguments]:
-    found = _layer_options(s)
-    del found["cross_attention_arguments"]  # which do not go with it
-    return found
+    return {name: one for name, one in _layer_options(s).items() if name != "cross_attention_arguments"}
 
 
 def _sdpa_inputs(s: Sizes) -> Arguments:
@@ -297,7 +293,7 @@ def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
     four = {"router_weight": _normal(4, d)} | _experts(s._replace(experts=4))
     groups = four | dict(num_groups=2, top_groups=1)
     return (
-        {name: one for name, one in _around(s).items() if name != "lora"}
+        _around(s)
         | dict.fromkeys(shared, shared)
         | _with(groups, num_groups=2, top_groups=1, group_score="max")
         | _with({"router_dtype": torch.float32}, router_bias=_normal(s.experts))
@@ -310,13 +306,15 @@ def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
 
 
 def _moe_layer_inputs(s: Sizes) -> Arguments:
-    of_mlp = {name: one for name, one in _moe_block(s).items() if name != "x"}
-    return dict(x=_normal(*s.lead, s.features), attention_arguments=_attention(s), mlp_arguments=of_mlp)
+    return _layer_inputs(s) | {"mlp_arguments": {name: one for name, one in _moe_block(s).items() if name != "x"}}
+
+
+def _latent_moe_layer_inputs(s: Sizes) -> Arguments:
+    return _moe_layer_inputs(s) | {"attention_arguments": _latent_layer_inputs(s)["attention_arguments"]}
 
 
 def _moe_layer_options(s: Sizes) -> dict[str, Arguments]:
-    given = {name: one for name, one in _moe_layer_inputs(s).items() if name == "mlp_arguments"}
-    dropped = {"mlp_arguments": given["mlp_arguments"] | {"resid_dropout_p": P}}
+    dropped = {"mlp_arguments": _moe_layer_inputs(s)["mlp_arguments"] | {"resid_dropout_p": P}}
     return _alone(parallel=True) | _with(dropped, training=False)
 
 
@@ -399,7 +397,7 @@ OPS = {
             lambda s: {"x": _normal(*s.lead, s.features)} | _attention(s), _attention_options,
         ),
         Entry(latent_attention_block, LatentAttentionBlock, _latent, _latent_options),
-        Entry(transformer_layer, TransformerLayer, _layer_inputs, _layer_options),
+        Entry(transformer_layer, LAYER_OPS[0], _layer_inputs, _layer_options),
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
         Entry(varlen_attn, Attention, _varlen_inputs, _varlen_options),
         Entry(moe_mlp, Experts, _moe_mlp, lambda s: _alone(activation="gelu")),
@@ -415,8 +413,9 @@ OPS = {
 
 # A function's other ops, which other arguments choose.
 OTHER_OPS = (
-    Entry(transformer_layer, LatentTransformerLayer, _latent_layer_inputs, _latent_layer_options, of="latents"),
-    Entry(transformer_layer, TransformerMoELayer, _moe_layer_inputs, _moe_layer_options, of="experts"),
+    Entry(transformer_layer, LAYER_OPS[2], _latent_layer_inputs, _latent_layer_options, of="latents"),
+    Entry(transformer_layer, LAYER_OPS[1], _moe_layer_inputs, _moe_layer_options, of="experts"),
+    Entry(transformer_layer, LAYER_OPS[3], _latent_moe_layer_inputs, _moe_layer_options, of="latents and experts"),
 )
 
 # Arguments of which a function gives in PyTorch ops what its op gives of the arguments above.

@@ -260,10 +260,8 @@ def _recomputed(
     return mid, cores
 
 
-_APPLY = {
-    one.Options: build(one)
-    for one in (TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer)
-}
+LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
+_APPLY = {one.Options: build(one) for one in LAYER_OPS}
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 

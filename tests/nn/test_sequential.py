@@ -116,8 +116,8 @@ def test_a_stack_saves_the_inputs_of_groups(mode, every):
 def test_in_a_stack_layers_keep_to_their_modes(mode, monkeypatch):
     """In a segment of one's own they do not: there they run at "none"."""
     module = importlib.import_module("ckptkern.ops.transformer_layer")
-    sublayer, seen = module.attention_sublayer, []
-    monkeypatch.setattr(module, "attention_sublayer", lambda x, t, o: seen.append(o.recompute) or sublayer(x, t, o))
+    sublayer, seen = module.any_sublayer, []
+    monkeypatch.setattr(module, "any_sublayer", lambda x, t, o: seen.append(o.recompute) or sublayer(x, t, o))
     stack, x = LayerStack(llama(mode, 4)), torch.randn(B, S, D, requires_grad=True)
     stack(x).sum().backward()
     assert seen == [mode] * (4 + 2), "forward, and the first group again"

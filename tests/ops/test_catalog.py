@@ -260,7 +260,14 @@ def test_kernels_compute_what_eager_does(case):
 
 BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
 BOUNDED |= dict.fromkeys(
-    ("attention_block", "latent_attention_block", "transformer_layer", "transformer_layer-experts"),
+    (
+        "attention_block",
+        "latent_attention_block",
+        "transformer_layer",
+        "transformer_layer-experts",
+        "transformer_layer-latents",
+        "transformer_layer-latents and experts",
+    ),
     Sizes((2, 256), 8, 64, 8, 4),
 )
 LAYERS = ("linear_stack", "mlp", "gated_mlp", "mlp_block", "moe_block", "moe_mlp", "grouped_gated_mlp")

@@ -216,7 +216,8 @@ class LatentSublayer(Sublayer):
         recomputed = out is None and (bool(inner) or reads_core(need))
         do = delta = heads = None
         if inner or recomputed:
-            q, kv = self.projected(latents, group, (saved.get("q"), saved.get("kv")))
+            take = saved.pop if group.count == 1 else saved.get  # of all heads, they go when they are joined
+            q, kv = self.projected(latents, group, (take("q", None), take("kv", None)))
             heads = self.heads(latents, group, q, kv)
             q = kv = None
         if inner:

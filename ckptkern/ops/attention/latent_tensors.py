@@ -202,7 +202,9 @@ def _bytes_beside(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOpti
         cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None
     )
     df = e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
+    # sums over groups in float32, of which the largest is copied when it is rounded
     of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
+    of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
     return rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
 
 
