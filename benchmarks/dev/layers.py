@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from ckptkern.memory import saved_tensors
 from ckptkern.planning.live import step_of
 from ckptkern.planning.timing import RATES, estimated
 
-from .families import FAMILIES, Build
+from .shapes import FAMILIES, Build
 
 MIB = 2**20
 GPU = RATES["h200"]
@@ -247,7 +247,9 @@ def written(rows: list[dict[str, Any]], path: Path | None) -> None:
 
 def main(argv: list[str] | None = None, families: dict[str, Build] = FAMILIES) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.layers", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="layers whose names have this in them; the others' rows stay in --out")
+    parser.add_argument(
+        "--only", default="", help="layers whose names have this in them; the others' rows stay in --out"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="of a call (default: 8192)")
     parser.add_argument("--out", type=Path, help="the CSV to write, after each layer")
     parser.add_argument("--page", type=Path, help=f"the page that has {BEGIN}, to write the table into")

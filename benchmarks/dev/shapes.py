@@ -1,7 +1,7 @@
 """The layers that `layers` counts: published configurations, one layer of each, with fewer experts.
 
-The number of experts changes neither the rows that experts get, tokens times top_k, nor any shape but the router's; there are as
-many as a token goes to, or a few more.
+The number of experts changes neither the rows that experts get, tokens times top_k, nor any shape but that of the router and of
+the weights, as if a GPU held no more of them; a token goes to most of those that are there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 
 class Layer(NamedTuple):
-    """A model on the CPU, the name of its layer, a small call of the model, for convert, and one of all tokens, of which only what is before
-    the layer runs."""
+    """few: a call of the model, which is on the CPU, for convert. many: one of all tokens; only what is before the layer runs.
+    name: the layer's."""
 
     model: nn.Module
     name: str
