@@ -303,6 +303,8 @@ def test_grouped_matmuls_count() -> None:
     assert estimated(lambda: nn.functional.grouped_mm(x, weight, offs=offs), rates) == pytest.approx(forward)
     step = estimated(lambda: nn.functional.grouped_mm(x, weight, offs=offs).backward(dy), rates)
     assert step == pytest.approx(3 * forward)
+    transposed = estimated(lambda: nn.functional.grouped_mm(weight.mT, x.mT, offs=offs), rates)
+    assert transposed == pytest.approx(forward), "each column of x has one weight"
 
 
 def test_what_stands_at_the_peak() -> None:
