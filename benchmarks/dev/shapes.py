@@ -39,7 +39,11 @@ def text(
         import transformers
 
         columns = min(length or tokens, tokens)
-        given = {"vocab_size": 96, "num_hidden_layers": 1, "pad_token_id": 0} | settings
+        given = (
+            {"vocab_size": 96, "pad_token_id": 0}
+            | ({} if "num_layers" in settings else {"num_hidden_layers": 1})
+            | settings
+        )
         config = getattr(transformers, f"{kind}Config")(**given)
         config._attn_implementation = attention
         if kind == "T5":
@@ -142,7 +146,7 @@ FAMILIES: dict[str, Build] = {
         "Bert", "encoder.layer.0", 512, hidden_size=1024, intermediate_size=4096, num_attention_heads=16,
     ),
     "ViT-L/16": vision(
-        "ViT", "encoder.layer.0", 197, 224, patch_size=16, hidden_size=1024, intermediate_size=4096, num_attention_heads=16,
+        "ViT", "layers.0", 197, 224, patch_size=16, hidden_size=1024, intermediate_size=4096, num_attention_heads=16,
         num_hidden_layers=1,
     ),
     "T5 v1.1 XL": text(  # the second block of the encoder: the first makes the bias that all share

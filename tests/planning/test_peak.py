@@ -281,16 +281,28 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ckptkern.plan(layers(), sequence(), budget="1024GiB", device="h100")
 
 
-@pytest.mark.parametrize("window", [None, (16, 0), (16, 16)])
-def test_attention_on_the_meta_device_has_no_scores(window: tuple[int, int] | None) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_size": (16, 0)},
+        {"window_size": (16, 16)},
+        {"dropout_p": 0.5},
+        {"softcap": 2.0},
+        {"attn_mask": torch.bool},
+    ],
+)
+def test_attention_on_the_meta_device_has_no_scores(options: dict[str, Any]) -> None:
     to = {"device": "meta", "dtype": torch.bfloat16}
 
     class Attention(nn.Module):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return ckptkern.scaled_dot_product_attention(q, k, v, window_size=window, workspace="1GiB")
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            given = options | ({"attn_mask": mask} if mask is not None else {})
+            return ckptkern.scaled_dot_product_attention(q, k, v, workspace="1GiB", **given)
 
+    mask = torch.empty(1024, 1024, device="meta", dtype=options["attn_mask"]) if "attn_mask" in options else None
     q, k, v = (torch.empty(1, 2, 1024, 8, requires_grad=True, **to) for _ in range(3))
-    step = step_of(Attention(), (q, k, v), {}, [], torch.device("meta"), all_there=True)
+    step = step_of(Attention(), (q, k, v, mask), {}, [], torch.device("meta"), all_there=True)
     assert step.peak < 1024 * 1024
 
 

@@ -118,8 +118,12 @@ def fused_core(
       (pytorch#196678).
     Both save o and lse, so saved sets do not depend on the choice.
     """
-    if x.is_meta and bodies_are_seen() and all(other is None for other in others):
-        return "cpu"  # what is allocated is counted: no kernel that trains writes the scores out
+    if (
+        x.is_meta
+        and bodies_are_seen()
+        and not any(isinstance(other, Tensor) and other.requires_grad for other in others)
+    ):
+        return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
