@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ..ops.registration.library import FLOPS
+
 Step = Callable[[], Any]
 SLEEP, LONGEST_SLEEP = 2**21, 2**26  # cycles: about 1 and 34 ms at 2 GHz
 MOST_COPIES = 256  # of operands: of smaller ones a graph would take longer to capture than to run
@@ -128,7 +130,7 @@ class Roofline(TorchDispatchMode):
         read, written = ([t for t in tree_leaves(of) if isinstance(t, Tensor)] for of in ((args, kwargs), result))
         if func.is_view or not written or "empty" in func.name():
             return result
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func._overloadpacket) or FLOPS.get(func._overloadpacket)
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
         rate = self.rates.float32 if any(t.dtype == torch.float32 for t in read[:1]) else self.rates.matmuls
         nbytes = sum(t.nbytes for t in (*read, *written))

@@ -18,7 +18,7 @@ from ckptkern.planning import measure
 from ckptkern.planning.live import Live, step_of
 from ckptkern.planning.measure import stepped
 from ckptkern.planning.table import Measured, Table
-from ckptkern.planning.timing import RATES
+from ckptkern.planning.timing import RATES, estimated
 
 pytest.importorskip("scipy")
 
@@ -279,6 +279,44 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         ckptkern.plan(model, x, budget="1024GiB", device="tpu")
     with pytest.raises(ValueError, match="device is of a model on the meta device"):
         ckptkern.plan(layers(), sequence(), budget="1024GiB", device="h100")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window_size": (16, 0)},
+        {"window_size": (16, 16)},
+        {"dropout_p": 0.5},
+        {"softcap": 2.0},
+        {"attn_mask": torch.bool},
+    ],
+)
+def test_attention_on_the_meta_device_has_no_scores(options: dict[str, Any]) -> None:
+    to = {"device": "meta", "dtype": torch.bfloat16}
+
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            given = options | ({"attn_mask": mask} if mask is not None else {})
+            return ckptkern.scaled_dot_product_attention(q, k, v, workspace="1GiB", **given)
+
+    mask = torch.empty(1024, 1024, device="meta", dtype=options["attn_mask"]) if "attn_mask" in options else None
+    q, k, v = (torch.empty(1, 2, 1024, 8, requires_grad=True, **to) for _ in range(3))
+    step = step_of(Attention(), (q, k, v, mask), {}, [], torch.device("meta"), all_there=True)
+    assert step.peak < 1024 * 1024
+
+
+def test_grouped_matmuls_count() -> None:
+    R, k, n, rates = 4096, 512, 256, RATES["h200"]._replace(bandwidth=1e30)
+    x = torch.empty(R, k, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(4, k, n, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    offs, dy = torch.empty(4, device="meta", dtype=torch.int32), torch.empty(R, n, device="meta", dtype=torch.bfloat16)
+    forward = 2 * R * k * n / rates.matmuls
+    assert estimated(lambda: nn.functional.grouped_mm(x, weight, offs=offs), rates) == pytest.approx(forward)
+    step = estimated(lambda: nn.functional.grouped_mm(x, weight, offs=offs).backward(dy), rates)
+    assert step == pytest.approx(3 * forward)
+    transposed = estimated(lambda: nn.functional.grouped_mm(weight.mT, x.mT, offs=offs), rates)
+    assert transposed == pytest.approx(forward), "each column of x has one weight"
 
 
 def test_what_stands_at_the_peak() -> None:

@@ -122,6 +122,11 @@ def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
 _addmm_flops._get_raw = True  # tensors, not their shapes
 
 
+def _grouped_mm_flops(a, b, *args, out_val=None, **kwargs) -> int:
+    """Each row of a [R, k] meets one of b [E, k, n], and each column of a [k, R] one row of b [R, n]."""
+    return 2 * b.numel() * a.shape[-2] if a.dim() > b.dim() else 2 * a.numel() * b.shape[-1]
+
+
 def _of_all_heads(formula: Callable, query: int) -> Callable:
     """The formula of an attention whose arguments from place `query` are q, k and v, of fewer heads of k and v, too: in torch
     2.11 it refuses them."""
@@ -137,6 +142,7 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
 
 FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch lacks these
     torch.ops.aten.addmm_: _addmm_flops,
+    torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
         flop_registry[torch.ops.aten._scaled_dot_product_flash_attention], query=0
     ),
