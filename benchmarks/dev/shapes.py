@@ -144,6 +144,7 @@ FAMILIES: dict[str, Build] = {
     ),
     "BERT large": text(
         "Bert", "encoder.layer.0", 512, hidden_size=1024, intermediate_size=4096, num_attention_heads=16,
+        num_hidden_layers=2,  # an encoder of one layer is replaced as a whole
     ),
     "ViT-L/16": vision(
         "ViT", "layers.0", 197, 224, patch_size=16, hidden_size=1024, intermediate_size=4096, num_attention_heads=16,
