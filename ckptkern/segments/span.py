@@ -53,6 +53,8 @@ class Span(Segment):
 
     def takes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """The places in such a call of what the last call returned; [] if there are none, or one was changed since."""
+        if self.changed() is not None:  # a parameter, since the last call: this region is to say so in backward
+            return []
         found = {}
         for i, one in enumerate(self.returned):
             if one is not None and (tensor := one[0]()) is not None and tensor.requires_grad:

@@ -177,6 +177,18 @@ def test_a_layer_that_is_called_again_begins_a_region() -> None:
     assert len(inputs) == 4, "of three regions and of the last layer"
 
 
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_parameter_that_changes_between_layers_is_an_error(every: int) -> None:
+    model = model_of()
+    ckptkern.convert(model, ids(), recompute="full", every=every)
+    x = torch.randn(B, S, WIDTH, requires_grad=True)
+    y = model.layers[0](x, **with_tables(x))
+    with torch.no_grad():
+        model.layers[0].input_layernorm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
+        model.layers[1](y, **with_tables(x)).square().sum().backward()
+
+
 def test_frozen_layers_and_a_second_backward() -> None:
     model = model_of()
     model.embed.requires_grad_(False)
