@@ -79,6 +79,27 @@ def _is_decision(name: str, args: tuple, result: Any) -> bool:
     return floating and result.dim() > 0 and result.shape[-1] <= COLUMNS
 
 
+class _Gather(torch.autograd.Function):
+    """x.gather(dim, index) of different places in each row. It saves the index alone; torch's gather saves x, too: scores."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dim: int, index: Tensor) -> Tensor:
+        return x.gather(dim, index)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.dim, index = inputs
+        ctx.shape = x.shape
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        (index,) = ctx.saved_tensors
+        return dy.new_zeros(ctx.shape).scatter(ctx.dim, index, dy), None, None
+
+
 class _Decisions(TorchFunctionMode):
     """Calls `decided` with every decision; it returns what stands for it. Values are gathered in both passes, because autograd
     has to save the same tensors in both."""
@@ -102,8 +123,8 @@ class _Decisions(TorchFunctionMode):
         place, chosen = SELECTS[name], self.decided(name, shape, found.indices)
         dim = args[place] if len(args) > place else kwargs.get("dim", -1)
         if chosen.dim() == x.dim():
-            return type(found)((x.gather(dim, chosen), chosen))
-        return type(found)((x.gather(dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
+            return type(found)((_Gather.apply(x, dim, chosen), chosen))
+        return type(found)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
 
     def decided(self, name: str, shape: tuple, decision: Tensor) -> Tensor:
         raise NotImplementedError

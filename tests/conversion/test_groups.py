@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.architectures import GPT, WIDTH, B, Choosing, Llama, S, Scaled, Stack, ids, results, with_tables
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -187,6 +188,30 @@ def test_a_parameter_that_changes_between_layers_is_an_error(every: int) -> None
         model.layers[0].input_layernorm.weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
         model.layers[1](y, **with_tables(x)).square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mode_may_change_before_backward(kind: str) -> None:
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        model.train().zero_grad()
+        loss = model(ids()).square().mean()
+        model.eval()
+        loss.backward()
+        assert not any(m.training for m in model.modules())
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    alone, grouped, _ = ways(model_of(KINDS[kind]), 3, step)
+    equal(grouped, alone)
+
+
+def test_a_changed_parameter_is_named() -> None:
+    model = model_of()
+    ckptkern.convert(model, ids(), recompute="full", every=3)
+    y = model(ids())
+    with torch.no_grad():
+        model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(CheckpointError, match=r"mlp.up_proj.weight.* of the region Llama"):
+        y.sum().backward()
 
 
 def test_frozen_layers_and_a_second_backward() -> None:

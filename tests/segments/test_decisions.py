@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 import ckptkern
+from ckptkern.memory import saved_tensors
 from ckptkern.segments.decisions import COLUMNS
 
 TOKENS, EXPERTS, D = 32, 4, 8
@@ -149,6 +150,25 @@ def test_what_is_saved(columns: int) -> None:
     assert sum(decision.nbytes for *_, decision in contexts[0].decisions) == 3 * 2 * 8 + (
         3 * columns if "gt" in names else 0
     )
+
+
+@pytest.mark.parametrize(
+    "select", [lambda z: z.topk(2, -1), lambda z: z.sort(1), lambda z: z.max(1, keepdim=True), lambda z: z.min(0)]
+)
+def test_values_save_where_they_come_from_and_no_scores(select) -> None:
+    """Of attention that is written out, the largest score of a row is taken off."""
+    x = torch.randn(TOKENS, 64, dtype=torch.float64, requires_grad=True)
+    with saved_tensors([x]) as saved, ckptkern.saved_decisions()[0]:
+        values = select(x * 1).values
+    assert [dtype for _, dtype, _ in saved.tensors if dtype.is_floating_point] == []
+    torch.testing.assert_close(values, select(x).values)
+
+    def squared(x: Tensor) -> Tensor:
+        with ckptkern.saved_decisions()[0]:
+            return select(x).values.square()
+
+    small = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(squared, small)
 
 
 def test_compiled() -> None:

@@ -222,6 +222,23 @@ def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int
     return longest
 
 
+def check_hidden(
+    op: str, x: Tensor, H: int, S_k: int, attn_mask, key_padding_mask, window_size, is_causal: bool
+) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
+    """(mask, padding or a second mask, left and right bound): what hides columns from H heads of x."""
+    B, S = batch_and_rows(x)
+    padding = check_padding(op, x, key_padding_mask, S_k)
+    mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
+    if second is not None and padding is not None:
+        raise ValueError(
+            f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
+        )
+    padding = padding if second is None else second
+    check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
+    left, right = check_window(op, window_size)
+    return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
+
+
 def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
@@ -256,19 +273,9 @@ def gather(
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
-    padding = check_padding(op, x, key_padding_mask, S_k)
-    mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
-    if second is not None and padding is not None:
-        raise ValueError(
-            f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
-        )
-    padding = padding if second is None else second
-    left, right = check_window(op, window_size)
-    left, right = left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
+    mask, padding, left, right = check_hidden(op, x, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
-    other = "key_padding_mask" if second is None else "the second attn_mask"
-    for name, tensor in ((other, padding), ("alibi_slopes", alibi_slopes)):
-        check_no_gradient(op, name, tensor)
+    check_no_gradient(op, "alibi_slopes", alibi_slopes)
     max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
     dtype = compute_dtype(op, x, *weights, out_weight, gate_weight, key_value)
     probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)

@@ -23,10 +23,9 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from ..sublayer.residual import around, check_norm
-from .arguments import check_masks, check_no_gradient, check_output, check_padding
+from .arguments import check_hidden, check_output
 from .core import check_softcap, check_whole_sequence, fused_core
 from .latent_tensors import LatentOptions, LatentSizes, LatentTensors
-from .masks import check_window, left_bound, within
 from .rotary import check_rotary
 from .tensors import batch_and_rows
 
@@ -90,16 +89,7 @@ def gather_latent(
     check_output(op, x, out_weight, out_bias, H * sizes.v, residual)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, sizes.rope)
-    padding = check_padding(op, x, key_padding_mask, S)
-    mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S)
-    if second is not None and padding is not None:
-        raise ValueError(
-            f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
-        )
-    padding = padding if second is None else second
-    check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
-    left, right = check_window(op, window_size)
-    left, right = left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
+    mask, padding, left, right = check_hidden(op, x, H, S, attn_mask, key_padding_mask, window_size, is_causal)
     dtype = compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight)
     probe, scale = x.new_empty(0, dtype=dtype), float(max(sizes.qk, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(sizes.D))

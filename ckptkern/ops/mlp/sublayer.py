@@ -136,21 +136,14 @@ def mlp_sublayer_backward(
     sublayer, need = MLPSublayer(x, t, o), needed_names(MLPTensors, needs)
     chunks = sublayer.chunks()
     inner = need.intersection(OF_BRANCH) | ({"x"} if sublayer.needs_dh(need) else set())
-    sums, totals = Sums(sublayer.branch, inner, len(chunks)), {}
+    sums = Sums(sublayer.branch, inner, len(chunks))
 
-    def of_rows(start: int, stop: int) -> dict[str, Tensor]:
-        part, of_part = sublayer.rows(start, stop), saved
-        if part is not sublayer:
-            of_part = {name: one[start:stop] for name, one in saved.items()}
-        grads = part.backward(dy if part is sublayer else dy[start:stop], of_part, need, sums)
-        dx = grads.pop("x", None)
-        for name, grad in grads.items():
-            if grad is not None:
-                totals[name] = grad if name not in totals else totals[name].add_(grad)
-        return {} if "x" not in need else {"x": dx}
+    def backward(part: MLPSublayer, rows: slice) -> dict[str, Tensor | None]:
+        if part is sublayer:
+            return part.backward(dy, saved, need, sums)
+        return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
 
-    grads = by_chunks(chunks, of_rows) | totals | sums.results()
-    return sublayer.finished(grads, need)
+    return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
 
 
 def mlp_reference(x: Tensor, t: MLPTensors, o: MLPOptions) -> Tensor:

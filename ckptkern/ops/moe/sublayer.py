@@ -294,25 +294,18 @@ def moe_sublayer_backward(
     """Gradients by name ("x" and MoETensors' fields) from dy [tokens, d] and those of the logits."""
     sublayer, need = MoESublayer(x, t, o), needed_names(MoETensors, needs)
     chunks, index = sublayer.chunks(), index_of(saved, o.top_k)
-    sums, totals, dlogits = Gradients(sublayer, need, len(chunks)), {}, saved[f"d{LOGITS}"]
+    sums, dlogits = Gradients(sublayer, need, len(chunks)), saved[f"d{LOGITS}"]
     whole = eager.Groups(*map(saved.get, ROUTING), o.top_k)
     rows = {name: one for name, one in saved.items() if name == "gu" or name.startswith("shared_")}
     if "gu" in rows:
         rows["gu"] = rows["gu"].view(index.shape[0], -1)
 
-    def of_rows(start: int, stop: int) -> dict[str, Tensor]:
-        part, of = sublayer.rows(start, stop), slice(start, stop)
+    def backward(part: MoESublayer, of: slice) -> dict[str, Tensor | None]:
         groups = eager.route(index[of], t.router_weight.shape[0]) if part.is_part else whole
         own = {name: one[of] for name, one in rows.items()}
-        grads = part.backward(dy[of], dlogits[of], own, index[of], groups, need, sums)
-        dx = grads.pop("x", None)
-        for name, grad in grads.items():
-            if grad is not None:
-                totals[name] = grad if name not in totals else totals[name].add_(grad)
-        return {} if "x" not in need else {"x": dx}
+        return part.backward(dy[of], dlogits[of], own, index[of], groups, need, sums)
 
-    grads = by_chunks(chunks, of_rows) | totals | sums.results()
-    return sublayer.finished(grads, need)
+    return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
 
 
 def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:

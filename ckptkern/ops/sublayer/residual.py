@@ -20,7 +20,7 @@ from ... import eager
 from ...errors import ShapeError
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import primitives
-from ..registration.gradients import token_chunks
+from ..registration.gradients import by_chunks, token_chunks
 from ..registration.rows import cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 from .lora import drops
@@ -276,6 +276,22 @@ class Sublayer:
             dh = self.by_sample.multiplied(dh.to(self.wide), self.t.norm_scale + 1)
         made = self.norm_gradients(dh, self.x, need, residual)
         return grads | dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
+
+    def by_chunks(
+        self, chunks: list[tuple[int, int]], backward: Callable[[Any, slice], dict[str, Tensor | None]], need: Collection[str]
+    ) -> dict[str, Tensor | None]:  # fmt: skip
+        """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, of others summed."""
+        totals: dict[str, Tensor | None] = {}
+
+        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
+            grads = backward(self.rows(start, stop), slice(start, stop))
+            dx = grads.pop("x", None)
+            for name, grad in grads.items():
+                if grad is not None:
+                    totals[name] = grad if name not in totals else totals[name].add_(grad)
+            return {} if "x" not in need else {"x": dx}
+
+        return by_chunks(chunks, of_rows) | totals
 
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
         """The gradients in the dtypes of their parameters, that of x in x's shape."""
