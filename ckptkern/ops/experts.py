@@ -174,11 +174,6 @@ def _token_chunks(o: ExpertsOptions, tokens: int, top_k: int, wd: Tensor, x: Ten
     return token_chunks(tokens, row_bytes(o, top_k, wd, x.dtype), o.workspace)
 
 
-def groups_of(chunks: list, index: Tensor, part: slice, experts: int, whole: eager.Groups) -> eager.Groups:
-    """Those of a chunk's tokens."""
-    return whole if len(chunks) == 1 else eager.route(index[part], experts)
-
-
 class ExpertsOptions(NamedTuple):
     activation: str
     recompute: str
@@ -194,7 +189,7 @@ class Experts(Op):
 
     @staticmethod
     def saves(o):
-        return ("order", "inv", "offs") if o.recompute == "full" else ("order", "inv", "offs", "gu")
+        return () if o.recompute == "full" else ("gu",)
 
     @staticmethod
     def reads_x(o, needs):
@@ -205,17 +200,15 @@ class Experts(Op):
         x, index, s, *parameters = tensors
         rows, index, s = rows_2d(x), rows_2d(index), rows_2d(s)
         branch = ExpertsBranch(parameters, o, x.dtype)
-        w, wd = branch.w, branch.wd
-        whole = eager.route(index, len(w))
-        chunks = _token_chunks(o, rows.shape[0], index.shape[1], wd, x)
+        chunks = _token_chunks(o, rows.shape[0], index.shape[1], branch.wd, x)
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
-            return branch.forward(rows[part], s[part], groups_of(chunks, index, part, len(w), whole))
+            return branch.forward(rows[part], s[part], eager.route(index[part], len(branch.w)))
 
         made = by_chunks(chunks, of_tokens)
-        gu = made["gu"].view(-1, w.shape[1]) if "gu" in made else None
-        return unflattened(made["y"], x), whole._asdict() | {"gu": gu}
+        saved = {"gu": made["gu"].view(-1, branch.w.shape[1])} if "gu" in made else {}
+        return unflattened(made["y"], x), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
@@ -226,14 +219,11 @@ class Experts(Op):
         need = {name for name, one in zip(("x", "index", "s", *PARAMETERS), flags(needs, 7), strict=True) if one}
         branch = ExpertsBranch(parameters, o, dtype)
         chunks = _token_chunks(o, T, top_k, branch.wd, dy)
-        sums, groups = (
-            ExpertsSums(branch, need, len(chunks)),
-            eager.Groups(*map(saved.get, ("order", "inv", "offs")), top_k),
-        )
+        sums = ExpertsSums(branch, need, len(chunks))
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
-            own = groups_of(chunks, index, part, len(branch.w), groups)
+            own = eager.route(index[part], len(branch.w))
             made = branch.backward(
                 dy[part], None if x is None else x[part], index[part], weights[part],
                 None if gus is None else gus[start * top_k : stop * top_k], own, sums,
@@ -339,7 +329,7 @@ def moe_mlp(
         "none", "selective"  x, g, u, routing    9
         "full"               x, routing         11
 
-    Routing is top_k_index, top_k_weights, 8 bytes a token-expert pair and 4 an expert. h is saved in no mode: the pass
+    Routing is top_k_index and top_k_weights, which backward sorts by expert again. h is saved in no mode: the pass
     that reads g and u writes it, times its weight, as the gradient of down_weight wants it.
     Gradients of one expert are summed in float32 and rounded once, or added to a weight's `main_grad`.
     workspace: bytes of transient memory in each pass, an int or "64MiB": tokens are taken in equal chunks that fit, with all

@@ -42,7 +42,6 @@ from .moe.sublayer import (
     LOGITS,
     MoEOptions,
     MoETensors,
-    index_of,
     moe_reference,
     moe_sublayer,
     moe_sublayer_backward,
@@ -219,7 +218,7 @@ class TransformerMoELayer(TransformerLayer):
 
     @classmethod
     def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, index=index_of(saved, o.mlp.top_k))
+        return functools.partial(cls.reference, index=saved["index"])
 
 
 class LatentTransformerLayer(TransformerLayer):

@@ -344,7 +344,7 @@ def test_saved_bytes(variant, mode, compiled):
     widest = pairs * 2 * h + (
         tokens * shared * {"none": 3, "selective": 2}.get(mode, 0) if "shared_up_weight" in t else 0
     )
-    assert saved.bytes == 4 * (tokens * d + (widest if mode != "full" else 0)) + 8 * pairs + 4 * (E + 1)
+    assert saved.bytes == 4 * (tokens * d + (widest if mode != "full" else 0)) + 2 * pairs
     del results
 
 

@@ -41,7 +41,6 @@ from .sublayer import (
     SHARED,
     MoEOptions,
     MoETensors,
-    index_of,
     moe_reference,
     moe_sublayer,
     moe_sublayer_backward,
@@ -78,7 +77,7 @@ class MoEBlock(Op):
 
     @classmethod
     def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, index=index_of(saved, o.top_k))
+        return functools.partial(cls.reference, index=saved["index"])
 
 
 _apply = build(MoEBlock)
@@ -260,10 +259,10 @@ def moe_block(
         "selective"  the same without the shared h
         "full"       x, routing
 
-    Routing is 8 bytes a token-expert pair and 4 an expert: the choice itself is saved, because a matmul that rounds otherwise
-    in recompute could turn it. Norm, logits and weights are always recomputed. Backward recomputes the shared expert's result
-    for its gate, and f for a norm behind it and a trained layer_scale, by one matmul of each, at "full" by all. Second order
-    takes forward's choice, too. Nothing waits for the host on a GPU.
+    Routing is the choice itself, int16 for each token-expert pair (int32 from 32,768 experts on): it is saved, because a
+    matmul that rounds otherwise in recompute could turn it. Norm, logits and weights are always recomputed. Backward
+    recomputes the shared expert's result for its gate, and f for a norm behind it and a trained layer_scale, by one matmul
+    of each, at "full" by all. Second order takes forward's choice, too. Nothing waits for the host on a GPU.
     workspace: bytes of transient memory in each pass, tokens in equal chunks of 128 at least. Default: ckptkern.workspace.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
     (backend).

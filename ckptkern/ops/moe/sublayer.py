@@ -22,7 +22,6 @@ from ..registration.rows import cast_parameter
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
 from .router import chosen, logits_gradient, scores_of, weights_of
 
-ROUTING = ("order", "inv", "offs")  # of eager.Groups
 LOGITS = "router_logits"
 ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, their gradients and steps between
 
@@ -107,17 +106,11 @@ class MoEOptions(NamedTuple):
 
 
 def saves(o: MoEOptions) -> tuple[str, ...]:
-    """What forward saves besides its tensors: who goes where, and what moe_mlp and an MLP save."""
+    """What forward saves besides its tensors: its choice of experts, and what moe_mlp and an MLP save."""
     if o.recompute == "full":
-        return ROUTING
+        return ("index",)
     shared = mlp_saves(o.shared == "gated", o) if o.shared else ()
-    return (*ROUTING, "gu", *(f"shared_{name}" for name in shared))
-
-
-def index_of(saved: dict[str, Tensor], top_k: int) -> Tensor:
-    """index [tokens, k] of the routing, which has it: the expert in whose rows a pair's row is."""
-    experts = torch.searchsorted(saved["offs"][1:], saved["inv"], right=True)
-    return experts.view(-1, top_k)
+    return ("index", "gu", *(f"shared_{name}" for name in shared))
 
 
 def shared_of(t: MoETensors) -> SharedTensors | None:
@@ -216,15 +209,15 @@ class MoESublayer(Sublayer):
         return self.shared.linear("down", hidden, self.first_row), saved
 
     def forward(self) -> dict[str, Tensor]:
-        """The sublayer's output, "y", its logits, who goes where, and what its branch saves."""
+        """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
         h = self.inputs()
         logits = self.logits(h)
         scores = scores_of(logits, self.o)
         index = chosen(scores, self.t.score_bias, self.o)
         s, scores, groups = weights_of(scores, index, self.o), None, eager.route(index, self.t.router_weight.shape[0])
         f, saved = self.branch(h, s, groups)
-        h, routing = None, {"index": index.to(torch.int32)} if self.is_part else groups._asdict()
-        return saved | routing | {"y": self.output(self.drop(f)), LOGITS: logits}
+        h, index = None, index.to(torch.int16 if logits.shape[1] < 2**15 else torch.int32)
+        return saved | {"y": self.output(self.drop(f)), LOGITS: logits, "index": index}
 
     def backward(
         self, dy: Tensor, dlogits: Tensor, saved: dict[str, Tensor], index: Tensor, groups: eager.Groups,
@@ -281,8 +274,6 @@ def moe_sublayer(x: Tensor, t: MoETensors, o: MoEOptions) -> tuple[Tensor, dict[
     """(y [tokens, d], the logits and what is saved)."""
     sublayer = MoESublayer(x, t, o)
     made = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
-    if "index" in made:
-        made |= eager.route(made.pop("index"), t.router_weight.shape[0])._asdict()
     if "gu" in made:
         made["gu"] = made["gu"].view(-1, t.gate_up_weight.shape[1])
     return made.pop("y"), made
@@ -293,15 +284,14 @@ def moe_sublayer_backward(
 ) -> dict:
     """Gradients by name ("x" and MoETensors' fields) from dy [tokens, d] and those of the logits."""
     sublayer, need = MoESublayer(x, t, o), needed_names(MoETensors, needs)
-    chunks, index = sublayer.chunks(), index_of(saved, o.top_k)
+    chunks, index = sublayer.chunks(), saved["index"].long()
     sums, dlogits = Gradients(sublayer, need, len(chunks)), saved[f"d{LOGITS}"]
-    whole = eager.Groups(*map(saved.get, ROUTING), o.top_k)
     rows = {name: one for name, one in saved.items() if name == "gu" or name.startswith("shared_")}
     if "gu" in rows:
         rows["gu"] = rows["gu"].view(index.shape[0], -1)
 
     def backward(part: MoESublayer, of: slice) -> dict[str, Tensor | None]:
-        groups = eager.route(index[of], t.router_weight.shape[0]) if part.is_part else whole
+        groups = eager.route(index[of], t.router_weight.shape[0])
         own = {name: one[of] for name, one in rows.items()}
         return part.backward(dy[of], dlogits[of], own, index[of], groups, need, sums)
 
@@ -314,7 +304,7 @@ def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None 
     w, b = (cast_parameter(one, o.router_dtype) for one in (t.router_weight, t.router_bias))
     logits = F.linear(h.to(o.router_dtype), w, b)
     scores = scores_of(logits, o)
-    index = chosen(scores, t.score_bias, o) if index is None else index.view(*h.shape[:-1], o.top_k)
+    index = chosen(scores, t.score_bias, o) if index is None else index.long().view(*h.shape[:-1], o.top_k)
     f = Experts.reference((h, index, weights_of(scores, index, o), *(getattr(t, name) for name in PARAMETERS)), o)
     if (own := shared_of(t)) is not None:
         y, gate = mlp_reference(h, own, o), cast_parameter(t.shared_expert_gate, h.dtype)
