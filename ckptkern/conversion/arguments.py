@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .computed import Computed
 from .leaves import Probability, Weight
@@ -175,6 +176,27 @@ def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
         return tensor[..., :length] if form == "columns" else tensor[..., -length:]
     if form in ("keys", "rows"):
         return tensor[:, None, None] if form == "keys" else tensor[:, None]
+    return table_of(tensor, form, length) if form == "table" else _shared_table(tensor, form, length)
+
+
+# Tables in another form than they came in, by the tensor that came: the layers of one forward are given the same.
+_TABLES = WeakTensorKeyDictionary()
+
+
+def _shared_table(tensor: Tensor, form: str, length: int) -> Tensor:
+    if torch.compiler.is_compiling() or tensor.requires_grad or tensor.is_inference():
+        return table_of(tensor, form, length)
+    key = tensor._version, form, length
+    if (held := _TABLES.get(tensor)) is not None and held[0] == key:
+        return held[1]
+    table = table_of(tensor, form, length)
+    if type(table) is type(tensor) and not torch._C._are_functorch_transforms_active():
+        _TABLES[tensor] = key, table
+    return table
+
+
+def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
+    """A rotary table as the op reads it."""
     if tensor.dim() == 4:
         tensor = tensor.squeeze(1 if tensor.shape[1] == 1 else 2)
     tensor = tensor[..., :length, :]

@@ -174,6 +174,8 @@ def _takes_padding(model: nn.Module) -> bool:
     name = REPLACED if _replaced(model) == REPLACED else f"['\"]{WITH_SINKS}"  # not eager_attention_forward
     if "ALL_ATTENTION_FUNCTIONS" not in source or re.search(rf"_attn_implementation\W.*{name}", source):
         return False
+    if "sliding_window" in (getattr(model.config, "per_layer_attributes", None) or ()):  # each layer has its own
+        return False
     window = getattr(model.config, "sliding_window", None)
     if window is None or "create_sliding_window_causal_mask" not in source:
         return True

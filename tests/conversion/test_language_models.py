@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ckptkern
+from ckptkern.conversion.arguments import in_form
 from ckptkern.conversion.logits import Logits
 from ckptkern.memory import saved_tensors
 from ckptkern.parallel.roles import templates_of
@@ -361,6 +363,29 @@ def test_a_layer_that_steps_aside_takes_forwards_choice_in_recompute() -> None:
     for name, one in want.items():
         if name != "model.layers.0.mlp.gate.weight":
             torch.testing.assert_close(mine[name], one, rtol=1e-2, atol=1e-2 * float(one.abs().max()), msg=name)
+
+
+def test_rotary_tables_in_another_form_are_made_once() -> None:
+    """Each column of Ernie's tables stands twice: the op's tables are others than the model's, and one pair for all layers."""
+    model = transformers.Ernie4_5Model(transformers.Ernie4_5Config(**WIDE | dict(num_hidden_layers=3))).train()
+    inputs = {"input_ids": batch()["input_ids"], "use_cache": False}
+    ckptkern.convert(model, **inputs, recompute="full")
+    with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
+        model(**inputs).last_hidden_state.sum().backward()
+    assert sum(tuple(shape) == (1, 11, 8) for shape, _, _ in saved.tensors) == 2
+
+
+def test_a_rotary_table_that_changes_is_made_again() -> None:
+    table = torch.rand(1, 7, 4)
+    first, again = (in_form(table, "twice", 5) for _ in range(2))
+    assert first is again
+    assert in_form(table, "each twice", 5) is not first and in_form(table, "twice", 6).shape == (1, 6, 8)
+    table.mul_(2)
+    changed = in_form(table, "twice", 5)
+    assert torch.equal(changed, torch.cat((table, table), -1)[:, :5]) and not torch.equal(changed, first)
+    held = weakref.ref(changed)
+    del changed, table
+    assert held() is None
 
 
 def test_without_labels_the_table_says_what_is_missing() -> None:

@@ -285,6 +285,17 @@ def test_models_that_ask_for_the_implementation_keep_it() -> None:
     assert [m for m, _ in masks._configurations(llama) if not masks._takes_padding(m)] == [llama]
 
 
+def test_a_model_with_a_window_for_each_layer_keeps_its_implementation() -> None:
+    """Its configuration has no one window, and raises for who asks for it."""
+    mistral = model_of("MistralForCausalLM")
+    assert masks._takes_padding(mistral)
+    config = model_of("MistralForCausalLM", per_layer_config={0: {"sliding_window": None}}).config
+    if not hasattr(config, "per_layer_attributes"):
+        pytest.skip("this transformers has one configuration for all layers")
+    mistral.config = config
+    assert not masks._takes_padding(mistral)
+
+
 def test_a_model_that_cannot_take_it_is_converted_all_the_same(monkeypatch) -> None:
     def broken(*args, **kwargs):
         raise RuntimeError("no masks of two dimensions here")
