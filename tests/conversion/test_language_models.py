@@ -379,10 +379,12 @@ def test_a_rotary_table_that_changes_is_made_again() -> None:
     table = torch.rand(1, 7, 4)
     first, again = (in_form(table, "twice", 5) for _ in range(2))
     assert first is again
-    assert in_form(table, "each twice", 5) is not first and in_form(table, "twice", 6).shape == (1, 6, 8)
+    assert in_form(table, "each twice", 5) is not first
+    assert in_form(table, "twice", 6).shape == (1, 6, 8)
     table.mul_(2)
     changed = in_form(table, "twice", 5)
-    assert torch.equal(changed, torch.cat((table, table), -1)[:, :5]) and not torch.equal(changed, first)
+    assert torch.equal(changed, torch.cat((table, table), -1)[:, :5])
+    assert not torch.equal(changed, first)
     held = weakref.ref(changed)
     del changed, table
     assert held() is None
