@@ -41,6 +41,8 @@ Precision = _C.Precision
 SegmentState = _C.SegmentState
 # observe(tensors) -> what observes a call, an `Observed`, and which of the tensors need a gradient, above NEEDS bits
 observe = _C.observe
+# asked() -> a byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None: all
+asked = _C.asked
 # layer_fits(x, weight, bias, in_features) -> are they surely a linear layer's, on x's device?
 layer_fits = _C.layer_fits
 NEEDS, MOST_NEEDS = 16, 48

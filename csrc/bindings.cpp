@@ -117,6 +117,26 @@ PyObject* observe(PyObject*, PyObject* tensors) {
   return PyLong_FromUnsignedLongLong(seen | needs << needs_shift);
 }
 
+// () -> a byte for each edge of the node that runs: does this backward pass want the gradient there? None where it wants all.
+PyObject* asked(PyObject*, PyObject*) {
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) {
+    Py_RETURN_NONE;
+  }
+  const auto node = torch::autograd::get_current_node();
+  if (!node) {
+    Py_RETURN_NONE;
+  }
+  const auto count = node->num_outputs();
+  PyObject* edges = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count));
+  if (edges != nullptr) {
+    for (size_t i = 0; i < count; ++i) {
+      PyBytes_AS_STRING(edges)[i] = node->task_should_compute_output(i) ? 1 : 0;
+    }
+  }
+  return edges;
+}
+
 // Is it a plain tensor of floating-point numbers, of sizes that are numbers?
 bool plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_floating_point() &&
@@ -145,6 +165,7 @@ PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 PyMethodDef functions[] = {
+    {"asked", asked, METH_NOARGS, "() -> a byte for each gradient of the running node: is it asked for? None: all are"},
     {"layer_fits",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(layer_fits)),
      METH_FASTCALL,

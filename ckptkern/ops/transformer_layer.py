@@ -184,7 +184,7 @@ class TransformerLayer(Op):
             results = in_order(grads, type(sublayer.t), own)[1:] + results
         if o.parallel and needs & 1:
             d = d + dx_mlp
-        return [d, *results]
+        return [d if needs & 1 else None, *results]
 
     @classmethod
     def reference(cls, tensors, o):

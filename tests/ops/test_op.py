@@ -290,6 +290,48 @@ def matmuls(function, tensors) -> Watch:
     return watch
 
 
+def each_part(names: list[str]) -> list[tuple[str, ...]]:
+    """The input, the parameters, each tensor alone, and all."""
+    return [part for part in dict.fromkeys([tuple(names[1:]), tuple(names), *((name,) for name in names)]) if part]
+
+
+def partial_flops(function, tensors: dict, part: tuple[str, ...]) -> int:
+    y = function(tensors)
+    with Watch() as watch:
+        torch.autograd.grad(y, [tensors[name] for name in part], output_gradient(y))
+    return watch.flops
+
+
+@pytest.mark.parametrize("setup", setups(SAVED_SETS) + in_turn() + calls())
+def test_matmuls_of_a_partial_backward(setup):
+    """torch.autograd.grad of some inputs runs what backward runs where the others are frozen."""
+    names = list(make(setup))
+    forward = matmuls(setup.fused, make(setup, frozen=names)).flops
+    for part in each_part(names):
+        frozen = make(setup, frozen=[name for name in names if name not in part])
+        assert partial_flops(setup.fused, make(setup), part) == matmuls(setup.fused, frozen).flops - forward, part
+
+
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, modes=("none", "selective")))
+def test_a_partial_backward_without_recompute_runs_autograds_matmuls(setup):
+    names = list(make(setup))
+    for part in each_part(names):
+        ours, theirs = (partial_flops(function, make(setup), part) for function in (setup.fused, setup.unfused))
+        assert ours == theirs, part
+
+
+@pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)) + in_turn() + calls())
+def test_a_partial_backward_has_the_bits_of_a_whole_one(setup):
+    """Also as two passes over one graph: the input's gradient first, the weights' later (zero-bubble pipelines)."""
+    tensors = make(setup)
+    y = setup.fused(tensors)
+    dy, names = output_gradient(y), list(tensors)
+    whole = torch.autograd.grad(y, list(tensors.values()), dy, retain_graph=True)
+    for part in each_part(names):
+        some = torch.autograd.grad(y, [tensors[name] for name in part], dy, retain_graph=True)
+        assert_same(dict(zip(part, some, strict=True)), {name: whole[names.index(name)] for name in part})
+
+
 @pytest.mark.parametrize("setup", setups(SAVED_SETS))
 def test_number_of_matmuls(setup):
     """The docstrings' tables. All layers are given the same size, so that FLOPs count matmuls."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import state
 from .functions import DISPATCHED, named
 from .library import call_forward
-from .needs import wanted
+from .needs import asked, wanted
 from .op import direct_forward, to_save
 
 
@@ -46,7 +46,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             x, *others = ctx.saved_tensors
             saved = [None if x is None else shard.gathered(x), *others]
             with nullcontext() if precision is None else precision:
-                dx, *grads = gradients(shard.gathered(dy), saved, options, needs)
+                dx, *grads = gradients(shard.gathered(dy), saved, options, asked(needs, saved))
             return (None, None, None, None if dx is None else shard.reduced(dx), *grads)
 
     function = named(Across, op, "Across")

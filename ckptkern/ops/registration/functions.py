@@ -8,7 +8,8 @@
 | a graph with the library op | Bare |
 | backward of any of these under create_graph | Backward |
 
-`needs` is the needs_input_grad mask, a bitmask over the tensors (`needs`). What it leaves out costs no GEMM.
+`needs` is the needs_input_grad mask, a bitmask over the tensors (`needs`). What it leaves out costs no GEMM. In eager
+backward that is also what this pass does not ask for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
 from .gradients import having_main_grad, into_main_grad
 from .library import LIBRARY, Registered, call_forward, register
-from .needs import needed, present, split, wanted
+from .needs import asked, needed, present, split, wanted
 from .op import Op, call_of, direct_backward, direct_forward, to_save
 
 
@@ -220,7 +221,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                return (None, *gradients(dy, flat, options, needs))
+                return (None, *gradients(dy, flat, options, asked(needs, flat)))
 
     return named(Eager, op, "")
 

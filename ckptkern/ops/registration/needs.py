@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ... import state
+
 _WORD = 62
 
 
@@ -40,6 +42,16 @@ def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list
 @functools.cache
 def _named_in_order(kind: type, needs: int) -> tuple[str | None, ...]:
     return tuple(name if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields)))
+
+
+def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
+    """The part of needs that the running backward pass asks the node of these tensors for: all, except in `torch.autograd.grad`
+    and `backward(inputs=...)`. The first tensor has an edge, saved or not; None has none."""
+    edges = state.asked()
+    if edges is None:
+        return needs
+    places = (i for i, t in enumerate(tensors) if i == 0 or t is not None)
+    return needs & sum(1 << i for i, edge in zip(places, edges, strict=False) if edge)
 
 
 def split(needs: int) -> list[int]:
