@@ -8,6 +8,7 @@ from .ops import (
     accumulate_in_place,
     attention_block,
     backend,
+    delay_weight_gradients,
     dropout,
     gated_mlp,
     grouped_gated_mlp,
@@ -20,6 +21,7 @@ from .ops import (
     moe_block,
     moe_mlp,
     scaled_dot_product_attention,
+    split_backward,
     transformer_layer,
     varlen_attn,
     workspace,
@@ -35,9 +37,9 @@ from .tools.warm_up import WarmUp, warm_up
 __version__ = "0.1.0"
 __all__ = [
     "ACTIVATIONS", "Conversion", "Frontier", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
-    "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "dropout", "errors", "frontier",
-    "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack",
-    "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts", "report", "revert",
-    "saved_decisions", "scaled_dot_product_attention", "storage", "tiled", "transformer_layer", "unpatch_torch",
-    "varlen_attn", "warm_up", "workspace",
+    "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "delay_weight_gradients", "dropout",
+    "errors", "frontier", "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy",
+    "linear_stack", "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts",
+    "report", "revert", "saved_decisions", "scaled_dot_product_attention", "split_backward", "storage", "tiled",
+    "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip

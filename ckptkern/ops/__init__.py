@@ -13,13 +13,15 @@ from .mlp.linear_act import linear_act
 from .mlp.linear_stack import linear_stack
 from .mlp.mlp import mlp
 from .moe.block import moe_block
+from .registration.delayed import delay_weight_gradients, split_backward
 from .registration.gradients import accumulate_in_place
 from .sublayer.dropout import dropout
 from .sublayer.lora import LoRA
 from .transformer_layer import transformer_layer
 
 __all__ = [
-    "ACTIVATIONS", "LoRA", "accumulate_in_place", "attention_block", "backend", "dropout", "gated_mlp", "grouped_gated_mlp",
-    "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack", "mlp", "mlp_block", "moe_block", "moe_mlp",
-    "scaled_dot_product_attention", "transformer_layer", "varlen_attn", "workspace",
+    "ACTIVATIONS", "LoRA", "accumulate_in_place", "attention_block", "backend", "delay_weight_gradients", "dropout",
+    "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack", "mlp",
+    "mlp_block", "moe_block", "moe_mlp", "scaled_dot_product_attention", "split_backward", "transformer_layer",
+    "varlen_attn", "workspace",
 ]  # fmt: skip

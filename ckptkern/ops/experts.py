@@ -13,6 +13,7 @@ from .. import eager
 from ..errors import DtypeError, ShapeError
 from .dispatch.checks import check_input, check_options, check_tensor
 from .dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
+from .registration.delayed import Sum
 from .registration.functions import build
 from .registration.gradients import by_chunks, main_grad_of, token_chunks
 from .registration.needs import flags, needed
@@ -23,7 +24,7 @@ INDEX, W = 1, 3
 PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias")
 
 
-class _WeightSum:
+class _WeightSum(Sum):
     """a^T b over each expert's rows, summed over chunks: of one in the weight's dtype, of several in float32 and rounded once;
     or added to the weight's main_grad, and None."""
 
@@ -31,7 +32,7 @@ class _WeightSum:
         self.p, self.weight, self.precision, self.main = p, weight, precision, main_grad_of(weight)
         self.adds, self.out = self.main is not None or chunks > 1, None  # made when it is first added to
 
-    def add(self, a: Tensor, b: Tensor, groups: eager.Groups, gathered: str) -> None:
+    def matmul(self, a: Tensor, b: Tensor, groups: eager.Groups, gathered: str) -> None:
         if self.out is None and self.main is not None:
             self.out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
         elif self.out is None and self.adds:
@@ -40,7 +41,7 @@ class _WeightSum:
             self.out = self.weight.new_empty(self.weight.shape)
         self.p.experts_dw(a, b, groups, self.precision, self.out, gathered=gathered, add=self.adds)
 
-    def result(self) -> Tensor | None:
+    def total(self) -> Tensor | None:
         if self.main is None:
             return cast_parameter(self.out, self.weight.dtype)
         if self.out is not self.main:

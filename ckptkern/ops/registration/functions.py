@@ -27,6 +27,7 @@ from ...state import Observed
 from ...subclasses import own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
+from .delayed import Delayed, Stash, formed, stash_limit, stashing, waits_by_hand
 from .gradients import having_main_grad, into_main_grad
 from .library import LIBRARY, Registered, call_forward, register
 from .needs import asked, needed, present, split, wanted
@@ -221,9 +222,39 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                return (None, *gradients(dy, flat, options, asked(needs, flat)))
+                if waits_by_hand() or state.asked() is not None:
+                    return (None, *_in_parts(ctx, op, gradients, (dy, *more), flat, options, needs))
+                return (None, *gradients(dy, flat, options, needs))
 
     return named(Eager, op, "")
+
+
+def _in_parts(ctx, op: type[Op], gradients, upstream: tuple, flat, options, needs: int) -> list[Tensor | None]:
+    """The gradients that a backward pass asks for, where it does not ask for all, or leaves weights to be flushed by hand."""
+    wanted, by_hand, stash = asked(needs, flat), waits_by_hand(), getattr(ctx, "stash", None)
+    places = [i for i in range(wanted.bit_length()) if wanted >> i & 1]
+    if stash is not None:
+        ctx.stash = None
+        if not torch.is_grad_enabled() and stash.covers(upstream, places):
+            return [stash.take(i) if wanted >> i & 1 else None for i in range(len(flat) - len(upstream) + 1)]
+    limit = torch.inf if by_hand else stash_limit(_codec.values_of(options, "workspace"))
+    seen = state.observe((dy := upstream[0], *flat))
+    observed = seen & _OBSERVED and not (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
+    splits = by_hand or (wanted & 1 and wanted != needs and torch._C._autograd._get_current_graph_task_keep_graph())
+    if torch.is_grad_enabled() or observed or not limit or not splits:
+        return gradients(dy, flat, options, wanted)
+    formed_now = wanted if by_hand else needs
+    stash = Stash(limit, flat)
+    with stashing(stash):
+        grads = list(direct_backward(op, dy, flat, options, formed_now, seen))
+    if by_hand:
+        return [None if by_hand.waits(flat[i], grad) else formed(grad) for i, grad in enumerate(grads)]
+    rest = {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}
+    if stash.fill(upstream, rest):
+        ctx.stash = stash
+    elif any(isinstance(grads[i], Delayed) for i in places):
+        return gradients(dy, flat, options, wanted)
+    return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
 
 
 def _bare_function(registered: Registered, eager: type) -> type:

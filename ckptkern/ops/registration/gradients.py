@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...eager import upcasts
+from .delayed import Delayed, Sum, is_now
 from .rows import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
@@ -150,36 +152,41 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Ten
     return torch.mm(a, b) if total is None else total.addmm_(a, b)
 
 
-class WeightGrad:
+class WeightGrad(Sum):
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
-    place: of the part of the weight whose gradient this is, as an index; into: the tensor of the whole weight's gradient, at
-    whose `place` the result is written. If the weight has a main_grad, that is the sum, and the result is None.
+    place: of the part of the weight whose gradient this is, as an index; whole: gives the tensor of the whole weight's
+    gradient, at whose `place` this one is written. If the weight has a main_grad, that is the sum, and the result is None.
     """
 
-    def __init__(self, weight: Tensor, chunks: int, *, place: Place | None = None, into: Tensor | None = None):
-        self.weight, self.dtype, self.chunks = weight, weight.dtype, chunks
+    def __init__(
+        self, weight: Tensor, chunks: int, *, place: Place | None = None, whole: Callable[[], Tensor] | None = None
+    ):
+        self.weight, self.dtype, self.chunks, self.place, self.whole = weight, weight.dtype, chunks, place, whole
         main = main_grad_of(weight)
-        self.main = self.total = main if main is None or place is None else main[place]
-        self.into = None if into is None else into[place]
+        self.main = self.sum = main if main is None or place is None else main[place]
 
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """a [m, N], b [m, K] -> total [N, K]."""
+    def matmul(self, a: Tensor, b: Tensor) -> None:
+        """a [m, N], b [m, K] -> sum [N, K]."""
         sums = self.chunks > 1 or self.main is not None
         wide = sums or (a.dtype != self.dtype if a.is_cuda else a.is_cpu and upcasts(a.dtype))
-        if self.total is None and self.into is not None and not wide and a.dtype == self.dtype:
-            self.total = torch.mm(a.t(), b, out=self.into)
+        if self.sum is None and self.whole is not None and not wide and a.dtype == self.dtype:
+            self.sum = torch.mm(a.t(), b, out=self.whole()[self.place])
         else:
-            self.total = add_matmul(self.total, a.t(), b, wide=wide)
+            self.sum = add_matmul(self.sum, a.t(), b, wide=wide)
 
-    def result(self) -> Tensor | None:
-        total, self.total = self.total, None  # at most one float32 sum is alive beside its result
+    def total(self) -> Tensor | None:
+        total, self.sum = self.sum, None  # at most one float32 sum is alive beside its result
         if self.main is not None:
             self.weight.grad_added_to_main_grad = True
             return None
-        if self.into is None:
+        if self.whole is None:
             return cast_parameter(total, self.dtype)
-        return total if total is self.into else self.into.copy_(total)
+        whole = self.whole()
+        part = whole[self.place]
+        if total.data_ptr() != part.data_ptr():
+            part.copy_(total)
+        return whole
 
 
 class BiasGrad:
@@ -198,7 +205,12 @@ class BiasGrad:
 
 def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
-    if a.dtype is weight.dtype and not hasattr(weight, "main_grad") and not (a.is_cpu and upcasts(a.dtype)):
+    if (
+        is_now()
+        and a.dtype is weight.dtype
+        and not hasattr(weight, "main_grad")
+        and not (a.is_cpu and upcasts(a.dtype))
+    ):
         return torch.mm(a.t(), b)
     grad = WeightGrad(weight, 1)
     grad.add(a, b)
@@ -215,27 +227,31 @@ class PartGrads:
     def __init__(self, t: Any, parts: int):
         self.t, self.parts = t, parts
         self.sums: dict[str, WeightGrad] = {}
-        self.grads: dict[str, Tensor | None] = {}
+        self.grads: dict[str, Any] = {}
+        self.wholes: dict[str, Tensor] = {}
 
     def whole(self, name: str) -> Tensor:
         """The tensor in which parts of a gradient are written."""
-        if name not in self.grads:
+        if name not in self.wholes:
             parameter = getattr(self.t, name)
-            self.grads[name] = parameter.new_empty(parameter.shape)
-        return self.grads[name]
+            self.wholes[name] = parameter.new_empty(parameter.shape)
+        return self.wholes[name]
 
     def of_weight(self, name: str, place: Place | None, chunks: int = 1) -> WeightGrad:
         """What sums the gradient of the weight's part over chunks; `written` when it is complete."""
         weight = getattr(self.t, name)
-        into = None if place is None or main_grad_of(weight) is not None else self.whole(name)
-        return WeightGrad(weight, chunks, place=place, into=into)
+        whole = None if place is None or main_grad_of(weight) is not None else functools.partial(self.whole, name)
+        return WeightGrad(weight, chunks, place=place, whole=whole)
 
     def written(self, sums: dict[str, WeightGrad]) -> None:
         """Of these, those that nothing more is added to."""
         for name, grad in sums.items():
             if name not in self.sums:
-                result = grad.result()
-                self.grads[name] = result if grad.into is None else self.grads[name]
+                result, before = grad.result(), self.grads.get(name)
+                if isinstance(result, Delayed) and before is not None:
+                    before.sums += result.sums
+                else:
+                    self.grads[name] = result
 
     def sum_of(self, name: str) -> WeightGrad:
         """What sums the gradient of a weight that all parts read."""
@@ -248,12 +264,13 @@ class PartGrads:
         if place is None or grad is None:
             self.grads[name] = grad
         else:
-            self.whole(name)[place] = grad
+            self.grads[name] = whole = self.whole(name)
+            whole[place] = grad
 
     def add(self, name: str, grad: Tensor | None) -> None:
         """To a sum that is not rounded here."""
         before = self.grads.get(name)
         self.grads[name] = grad if before is None else before.add_(grad)
 
-    def results(self) -> dict[str, Tensor | None]:
+    def results(self) -> dict[str, Any]:
         return self.grads | {name: total.result() for name, total in self.sums.items()}

@@ -127,6 +127,9 @@ def _grouped_mm_flops(a, b, *args, out_val=None, **kwargs) -> int:
     return 2 * b.numel() * a.shape[-2] if a.dim() > b.dim() else 2 * a.numel() * b.shape[-1]
 
 
+_grouped_mm_flops._get_raw = True
+
+
 def _of_all_heads(formula: Callable, query: int) -> Callable:
     """The formula of an attention whose arguments from place `query` are q, k and v, of fewer heads of k and v, too: in torch
     2.11 it refuses them."""
@@ -137,6 +140,7 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
             given[place] = args[place][:, :1].expand(-1, heads, -1, -1)
         return formula(*given, **kwargs)
 
+    flops._get_raw = True
     return flops
 
 

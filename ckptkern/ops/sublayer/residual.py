@@ -296,7 +296,7 @@ class Sublayer:
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
         """The gradients in the dtypes of their parameters, that of x in x's shape."""
         for name, grad in grads.items():
-            if grad is not None and name != "x":
+            if isinstance(grad, Tensor) and name != "x":  # a sum that is formed later has its dtype
                 grads[name] = grad.to(getattr(self.t, name).dtype)
         if "x" in need:
             grads["x"] = grads["x"].to(self.x.dtype).view(*self.lead, self.x.shape[1])

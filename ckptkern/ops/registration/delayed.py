@@ -1,0 +1,236 @@
+"""Weights' gradients that are formed after the input's: by a second backward pass over the graph, or by hand.
+
+Zero-bubble pipelines ask a graph for the inputs' gradients first and for the weights' later. The first pass of a region then
+runs its whole backward without the matmuls that give weights' gradients, and stashes the operands of these; the second pass
+runs them. Both passes together run what one whole pass runs, and give its bits. Without a stash each pass recomputes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dispatch.checks import check_choice
+
+MODES = ("auto", "stash", "recompute")
+
+
+class _Thread(threading.local):
+    """stash: of the backward that runs in this thread, if its weights' gradients wait."""
+
+    stash: Stash | None = None
+
+
+_thread = _Thread()
+
+
+class _Process:
+    """Process-wide, because backward has threads of its own. mode: of `split_backward`; by_hand: who takes what waits."""
+
+    mode = "auto"
+    by_hand: delay_weight_gradients | None = None
+
+
+class Sum:
+    """A sum of matmuls. Subclasses have `matmul`, which adds one, and `total`, which gives the sum."""
+
+    later: list[tuple] | None = None
+
+    def matmul(self, *operands: Any) -> None:
+        raise NotImplementedError
+
+    def total(self) -> Tensor | None:
+        raise NotImplementedError
+
+    def add(self, *operands: Any) -> None:
+        """Adds the matmul of these operands, now or when the sum is asked for."""
+        stash = _thread.stash
+        if stash is None:
+            self.matmul(*operands)
+            return
+        self.later = self.later or []
+        if stash.holds(operands):
+            self.later.append(operands)
+
+    def result(self) -> Tensor | Delayed | None:
+        return self.total() if self.later is None else Delayed([self])
+
+
+class Delayed:
+    """A weight's gradient whose matmuls have not run: of all its parts, the last of which gives the whole."""
+
+    def __init__(self, sums: list[Sum]):
+        self.sums = sums
+
+    def form(self) -> Tensor | None:
+        """Runs them; once."""
+        grad = None
+        for one in self.sums:
+            operands, one.later = one.later, None
+            while operands:
+                one.matmul(*operands.pop(0))
+            grad = one.total()
+        return grad
+
+
+class Stash:
+    """What the first of two passes leaves to the second: gradients, or the operands of the matmuls that give them.
+
+    limit: bytes, besides what is saved for backward anyway, `saved`; more is not stashed, and the second pass recomputes."""
+
+    def __init__(self, limit: float, saved: Iterable[Tensor | None]):
+        self.limit, self.bytes, self.is_full = limit, 0, False
+        self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
+        self.versions: list[tuple[Tensor, int]] = []
+        self.upstream: list[tuple[Tensor, int]] = []
+        self.grads: dict[int, Tensor | Delayed | None] = {}
+
+    def holds(self, operands: Iterable[Any]) -> bool:
+        """Are these tensors held from now on? Not once they are too large."""
+        for t in operands:
+            if isinstance(t, Tensor) and not self.is_full:
+                storage = t.untyped_storage()
+                self.versions.append((t, t._version))
+                if storage._cdata not in self.storages:
+                    self.storages.add(storage._cdata)
+                    self.bytes += storage.nbytes()
+        if self.bytes > self.limit:
+            self.is_full, self.versions = True, []
+        return not self.is_full
+
+    def fill(self, upstream: Sequence[Tensor], grads: dict[int, Tensor | Delayed | None]) -> bool:
+        """Takes the gradients that were not asked for; are they right for a second pass? Not if memory was used anew."""
+        self.holds(grads.values())
+        unchanged = all(t._version == version for t, version in self.versions)
+        self.upstream, self.versions = [(t, t._version) for t in upstream], []
+        if unchanged and not self.is_full:
+            self.grads = grads
+        return bool(self.grads)
+
+    def covers(self, upstream: Sequence[Tensor], places: list[int]) -> bool:
+        """Has it the gradients at these places, for the same gradients of the results?"""
+        same = all(
+            t is before and t._version == version for t, (before, version) in zip(upstream, self.upstream, strict=True)
+        )
+        return same and all(place in self.grads for place in places)
+
+    def take(self, place: int) -> Tensor | None:
+        return formed(self.grads.pop(place))
+
+
+def formed(grad: Tensor | Delayed | None) -> Tensor | None:
+    return grad.form() if isinstance(grad, Delayed) else grad
+
+
+@contextmanager
+def stashing(stash: Stash) -> Iterator[None]:
+    """Inside, in this thread, `Sum.add` runs no matmul."""
+    before, _thread.stash = _thread.stash, stash
+    try:
+        yield
+    finally:
+        _thread.stash = before
+
+
+def stash_limit(workspaces: Iterable[int | None]) -> float:
+    """Bytes that a region may stash: as many as its workspace in "auto"."""
+    if _Process.mode == "auto":
+        return max((torch.inf if one is None else one for one in workspaces), default=0)
+    return torch.inf if _Process.mode == "stash" else 0
+
+
+def is_now() -> bool:
+    """Do matmuls of weights' gradients run as soon as their operands are there?"""
+    return _thread.stash is None
+
+
+def waits_by_hand() -> delay_weight_gradients | None:
+    return _Process.by_hand
+
+
+class split_backward:
+    """Choose what a region does where one backward pass asks for its input's gradient, and a later one for its weights'.
+
+        ckptkern.split_backward("stash")            # from now on, in the whole process
+        with ckptkern.split_backward("recompute"):  # inside
+
+    "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
+    "recompute"  each pass recomputes what it reads: nothing is held between them
+    "auto"       the default: "stash" where these operands fit the region's workspace, else "recompute"
+
+    Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. A stash covers a pass with the
+    same gradient of the region's result, and only of a graph that is retained; anything else recomputes. It takes no part in
+    compiled graphs, in tensor-parallel regions and under create_graph. Raises ValueError for another mode.
+    """
+
+    def __init__(self, mode: str):
+        check_choice("split_backward", "mode", mode, MODES)
+        self.outer, _Process.mode = _Process.mode, mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        _Process.mode = self.outer
+
+
+class delay_weight_gradients:
+    """Delay the matmuls that give the gradients of a model's weights, in backward passes inside, until `flush`.
+
+        with ckptkern.delay_weight_gradients(model) as delayed:
+            loss.backward()     # inputs' gradients, and those of norms and biases
+            work = torch.distributed.all_reduce(..., async_op=True)
+            delayed.flush()     # weights' gradients, while the collective runs
+            work.wait()
+
+    `flush` adds to `.grad` (or a weight's `main_grad`) what backward would have added, with its bits; the end of the `with`
+    flushes what is left. Until then the operands are held: for each region the gradients of its matmuls' results and what these read.
+    Only weights of this package's regions wait, and not those inside an activation checkpoint.
+
+    Raises ValueError for a parameter with hooks, which would not run when its gradient comes; DistributedDataParallel's and
+    fully_shard's cannot be seen, and do not run either. Raises RuntimeError inside another one.
+    """
+
+    def __init__(self, model: nn.Module):
+        for name, p in model.named_parameters():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"delay_weight_gradients: {name} has hooks, which would not run when its gradient comes; remove them"
+                )
+        self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
+        self.queue: list[tuple[Tensor, Delayed]] = []
+
+    def __enter__(self) -> delay_weight_gradients:
+        if _Process.by_hand is not None:
+            raise RuntimeError(
+                "delay_weight_gradients: weights' gradients are delayed already; leave the outer `with` first"
+            )
+        _Process.by_hand = self
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        _Process.by_hand = None
+        if kind is None:
+            self.flush()
+        self.queue.clear()
+
+    def waits(self, weight: Tensor | None, grad: Tensor | Delayed | None) -> bool:
+        """Does this gradient wait for `flush`?"""
+        if not isinstance(grad, Delayed) or id(weight) not in self.parameters:
+            return False
+        self.queue.append((weight, grad))
+        return True
+
+    def flush(self) -> None:
+        """Forms the gradients that wait and adds them."""
+        while self.queue:
+            weight, delayed = self.queue.pop(0)
+            with torch.no_grad():
+                grad = delayed.form()
+                if grad is not None:
+                    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)

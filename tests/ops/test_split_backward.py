@@ -1,0 +1,291 @@
+"""Backward in two passes, the input's gradient first and the weights' later: what runs twice, what is held, and the bits."""
+
+import weakref
+
+import pytest
+import torch
+from support.blocks import calls, in_turn
+from support.cases import SAVED_SETS, P, Watch, assert_same, make, output_gradient, setups
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import ckptkern
+from ckptkern.ops.registration import functions
+from ckptkern.ops.registration.delayed import Stash
+from ckptkern.ops.registration.functions import bodies_seen
+from ckptkern.ops.registration.library import FLOPS
+
+LACKING = {op: formula for op, formula in FLOPS.items() if flop_registry.get(op) is not formula}
+ALL = setups(SAVED_SETS, dropout=(P,)) + in_turn() + calls()
+
+
+@pytest.fixture(autouse=True)
+def stash():
+    with ckptkern.split_backward("stash"):
+        yield
+
+
+def passes(function, tensors, parts, dys=None) -> tuple[list[int], dict]:
+    """(FLOPs of each pass, all gradients). parts: names that each pass asks for."""
+    y, flops, grads = function(tensors), [], {}
+    dy = output_gradient(y)
+    for i, part in enumerate(parts):
+        with bodies_seen(), FlopCounterMode(display=False, custom_mapping=LACKING) as counter:
+            some = torch.autograd.grad(
+                y, [tensors[name] for name in part], dy if dys is None else dys[i], retain_graph=i < len(parts) - 1
+            )
+        flops.append(counter.get_total_flops())
+        grads |= dict(zip(part, some, strict=True))
+    return flops, grads
+
+
+def two(tensors) -> list[tuple[str, ...]]:
+    """The first tensor, and the others."""
+    first, *others = tensors
+    return [(first,), tuple(others)]
+
+
+@pytest.mark.parametrize("setup", [one for one in ALL if "x" in make(one.values[0])])
+def test_two_passes_run_what_one_runs(setup):
+    tensors = make(setup)
+    if len(tensors) == 1:
+        pytest.skip("it has no weights")
+    whole, expected = passes(setup.fused, tensors, [tuple(tensors)])
+    flops, grads = passes(setup.fused, tensors, two(tensors))
+    assert sum(flops) == whole[0]
+    assert_same({name: grads[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "auto"])
+def test_without_a_stash_each_pass_recomputes(mode):
+    """In "auto" that is where the operands do not fit the workspace."""
+    setup = setups(("gelu",), modes=("full",), ops=("mlp",))[0].values[0]
+    with ckptkern.split_backward(mode), ckptkern.workspace(1 if mode == "auto" else None):
+        tensors = make(setup)
+        whole, expected = passes(setup.fused, tensors, [tuple(tensors)])
+        flops, grads = passes(setup.fused, tensors, two(tensors))
+    assert sum(flops) > whole[0]
+    assert_same({name: grads[name] for name in expected}, expected)
+
+
+def test_auto_stashes_what_fits():
+    setup = setups(("gelu",), modes=("full",), ops=("mlp",))[0].values[0]
+    with ckptkern.split_backward("auto"), ckptkern.workspace("16MiB"):
+        tensors = make(setup)
+        whole, _ = passes(setup.fused, tensors, [tuple(tensors)])
+        flops, _ = passes(setup.fused, tensors, two(tensors))
+    assert sum(flops) == whole[0]
+
+
+def mlp(recompute="full", tokens=12):
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 8, requires_grad=True)
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    return x, weights, lambda: ckptkern.mlp(x, weights[0], None, weights[1], None, recompute=recompute)
+
+
+@pytest.mark.parametrize("change", ["another", "in place"])
+def test_a_second_pass_of_another_gradient_takes_no_stash(change):
+    x, weights, call = mlp()
+    y, dy = call(), torch.ones(12, 8)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    if change == "in place":
+        dy.mul_(3)
+    else:
+        dy = torch.full((12, 8), 3.0)
+    grads = torch.autograd.grad(y, weights, dy)
+    expected = torch.autograd.grad(call(), weights, torch.full((12, 8), 3.0))
+    for ours, theirs in zip(grads, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_in_several_passes_and_again():
+    """Each weight's share of the stash is taken once; a third pass recomputes."""
+    x, weights, call = mlp()
+    y, dy = call(), torch.randn(12, 8)
+    expected = torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
+    for _ in range(2):
+        found = [torch.autograd.grad(y, one, dy, retain_graph=True)[0] for one in (x, *weights)]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_nothing_is_held_after_the_second_pass_or_without_one():
+    x, weights, call = mlp()
+    for wanted, retain in ((weights, True), (x, False)):
+        y, dy = call(), torch.randn(12, 8)
+        held = weakref.ref(dy)
+        torch.autograd.grad(y, x, dy, retain_graph=retain)
+        if retain:
+            torch.autograd.grad(y, wanted, dy, retain_graph=True)
+        del dy
+        assert held() is None
+
+
+def test_a_stash_counts_what_is_not_saved_already():
+    x, big = torch.randn(4), torch.randn(16)
+    stash = Stash(64, [x])
+    assert stash.holds([x, big, big[:2], None])
+    assert stash.bytes == 64
+    assert not stash.holds([torch.randn(1)])
+    assert not stash.fill([x], {1: big})
+
+
+def test_operands_that_change_make_no_stash():
+    """A body that wrote over what a later matmul reads would give wrong gradients."""
+    x = torch.randn(4)
+    stash = Stash(torch.inf, [])
+    stash.holds([x])
+    assert Stash(torch.inf, []).fill([x], {1: x})
+    x.add_(1)
+    assert not stash.fill([x], {1: torch.ones(1)})
+
+
+def test_under_create_graph_and_in_whole_passes_nothing_changes():
+    x, weights, call = mlp()
+    y = call()
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    second = torch.autograd.grad(dx.square().sum(), [x, *weights])
+    with ckptkern.backend("eager"):
+        z = torch.nn.functional.gelu(x @ weights[0].t()) @ weights[1].t()
+    (dx,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
+    for ours, theirs in zip(second, torch.autograd.grad(dx.square().sum(), [x, *weights]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_partial_backward_leaves_main_grads_alone():
+    x, weights, call = mlp()
+    for w in weights:
+        w.main_grad = torch.zeros(8, 8)
+    y, dy = call(), torch.randn(12, 8)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert not any(w.main_grad.any() for w in weights)
+    torch.autograd.grad(y, weights, dy, allow_unused=True)
+    assert all(w.main_grad.any() for w in weights)
+
+
+def test_another_mode_is_an_error():
+    with pytest.raises(ValueError, match="split_backward: mode must be"):
+        ckptkern.split_backward("later")
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """tied: a layer runs twice, and the sums of its gradients have another order."""
+
+    def __init__(self, recompute="full", tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(6, 8)
+        self.layers = nn.Sequential(*(ckptkern.nn.MLP(8, 16, recompute=recompute) for _ in range(2)))
+        self.last = self.layers[0] if tied else nn.Identity()
+
+    def forward(self, x):
+        return self.last(self.layers(self.embed(x))).square().sum()
+
+
+def gradients(model: nn.Module, delayed: bool, around=lambda call: call()) -> dict:
+    torch.manual_seed(1)
+    for batch in torch.randn(3, 5, 6):
+        if delayed:
+            with ckptkern.delay_weight_gradients(model) as later:
+                around(lambda batch=batch: model(batch)).backward()
+                later.flush()
+        else:
+            around(lambda batch=batch: model(batch)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_delayed_gradients_have_the_bits(recompute, tied):
+    ours, theirs = (gradients(Model(recompute, tied), delayed) for delayed in (True, False))
+    for name, grad in theirs.items():
+        if tied and "layers.0" in name:
+            torch.testing.assert_close(ours[name], grad)
+        else:
+            assert torch.equal(ours[name], grad), name
+
+
+def test_weights_wait_until_they_are_flushed():
+    model = Model()
+    with ckptkern.delay_weight_gradients(model) as later:
+        model(torch.randn(5, 6)).backward()
+        waits = [name for name, p in model.named_parameters() if p.grad is None]
+        assert waits == [name for name, _ in model.named_parameters() if "layers" in name and "weight" in name]
+        with bodies_seen(), Watch() as watch:
+            later.flush()
+        assert watch.flops == 2 * 2 * 2 * 5 * 8 * 16  # two layers of two weights
+        assert all(p.grad is not None for p in model.parameters())
+    assert not later.queue
+
+
+def test_what_waits_is_flushed_at_the_end_but_after_an_error():
+    model, failing = Model(), Model()
+    with ckptkern.delay_weight_gradients(model):
+        model(torch.randn(5, 6)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    later = ckptkern.delay_weight_gradients(failing)
+    later.__enter__()
+    failing(torch.randn(5, 6)).backward()
+    later.__exit__(ArithmeticError, ArithmeticError(), None)
+    assert not later.queue
+    assert failing.layers[1].fc1.weight.grad is None
+
+
+def test_a_models_weights_alone_wait():
+    model, other = Model(), Model()
+    with ckptkern.delay_weight_gradients(model):
+        other(torch.randn(5, 6)).backward()
+        assert all(p.grad is not None for p in other.parameters())
+
+
+def test_inside_an_activation_checkpoint_gradients_come_at_once():
+    def around(call):
+        return ckptkern.checkpoint(call)
+
+    assert_same(gradients(Model(), True, around), gradients(Model(), False, around))
+
+
+def test_main_grads_are_added_to_when_they_are_flushed():
+    model, expected = Model(), gradients(Model(), False)
+    weights = {name: p for name, p in model.named_parameters() if "layers" in name and "weight" in name}
+    for p in weights.values():
+        p.main_grad = torch.zeros_like(p)
+    gradients(model, True)
+    for name, p in weights.items():
+        assert p.grad is None
+        torch.testing.assert_close(p.main_grad, expected[name])
+
+
+def test_errors_of_delayed_gradients():
+    model = Model()
+    handle = model.embed.weight.register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=r"embed.weight has hooks"):
+        ckptkern.delay_weight_gradients(model)
+    handle.remove()
+    with ckptkern.delay_weight_gradients(model) as later, pytest.raises(RuntimeError, match="already"):
+        later.__enter__()
+
+
+def test_one_backward_of_the_body_serves_both_passes(monkeypatch):
+    """What torch's zero-bubble schedules do: the second pass begins at the region's node, with the tensors the first had."""
+    count, direct = [], functions.direct_backward
+
+    def counted(*args):
+        count.append(args[0].name)
+        return direct(*args)
+
+    monkeypatch.setattr(functions, "direct_backward", counted)
+    x, weights, call = mlp()
+    y, got = call(), []
+    handle = y.grad_fn.register_prehook(got.append)
+    (dx,) = torch.autograd.grad(y.sin().sum(), x, retain_graph=True)
+    handle.remove()
+    edge = torch.autograd.graph.GradientEdge(y.grad_fn, 0)
+    grads = torch.autograd.grad([edge], weights, grad_outputs=[got[0][0]])
+    assert count == ["mlp"]
+    for ours, theirs in zip((dx, *grads), torch.autograd.grad(call().sin().sum(), [x, *weights]), strict=True):
+        assert torch.equal(ours, theirs)
