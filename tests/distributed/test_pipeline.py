@@ -11,16 +11,23 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.ops.registration import functions
 
 MICROS = 4
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 SCHEDULES = {
-    one.__name__: one for one in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
-}  # the last one forms the gradients of inputs and of weights in two passes
+    one.__name__: one for one in (
+        ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+    )
+}  # fmt: skip
+ZERO_BUBBLE = [
+    name for name in SCHEDULES if "ZeroBubble" in name
+]  # form the gradients of inputs and of weights in two passes
 
 
 class Part(nn.Module):
@@ -71,8 +78,8 @@ def alone(parts, step):
 
 
 def _check_stages(rank, size, kind, schedule, p):
-    each = 2 if "Interleaved" in schedule else 1  # stages of a rank
-    numbers = range(rank, each * size, size)
+    each = 2 if "Interleaved" in schedule or "ZBV" in schedule else 1  # stages of a rank
+    numbers = [rank, 2 * size - 1 - rank] if "ZBV" in schedule else range(rank, each * size, size)
     unfused = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
     parts = {i: Part(kind, p, True, i, each * size) for i in numbers}
     for i, part in parts.items():
@@ -85,10 +92,18 @@ def _check_stages(rank, size, kind, schedule, p):
         )
         for i, part in parts.items()
     ]  # fmt: skip
+    bodies, direct = [], functions.direct_backward
+
+    def counted(*args):
+        bodies.append(args[0].name)
+        return direct(*args)
+
+    functions.direct_backward = counted
     run = SCHEDULES[schedule](stages if each > 1 else stages[0], MICROS, loss_fn=loss_of)
     optimizers = [optimizer_of(nn.ModuleList(unfused)), optimizer_of(nn.ModuleList(parts.values()))]
     for step in range(STEPS):
         expected, gradients = alone(unfused, step)
+        bodies.clear()
         torch.manual_seed(1000 * step + rank)
         x, target = batch(step)
         losses = []
@@ -99,6 +114,8 @@ def _check_stages(rank, size, kind, schedule, p):
         for i, part in parts.items():
             for mine, theirs in zip(part.parameters(), gradients[i], strict=True):
                 torch.testing.assert_close(mine.grad, theirs, rtol=1e-5, atol=1e-5)
+        if kind == "converted":  # one backward of each layer and micro-batch, also where it comes in two passes
+            assert bodies.count("transformer_layer") == len(parts) * MICROS, bodies
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -107,7 +124,7 @@ def _check_stages(rank, size, kind, schedule, p):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks(ranks, schedule, kind):
-    if schedule == "ScheduleInterleavedZeroBubble" and kind != "segments" and RELEASE < (2, 13):
+    if schedule in ZERO_BUBBLE and kind != "segments" and RELEASE < (2, 13):
         pytest.skip("this schedule of torch 2.11 fails on every autograd.Function: _input_metadata")
     ranks.run(2, _check_stages, 2, kind, schedule, 0.0)
 
@@ -116,3 +133,9 @@ def test_two_ranks(ranks, schedule, kind):
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
 def test_four_ranks_with_dropout(ranks, schedule, kind):
     ranks.run(4, _check_stages, 4, kind, schedule, 0.2)
+
+
+@pytest.mark.skipif(RELEASE < (2, 13), reason="these schedules of torch 2.11 fail on every autograd.Function")
+@pytest.mark.parametrize("schedule", ZERO_BUBBLE)
+def test_zero_bubble_on_four_ranks(ranks, schedule):
+    ranks.run(4, _check_stages, 4, "converted", schedule, 0.0)

@@ -270,7 +270,7 @@ def test_errors_of_delayed_gradients():
         later.__enter__()
 
 
-def test_one_backward_of_the_body_serves_both_passes(monkeypatch):
+def test_the_second_pass_runs_no_body(monkeypatch):
     """What torch's zero-bubble schedules do: the second pass begins at the region's node, with the tensors the first had."""
     count, direct = [], functions.direct_backward
 

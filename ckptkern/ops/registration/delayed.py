@@ -189,8 +189,8 @@ class delay_weight_gradients:
             work.wait()
 
     `flush` adds to `.grad` (or a weight's `main_grad`) what backward would have added, with its bits; the end of the `with`
-    flushes what is left. Until then the operands are held: for each region the gradients of its matmuls' results and what these read.
-    Only weights of this package's regions wait, and not those inside an activation checkpoint.
+    flushes what is left. Until then the operands are held: for each region the gradients of its matmuls' results and what
+    these read. Only weights of this package's regions wait, and not those inside an activation checkpoint.
 
     Raises ValueError for a parameter with hooks, which would not run when its gradient comes; DistributedDataParallel's and
     fully_shard's cannot be seen, and do not run either. Raises RuntimeError inside another one.
