@@ -12,6 +12,7 @@
 
 #include <new>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -88,6 +89,8 @@ struct Segment {
   } m;
 };
 
+constexpr int64_t held = -1; // the key of values for every backward pass over a retained graph
+
 struct Placeholder {
   PyObject_HEAD
   Segment* segment; // owned
@@ -96,6 +99,9 @@ struct Placeholder {
 
   PyObject* take(int64_t key) {
     for (auto i = values.begin(); i != values.end(); ++i) {
+      if (i->first == held && key == held) {
+        return Py_NewRef(i->second.object);
+      }
       if (i->first == key) {
         PyObject* value = i->second.release();
         values.erase(i);
@@ -281,6 +287,50 @@ PyObject* segment_drop(PyObject* self, PyObject* object) {
   Py_RETURN_NONE;
 }
 
+// (key, limit) -> are the values of that recompute for every later pass from now on? Not if they take more bytes than limit,
+// without parameters; limit < 0: none.
+PyObject* segment_hold(PyObject* self, PyObject* args) {
+  HANDLE_TH_ERRORS
+  long long key = 0, limit = 0;
+  if (PyArg_ParseTuple(args, "LL", &key, &limit) == 0) {
+    return nullptr;
+  }
+  const auto& m = as<Segment>(self)->m;
+  std::unordered_set<const void*> counted;
+  for (const auto& entry : m.watched) {
+    if (const auto impl = entry.second.tensor.lock(); impl && impl->has_storage()) {
+      counted.insert(impl->storage().unsafeGetStorageImpl());
+    }
+  }
+  std::size_t bytes = 0;
+  std::vector<int64_t*> keys;
+  for (Placeholder* placeholder : m.places) {
+    if (placeholder == nullptr) {
+      continue;
+    }
+    for (auto& value : placeholder->values) {
+      if (value.first != key) {
+        continue;
+      }
+      keys.push_back(&value.first);
+      const auto& x = THPVariable_Unpack(value.second.object);
+      if (!x.has_storage()) {
+        bytes += x.nbytes();
+      } else if (counted.insert(x.storage().unsafeGetStorageImpl()).second) {
+        bytes += x.storage().nbytes();
+      }
+    }
+  }
+  if (limit >= 0 && bytes > static_cast<std::size_t>(limit)) {
+    Py_RETURN_FALSE;
+  }
+  for (int64_t* one : keys) {
+    *one = held;
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
 Py_ssize_t segment_length(PyObject* self) {
   return static_cast<Py_ssize_t>(as<Segment>(self)->m.places.size());
 }
@@ -312,6 +362,10 @@ PyMethodDef segment_methods[] = {
     {"forget_moved", segment_forget_moved, METH_NOARGS, "stops watching what has changed since it was noted"},
     {"keep_versions", segment_keep_versions, METH_NOARGS, "takes the current versions as forward's"},
     {"metadata", segment_metadata, METH_O, "place -> (shape, dtype, device)"},
+    {"hold",
+     segment_hold,
+     METH_VARARGS,
+     "(key, limit) -> are that recompute's values for all later passes? -1: no limit"},
     {"drop", segment_drop, METH_O, "key: frees what its recompute has handed out"},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -6,13 +6,15 @@ placeholder at the same place, and the run stops at the last one. One C++ object
 forward: arguments, random state and precision (csrc/segment_state.h).
 
 Saved tensors belong to the innermost region; a region's own arguments are saved in the region around it. Recomputed
-tensors belong to one backward pass and are freed when it reads them, also with retain_graph.
+tensors belong to one backward pass and are freed when it reads them, also with retain_graph; but after a pass that asks for a
+part of the gradients of a retained graph, later passes read them too (`ckptkern.split_backward`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
@@ -26,11 +28,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
+from ..ops.dispatch.choices import choose_workspace
+from ..ops.registration.delayed import splits, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
 from .decisions import contexts_of
 
 __all__ = ["checkpoint", "checkpointed"]
 
+HELD = -1  # the key of a recompute that later passes read, too; csrc/saved_tensors.cpp
 DETERMINISM_CHECKS = ("default", "none", "values")
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -121,7 +126,10 @@ class Segment(SavedTensors):
     # -- backward
 
     def key(self) -> int:
-        """Identifies the current backward pass. Passes of one group share a recompute; outside a pass, each read is one."""
+        """Identifies the current backward pass. Passes of one group share a recompute, and so do those after the first of two
+        passes over a retained graph (`split_backward`); outside a pass, each read is one."""
+        if HELD in self.done:
+            return HELD
         group = torch._C._get_graph_exec_group()
         if group is None:
             task = torch._C._current_graph_task_id()
@@ -132,9 +140,13 @@ class Segment(SavedTensors):
         try:
             with self.lock:
                 key = self.key()
-                if key not in self.done:
+                if key == HELD:
+                    self.refuse_changed_parameters()
+                elif key not in self.done:
                     self.recompute(key)
                     self.done[key] = torch._C._get_graph_exec_group()
+                    if splits() and self.hold(key, self.stash_limit()):
+                        self.done[key := HELD] = None
             value = saved.take(key)
             if value is None:
                 extra = "" if self.done[key] is None else (
@@ -151,6 +163,13 @@ class Segment(SavedTensors):
             if self.on_error is not None:
                 self.on_error(error)  # raises, with the operators of both runs
             raise
+
+    def stash_limit(self) -> int:
+        """Bytes that the region may hold from one pass to the next; -1: any number."""
+        args, kwargs = self.state.arguments()
+        x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        limit = stash_limit([choose_workspace("checkpoint", None, torch.empty(0) if x is None else x)])
+        return -1 if limit == math.inf else int(limit)
 
     def recompute(self, key: int) -> None:
         args, kwargs = self.state.arguments()

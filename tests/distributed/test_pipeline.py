@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.ops.registration import functions
+from ckptkern.segments import checkpoint
 
 MICROS = 4
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -92,13 +93,17 @@ def _check_stages(rank, size, kind, schedule, p):
         )
         for i, part in parts.items()
     ]  # fmt: skip
-    bodies, direct = [], functions.direct_backward
+    bodies, direct, recompute = [], functions.direct_backward, checkpoint.Segment.recompute
 
     def counted(*args):
         bodies.append(args[0].name)
         return direct(*args)
 
-    functions.direct_backward = counted
+    def recomputed(self, key):
+        bodies.append("recompute")
+        recompute(self, key)
+
+    functions.direct_backward, checkpoint.Segment.recompute = counted, recomputed
     run = SCHEDULES[schedule](stages if each > 1 else stages[0], MICROS, loss_fn=loss_of)
     optimizers = [optimizer_of(nn.ModuleList(unfused)), optimizer_of(nn.ModuleList(parts.values()))]
     for step in range(STEPS):
@@ -114,8 +119,9 @@ def _check_stages(rank, size, kind, schedule, p):
         for i, part in parts.items():
             for mine, theirs in zip(part.parameters(), gradients[i], strict=True):
                 torch.testing.assert_close(mine.grad, theirs, rtol=1e-5, atol=1e-5)
-        if kind == "converted":  # one backward of each layer and micro-batch, also where it comes in two passes
-            assert bodies.count("transformer_layer") == len(parts) * MICROS, bodies
+        # one backward of each layer and one recompute of each region for a micro-batch, also where it comes in two passes
+        if name := {"converted": "transformer_layer", "segments": "recompute"}.get(kind):
+            assert bodies.count(name) == len(parts) * MICROS, bodies
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -136,6 +142,7 @@ def test_four_ranks_with_dropout(ranks, schedule, kind):
 
 
 @pytest.mark.skipif(RELEASE < (2, 13), reason="these schedules of torch 2.11 fail on every autograd.Function")
+@pytest.mark.parametrize("kind", ["converted", "segments"])
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
-def test_zero_bubble_on_four_ranks(ranks, schedule):
-    ranks.run(4, _check_stages, 4, "converted", schedule, 0.0)
+def test_zero_bubble_on_four_ranks(ranks, schedule, kind):
+    ranks.run(4, _check_stages, 4, kind, schedule, 0.0)

@@ -7,6 +7,7 @@ import torch
 from support.blocks import calls, in_turn
 from support.cases import SAVED_SETS, P, Watch, assert_same, make, output_gradient, setups
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import ckptkern
@@ -289,3 +290,76 @@ def test_the_second_pass_runs_no_body(monkeypatch):
     assert count == ["mlp"]
     for ours, theirs in zip((dx, *grads), torch.autograd.grad(call().sin().sum(), [x, *weights]), strict=True):
         assert torch.equal(ours, theirs)
+
+
+# -- activation checkpoints --------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A LayerNorm is read by both passes, a Linear's input by the second alone."""
+
+    def __init__(self, fused):
+        super().__init__()
+        torch.manual_seed(0)
+        mlp = ckptkern.nn.MLP(8, 16) if fused else nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        self.layers = nn.Sequential(nn.LayerNorm(8), mlp, nn.Dropout(0.5))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+def in_passes(block, x, dy, change=lambda: None):
+    """(dx, gradients of parameters, each in a pass of its own)"""
+    torch.manual_seed(3)
+    y = ckptkern.checkpoint(block, x)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    change()
+    return dx, *(torch.autograd.grad(y, p, dy, retain_graph=True)[0] for p in block.parameters())
+
+
+@pytest.mark.parametrize(
+    ("mode", "workspace", "runs"), [("stash", 1, 2), ("auto", "1MiB", 2), ("auto", 1, 8), ("recompute", None, 8)]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_passes_share_a_recompute(fused, mode, workspace, runs):
+    block, x, dy = Block(fused), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(block(x), [x, *block.parameters()], dy)
+    block.calls = 0
+    with ckptkern.split_backward(mode), ckptkern.workspace(workspace):
+        found = in_passes(block, x, dy)
+    assert block.calls == runs
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_parameter_that_changes_between_the_passes_is_an_error():
+    block, x = Block(False), torch.randn(4, 8, requires_grad=True)
+
+    def change():
+        with torch.no_grad():
+            block.layers[1][0].weight.mul_(2)
+
+    with pytest.raises(CheckpointError, match="was changed in place"):
+        in_passes(block, x, torch.randn(4, 8), change)
+
+
+def test_what_was_recomputed_goes_with_the_graph():
+    block, x, dy = Block(False), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    made = []
+    block.layers[1][0].register_forward_hook(lambda module, args, y: made.append(weakref.ref(y)))
+    y = ckptkern.checkpoint(block, x)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    torch.autograd.grad(y, list(block.parameters()), dy)
+    del y
+    assert not any(one() is not None for one in made)
+
+
+def test_a_whole_pass_over_a_retained_graph_holds_nothing():
+    block, x, dy = Block(False), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    y = ckptkern.checkpoint(block, x)
+    for _ in range(2):
+        y.backward(dy, retain_graph=True)
+    assert block.calls == 3

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ... import state
 from ..dispatch.checks import check_choice
 
 MODES = ("auto", "stash", "recompute")
@@ -144,6 +145,17 @@ def stash_limit(workspaces: Iterable[int | None]) -> float:
     return torch.inf if _Process.mode == "stash" else 0
 
 
+def splits() -> bool:
+    """Does the running backward pass ask for a part of the gradients, of a graph that is retained for another pass?"""
+    return (
+        _Process.mode != "recompute"
+        and not torch.compiler.is_compiling()
+        and state.asked() is not None
+        and not torch.is_grad_enabled()
+        and torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
 def is_now() -> bool:
     """Do matmuls of weights' gradients run as soon as their operands are there?"""
     return _thread.stash is None
@@ -162,6 +174,9 @@ class split_backward:
     "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
     "recompute"  each pass recomputes what it reads: nothing is held between them
     "auto"       the default: "stash" where these operands fit the region's workspace, else "recompute"
+
+    An activation checkpoint is recomputed once for both passes, and what it recomputed is held until the graph is freed: in
+    "stash" always, in "auto" where that fits the workspace.
 
     Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. A stash covers a pass with the
     same gradient of the region's result, and only of a graph that is retained; anything else recomputes. It takes no part in

@@ -27,7 +27,7 @@ from ...state import Observed
 from ...subclasses import own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
-from .delayed import Delayed, Stash, formed, stash_limit, stashing, waits_by_hand
+from .delayed import Delayed, Stash, formed, splits, stash_limit, stashing, waits_by_hand
 from .gradients import having_main_grad, into_main_grad
 from .library import LIBRARY, Registered, call_forward, register
 from .needs import asked, needed, present, split, wanted
@@ -222,7 +222,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                if waits_by_hand() or state.asked() is not None:
+                if not torch.compiler.is_compiling() and (waits_by_hand() or state.asked() is not None):
                     return (None, *_in_parts(ctx, op, gradients, (dy, *more), flat, options, needs))
                 return (None, *gradients(dy, flat, options, needs))
 
@@ -240,8 +240,7 @@ def _in_parts(ctx, op: type[Op], gradients, upstream: tuple, flat, options, need
     limit = torch.inf if by_hand else stash_limit(_codec.values_of(options, "workspace"))
     seen = state.observe((dy := upstream[0], *flat))
     observed = seen & _OBSERVED and not (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
-    splits = by_hand or (wanted & 1 and wanted != needs and torch._C._autograd._get_current_graph_task_keep_graph())
-    if torch.is_grad_enabled() or observed or not limit or not splits:
+    if torch.is_grad_enabled() or observed or not (by_hand or (limit and wanted & 1 and wanted != needs and splits())):
         return gradients(dy, flat, options, wanted)
     formed_now = wanted if by_hand else needs
     stash = Stash(limit, flat)
