@@ -15,7 +15,7 @@ masks are those of the unsharded block, by index.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,13 +62,23 @@ class Shard:
 
     def reduced(self, y: Tensor) -> Tensor:
         """R y, of y [..., S, d] with all rows."""
+        return self.reducing(y)()
+
+    def reducing(self, y: Tensor) -> Callable[[], Tensor]:
+        """Starts the collective of R y; what it returns waits for it and gives R y."""
         if not self.sequence:
-            return self.sum(y)
+            total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)
+            return lambda: torch.ops._c10d_functional.wait_tensor(total)
         if y.dim() > 2:
             y = y.unflatten(-2, (self.size, -1)).movedim(-3, 0)
-        parts = torch.ops._c10d_functional.reduce_scatter_tensor(y.contiguous(), "sum", self.size, self.group)
-        parts = torch.ops._c10d_functional.wait_tensor(parts)
-        return parts if y.dim() == 2 else parts.squeeze(0)
+        rows = y.contiguous()  # stays until the collective has read it
+        parts = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.size, self.group)
+
+        def finished() -> Tensor:
+            whole = torch.ops._c10d_functional.wait_tensor(parts)
+            return whole if rows.dim() == 2 else whole.squeeze(0)
+
+        return finished
 
     def sum(self, y: Tensor) -> Tensor:
         total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ... import state
-from .functions import DISPATCHED, named
+from .codec import values_of
+from .delayed import Stash, formed, stashing, workspace_limit
+from .functions import DISPATCHED, named, runs_directly
 from .library import call_forward
 from .needs import asked, wanted
-from .op import direct_forward, to_save
+from .op import direct_backward, direct_forward, to_save
 
 
 def across_ranks(apply) -> Callable[..., Tensor]:
@@ -20,7 +22,8 @@ def across_ranks(apply) -> Callable[..., Tensor]:
 
         y = reduced(f(gathered(x))),   dx = reduced(f'(gathered(dy)))
 
-    What is saved of x is x itself, not what was gathered of it."""
+    What is saved of x is x itself, not what was gathered of it. The collective of dx runs under the matmuls that give the
+    weights' gradients (as in Megatron-LM's linear layers)."""
     registered, gradients = apply.parts
     op = registered.op
 
@@ -46,8 +49,21 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             x, *others = ctx.saved_tensors
             saved = [None if x is None else shard.gathered(x), *others]
             with nullcontext() if precision is None else precision:
-                dx, *grads = gradients(shard.gathered(dy), saved, options, asked(needs, saved))
-            return (None, None, None, None if dx is None else shard.reduced(dx), *grads)
+                dx, *grads = _overlapped(shard, shard.gathered(dy), saved, options, asked(needs, saved))
+            return (None, None, None, dx, *grads)
+
+    def _overlapped(shard, dy: Tensor, saved: list, options, needs: int) -> list[Tensor | None]:
+        """The gradients, with the collective of dx under the matmuls of the weights' gradients, whose operands are there. They
+        wait as far as they fit the workspace."""
+        seen = 0 if torch.compiler.is_compiling() else state.observe((dy, *saved))
+        if torch.compiler.is_compiling() or not needs & 1 or not runs_directly(seen):
+            dx, *grads = gradients(dy, saved, options, needs)
+            return [None if dx is None else shard.reduced(dx), *grads]
+        with stashing(Stash(workspace_limit(values_of(options, "workspace")), saved, spills=True)):
+            dx, *grads = direct_backward(op, dy, saved, options, needs, seen)
+        reduced = shard.reducing(dx)
+        grads = [formed(grad) for grad in grads]
+        return [reduced(), *grads]
 
     function = named(Across, op, "Across")
 

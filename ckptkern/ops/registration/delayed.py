@@ -57,6 +57,15 @@ class Sum:
         self.later = self.later or []
         if stash.holds(operands):
             self.later.append(operands)
+        elif stash.spills:
+            self.run()
+            self.matmul(*operands)
+
+    def run(self) -> None:
+        """Adds what waits."""
+        while self.later:
+            self.matmul(*self.later.pop(0))
+        self.later = None
 
     def result(self) -> Tensor | Delayed | None:
         return self.total() if self.later is None else Delayed([self])
@@ -72,9 +81,7 @@ class Delayed:
         """Runs them; once."""
         grad = None
         for one in self.sums:
-            operands, one.later = one.later, None
-            while operands:
-                one.matmul(*operands.pop(0))
+            one.run()
             grad = one.total()
         return grad
 
@@ -82,10 +89,11 @@ class Delayed:
 class Stash:
     """What the first of two passes leaves to the second: gradients, or the operands of the matmuls that give them.
 
-    limit: bytes, besides what is saved for backward anyway, `saved`; more is not stashed, and the second pass recomputes."""
+    limit: bytes, besides what is saved for backward anyway, `saved`; more is not stashed, and the second pass recomputes.
+    spills: what is not stashed runs at once instead."""
 
-    def __init__(self, limit: float, saved: Iterable[Tensor | None]):
-        self.limit, self.bytes, self.is_full = limit, 0, False
+    def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
+        self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
         self.versions: list[tuple[Tensor, int]] = []
         self.upstream: list[tuple[Tensor, int]] = []
@@ -138,10 +146,14 @@ def stashing(stash: Stash) -> Iterator[None]:
         _thread.stash = before
 
 
+def workspace_limit(workspaces: Iterable[int | None]) -> float:
+    return max((torch.inf if one is None else one for one in workspaces), default=0)
+
+
 def stash_limit(workspaces: Iterable[int | None]) -> float:
     """Bytes that a region may stash: as many as its workspace in "auto"."""
     if _Process.mode == "auto":
-        return max((torch.inf if one is None else one for one in workspaces), default=0)
+        return workspace_limit(workspaces)
     return torch.inf if _Process.mode == "stash" else 0
 
 

@@ -77,6 +77,11 @@ def bodies_are_seen() -> bool:
     return _Bodies.seen
 
 
+def runs_directly(seen: int) -> bool:
+    """Does backward run an op's body without the library op around it? seen: what `observe` saw."""
+    return not seen & _OBSERVED or (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
+
+
 def _distinct(tensors: tuple) -> tuple:
     """tensors with a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function."""
     return tuple(
@@ -177,7 +182,7 @@ def _gradients(registered: Registered, second_order: type):
             grads = second_order.apply(options, needs, dy, *flat)
         else:
             seen = _OBSERVED if torch.compiler.is_compiling() else state.observe((dy, *flat))
-            if not seen & _OBSERVED or (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED)):
+            if runs_directly(seen):
                 return direct_backward(op, dy, flat, options, needs, seen)
             tensors, saved = call_of(op, flat, options)
             grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
@@ -239,8 +244,11 @@ def _in_parts(ctx, op: type[Op], gradients, upstream: tuple, flat, options, need
             return [stash.take(i) if wanted >> i & 1 else None for i in range(len(flat) - len(upstream) + 1)]
     limit = torch.inf if by_hand else stash_limit(_codec.values_of(options, "workspace"))
     seen = state.observe((dy := upstream[0], *flat))
-    observed = seen & _OBSERVED and not (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
-    if torch.is_grad_enabled() or observed or not (by_hand or (limit and wanted & 1 and wanted != needs and splits())):
+    if (
+        torch.is_grad_enabled()
+        or not runs_directly(seen)
+        or not (by_hand or (limit and wanted & 1 and wanted != needs and splits()))
+    ):
         return gradients(dy, flat, options, wanted)
     formed_now = wanted if by_hand else needs
     stash = Stash(limit, flat)

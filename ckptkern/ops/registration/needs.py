@@ -45,9 +45,10 @@ def _named_in_order(kind: type, needs: int) -> tuple[str | None, ...]:
 
 
 def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
-    """The part of needs that the running backward pass asks the node of these tensors for: all, except in `torch.autograd.grad`
-    and `backward(inputs=...)`. The first tensor has an edge, saved or not; None has none."""
-    edges = state.asked()
+    """The part of needs that the running backward pass asks the node of these tensors for: all, except in
+    `torch.autograd.grad` and `backward(inputs=...)`; in a graph that is compiled always all. The first tensor has an
+    edge, saved or not; None has none."""
+    edges = None if torch.compiler.is_compiling() else state.asked()
     if edges is None:
         return needs
     places = (i for i, t in enumerate(tensors) if i == 0 or t is not None)
