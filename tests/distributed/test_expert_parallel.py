@@ -1,0 +1,70 @@
+"""examples/expert_parallel.py, experts over several ranks, against one process with all experts, in float64."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckptkern
+from ckptkern.memory import saved_tensors
+from ckptkern.ops.registration.functions import bodies_seen
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "expert_parallel.py"
+TOKENS, D, HIDDEN, EXPERTS, TOP_K = 24, 8, 12, 8, 3
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def _check(rank: int, size: int, uneven: bool) -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, size, TOKENS, D, dtype=torch.float64).unbind()
+    router = torch.randn(EXPERTS, D, dtype=torch.float64)
+    if uneven:  # some experts get all tokens, and most none
+        router[TOP_K:] = 0
+        x.abs_()
+        router[:TOP_K].abs_()
+    w, wd = torch.randn(EXPERTS, 2 * HIDDEN, D).double(), torch.randn(EXPERTS, D, HIDDEN).double()
+    own = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+
+    layer = runpy.run_path(str(EXAMPLE))["Experts"](D, HIDDEN, EXPERTS, TOP_K).double()
+    with torch.no_grad():
+        for parameter, value in ((layer.router.weight, router), (layer.gate_up, w[own]), (layer.down, wd[own])):
+            parameter.copy_(value)
+    mine = x[rank].clone().requires_grad_()
+    with saved_tensors([*layer.parameters(), mine]) as saved:
+        y = layer(mine)
+    with bodies_seen(), Names() as ops, CommDebugMode() as collectives:
+        y.backward(dy[rank])
+    assert sum(collectives.get_comm_counts().values()) == 3  # of results, rows and weights, and none in recompute
+    assert not any("topk" in name or "sigmoid_" in name for name in ops.names)
+    widest = max(tensor[0][-1] for tensor in saved.tensors if len(tensor[0]) == 2)
+    assert widest == D, "no hidden row is saved"
+
+    parameters = [one.clone().requires_grad_() for one in (x.flatten(0, 1), router, w, wd)]
+    weights, index = (parameters[0] @ parameters[1].t()).softmax(-1).topk(TOP_K)
+    expected = ckptkern.moe_mlp(parameters[0], index, weights, *parameters[2:])
+    dx, drouter, dw, dwd = torch.autograd.grad(expected, parameters, dy.flatten(0, 1))
+    dist.all_reduce(layer.router.weight.grad)
+    for ours, theirs in (
+        (y, expected.view_as(x)[rank]), (mine.grad, dx.view_as(x)[rank]), (layer.router.weight.grad, drouter),
+        (layer.gate_up.grad, dw[own]), (layer.down.grad, dwd[own]),
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_experts_over_ranks(ranks, size, uneven):
+    ranks.run(size, _check, size, uneven)
