@@ -6,8 +6,10 @@
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/tensor_dtypes.h>
 
 #include <new>
@@ -89,21 +91,34 @@ struct Segment {
   } m;
 };
 
+// A recomputed tensor. version: of a held one, which must be as it was; -1 without a version.
+struct Value {
+  Value(int64_t key, Owned object) : key(key), object(std::move(object)) {}
+  int64_t key;
+  Owned object;
+  int64_t version = -1;
+};
+
+int64_t version_of(const Owned& object) {
+  const auto& x = THPVariable_Unpack(object.object);
+  return x.is_inference() ? -1 : static_cast<int64_t>(x._version());
+}
+
 constexpr int64_t held = -1; // the key of values for every backward pass over a retained graph
 
 struct Placeholder {
   PyObject_HEAD
   Segment* segment; // owned
   std::size_t place;
-  std::vector<std::pair<int64_t, Owned>> values; // by backward pass
+  std::vector<Value> values; // by backward pass
 
   PyObject* take(int64_t key) {
     for (auto i = values.begin(); i != values.end(); ++i) {
-      if (i->first == held && key == held) {
-        return Py_NewRef(i->second.object);
+      if (i->key == held && key == held) {
+        return version_of(i->object) == i->version ? Py_NewRef(i->object.object) : nullptr;
       }
-      if (i->first == key) {
-        PyObject* value = i->second.release();
+      if (i->key == key) {
+        PyObject* value = i->object.release();
         values.erase(i);
         return value;
       }
@@ -116,6 +131,7 @@ struct Recompute {
   PyObject_HEAD
   Segment* segment; // owned
   PyObject* stop; // owned: the exception class that ends the run
+  PyObject* device; // owned: of the first tensor, or null
   int64_t key;
   std::size_t count;
   std::vector<std::pair<std::size_t, Owned>> different;
@@ -278,17 +294,26 @@ PyObject* segment_drop(PyObject* self, PyObject* object) {
   if (key == -1 && PyErr_Occurred() != nullptr) {
     return nullptr;
   }
-  std::vector<Owned> dropped; // freed at the end, because freeing a tensor may run any code
+  std::vector<Value> dropped; // freed at the end, because freeing a tensor may run any code
   for (Placeholder* placeholder : as<Segment>(self)->m.places) {
-    if (placeholder != nullptr) {
-      dropped.emplace_back(placeholder->take(key));
+    if (placeholder == nullptr) {
+      continue;
+    }
+    auto& values = placeholder->values;
+    for (auto i = values.begin(); i != values.end();) {
+      if (i->key == key) {
+        dropped.push_back(std::move(*i));
+        i = values.erase(i);
+      } else {
+        ++i;
+      }
     }
   }
   Py_RETURN_NONE;
 }
 
-// (key, limit) -> are the values of that recompute for every later pass from now on? Not if they take more bytes than limit,
-// without parameters; limit < 0: none.
+// (key, limit) -> the bytes of that recompute's values, without parameters; from now on they are for every later pass. None,
+// and they are not, if that is more than limit; limit < 0: any number.
 PyObject* segment_hold(PyObject* self, PyObject* args) {
   HANDLE_TH_ERRORS
   long long key = 0, limit = 0;
@@ -303,31 +328,58 @@ PyObject* segment_hold(PyObject* self, PyObject* args) {
     }
   }
   std::size_t bytes = 0;
-  std::vector<int64_t*> keys;
+  std::vector<Value*> values;
   for (Placeholder* placeholder : m.places) {
     if (placeholder == nullptr) {
       continue;
     }
     for (auto& value : placeholder->values) {
-      if (value.first != key) {
+      if (value.key != key) {
         continue;
       }
-      keys.push_back(&value.first);
-      const auto& x = THPVariable_Unpack(value.second.object);
-      if (!x.has_storage()) {
-        bytes += x.nbytes();
-      } else if (counted.insert(x.storage().unsafeGetStorageImpl()).second) {
+      values.push_back(&value);
+      const auto& x = THPVariable_Unpack(value.object.object);
+      if (!x.has_storage()) { // sparse, jagged and other subclasses: their bytes are not known here
+        Py_RETURN_NONE;
+      }
+      if (counted.insert(x.storage().unsafeGetStorageImpl()).second) {
         bytes += x.storage().nbytes();
       }
     }
   }
   if (limit >= 0 && bytes > static_cast<std::size_t>(limit)) {
+    Py_RETURN_NONE;
+  }
+  for (Value* value : values) {
+    value->key = held;
+    value->version = version_of(value->object);
+  }
+  return PyLong_FromSize_t(bytes);
+  END_HANDLE_TH_ERRORS
+}
+
+// Does the running backward pass leave out the gradient of any leaf that the region reads?
+PyObject* segment_leaves_out(PyObject* self, PyObject*) {
+  HANDLE_TH_ERRORS
+  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
+  if (executed == nullptr || executed->empty()) {
     Py_RETURN_FALSE;
   }
-  for (int64_t* one : keys) {
-    *one = held;
+  for (const auto& entry : as<Segment>(self)->m.watched) {
+    const auto impl = entry.second.tensor.lock();
+    if (!impl || !impl->requires_grad()) {
+      continue;
+    }
+    const auto sum = torch::autograd::impl::try_get_grad_accumulator(at::Tensor(impl));
+    if (!sum) {
+      continue;
+    }
+    const auto found = executed->find(sum.get());
+    if (found == executed->end() || !found->second.should_execute()) {
+      Py_RETURN_TRUE;
+    }
   }
-  Py_RETURN_TRUE;
+  Py_RETURN_FALSE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -365,7 +417,8 @@ PyMethodDef segment_methods[] = {
     {"hold",
      segment_hold,
      METH_VARARGS,
-     "(key, limit) -> are that recompute's values for all later passes? -1: no limit"},
+     "(key, limit) -> bytes of that recompute's values, for all later passes; None if they are more"},
+    {"leaves_out", segment_leaves_out, METH_NOARGS, "() -> does this pass leave out the gradient of a leaf?"},
     {"drop", segment_drop, METH_O, "key: frees what its recompute has handed out"},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -432,6 +485,7 @@ void recompute_dealloc(PyObject* object) {
   self->different.~vector();
   Py_DECREF(self->segment);
   Py_DECREF(self->stop);
+  Py_XDECREF(self->device);
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -445,6 +499,9 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
   }
   // detached: otherwise the tensor would keep this run's graph alive, and a saved output would keep itself alive
   Owned x(given->requires_grad() ? THPVariable_Wrap(given->detach()) : (Py_INCREF(argument), argument));
+  if (self->device == nullptr) {
+    self->device = THPDevice_New(given->device());
+  }
   const std::size_t place = self->count++;
   if (place >= m.places.size()) {
     if (m.completed) {
@@ -486,11 +543,17 @@ PyObject* recompute_different(PyObject* self, void*) {
   return list;
 }
 
+PyObject* recompute_device(PyObject* self, void*) {
+  PyObject* device = as<Recompute>(self)->device;
+  return Py_NewRef(device == nullptr ? Py_None : device);
+}
+
 PyMethodDef recompute_methods[] = {
     {"pack", recompute_pack, METH_O, "x -> x, detached, and handed to the placeholder at its place"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef recompute_values[] = {
+    {"device", recompute_device, nullptr, "of the first tensor, None before it", nullptr},
     {"count", recompute_count, nullptr, "tensors saved so far", nullptr},
     {"different", recompute_different, nullptr, "[(place, tensor)] that do not look as in forward", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};

@@ -142,7 +142,7 @@ def main() -> None:
             result = one(name, config_class, model_class, args.seconds, args.labels, PASSES[args.scale])
             counts[result.verdict] += 1
             within += result.saved_checkpoint > 0 and result.saved_converted <= 1.05 * result.saved_checkpoint
-            compared += result.saved_converted > 0
+            compared += result.saved_converted > 0 and result.saved_checkpoint > 0
             writer.writerow(result.row())
             file.flush()
             ratios = [

@@ -184,15 +184,20 @@ _TABLES = WeakTensorKeyDictionary()
 
 
 def _shared_table(tensor: Tensor, form: str, length: int) -> Tensor:
-    if torch.compiler.is_compiling() or tensor.requires_grad or tensor.is_inference():
+    if (
+        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active() or tensor.requires_grad or tensor.is_inference()
+        or torch.is_inference_mode_enabled() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):  # fmt: skip
         return table_of(tensor, form, length)
-    key = tensor._version, form, length
-    if (held := _TABLES.get(tensor)) is not None and held[0] == key:
-        return held[1]
-    table = table_of(tensor, form, length)
-    if type(table) is type(tensor) and not torch._C._are_functorch_transforms_active():
-        _TABLES[tensor] = key, table
-    return table
+    state = tensor._version, tensor.data_ptr()
+    held = _TABLES.get(tensor)
+    if held is None or held[0] != state:
+        held = _TABLES[tensor] = state, {}
+    tables = held[1]
+    if (form, length) not in tables:
+        tables[form, length] = table_of(tensor, form, length)
+    return tables[form, length]
 
 
 def table_of(tensor: Tensor, form: str, length: int) -> Tensor:

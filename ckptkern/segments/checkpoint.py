@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import types
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
 
@@ -29,9 +28,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from ..ops.dispatch.choices import choose_workspace
-from ..ops.registration.delayed import splits, stash_limit
+from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
 from .decisions import contexts_of
+from .reachable import modules_of
 
 __all__ = ["checkpoint", "checkpointed"]
 
@@ -52,8 +52,8 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "buffers", "checksums", "device_context", "done", "function", "lock", "modules", "on_error", "recompute_context",
-        "state",
+        "buffers", "checked", "checksums", "device", "device_context", "done", "function", "lock", "modules", "on_error",
+        "recompute_context", "room", "state",
     )  # fmt: skip
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
@@ -64,6 +64,7 @@ class Segment(SavedTensors):
         self.modules: list[nn.Module] = []
         self.buffers: list[tuple] = []
         self.include(function, args, kwargs)
+        self.room, self.checked, self.device = None, -1, None
         self.done: dict = {}  # key of every backward pass that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
         self.state = SegmentState(args, kwargs, preserve_rng_state)
@@ -72,7 +73,7 @@ class Segment(SavedTensors):
 
     def include(self, function: Callable, args: tuple, kwargs: dict) -> None:
         """Watches what a call of the function runs: it must be as it is now when the region is recomputed."""
-        modules, others = _modules_of(function, args, kwargs)
+        modules, others = modules_of(function, args, kwargs)
         for module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None:
@@ -126,10 +127,7 @@ class Segment(SavedTensors):
     # -- backward
 
     def key(self) -> int:
-        """Identifies the current backward pass. Passes of one group share a recompute, and so do those after the first of two
-        passes over a retained graph (`split_backward`); outside a pass, each read is one."""
-        if HELD in self.done:
-            return HELD
+        """Identifies the current backward pass. Passes of one group share a recompute; outside a pass, each read is one."""
         group = torch._C._get_graph_exec_group()
         if group is None:
             task = torch._C._current_graph_task_id()
@@ -139,14 +137,16 @@ class Segment(SavedTensors):
     def unpack(self, saved: Placeholder) -> Tensor:
         try:
             with self.lock:
+                if (value := self.held(saved)) is not None:
+                    return value
                 key = self.key()
-                if key == HELD:
-                    self.refuse_changed_parameters()
-                elif key not in self.done:
-                    self.recompute(key)
+                if key not in self.done:
+                    self.device = self.recompute(key)
                     self.done[key] = torch._C._get_graph_exec_group()
-                    if splits() and self.hold(key, self.stash_limit()):
-                        self.done[key := HELD] = None
+                    if is_first_of_several() and self.leaves_out():
+                        self.hold_for_later_passes(key)
+                        if (value := self.held(saved)) is not None:
+                            return value
             value = saved.take(key)
             if value is None:
                 extra = "" if self.done[key] is None else (
@@ -164,14 +164,29 @@ class Segment(SavedTensors):
                 self.on_error(error)  # raises, with the operators of both runs
             raise
 
-    def stash_limit(self) -> int:
-        """Bytes that the region may hold from one pass to the next; -1: any number."""
-        args, kwargs = self.state.arguments()
-        x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
-        limit = stash_limit([choose_workspace("checkpoint", None, torch.empty(0) if x is None else x)])
-        return -1 if limit == math.inf else int(limit)
+    def hold_for_later_passes(self, key: int) -> None:
+        """Of a pass that asks for a part of a retained graph's gradients: later ones read what it recomputed, too, if it may be
+        held (`split_backward`)."""
+        like = torch.empty(0, device=self.device)
+        limit = stash_limit([choose_workspace("checkpoint", None, like)])
+        size = self.hold(key, -1 if limit == math.inf else int(limit))
+        self.room = None if size is None else Room(size)
 
-    def recompute(self, key: int) -> None:
+    def held(self, saved: Placeholder) -> Tensor | None:
+        """What an earlier pass recomputed; not if an argument has changed since, and recompute says so."""
+        if self.room is None:
+            return None
+        if self.checked != (task := torch._C._current_graph_task_id()):
+            self.refuse_changed_parameters()
+            self.checked = task
+        value = saved.take(HELD)
+        if value is None:
+            self.drop(HELD)
+            self.room = None
+        return value
+
+    def recompute(self, key: int) -> torch.device | None:
+        """Hands each tensor to its placeholder. Returns where the first one is."""
         args, kwargs = self.state.arguments()
         self.refuse_changed_parameters()
         run = Recompute(self, key, _Stop)
@@ -214,6 +229,7 @@ class Segment(SavedTensors):
         self.keep_versions()
         if wrong:
             self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
+        return run.device
 
     def run(self, args, kwargs) -> None:
         if self.recompute_context is None and self.device_context is None:
@@ -312,55 +328,6 @@ def _device_context():
     return modes[-1] if modes else None
 
 
-def _walk(module: nn.Module, found: dict[int, nn.Module]) -> None:
-    pending: list[nn.Module | None] = [module]
-    for one in pending:
-        if one is not None and id(one) not in found:
-            found[id(one)] = one
-            if children := one._modules:
-                pending += children.values()
-
-
-_NO_MODULES = frozenset((Tensor, Parameter, type(None), bool, int, float, str))
-
-
-def _modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(the modules that a call runs for sure, others that it can reach), with their children.
-
-    The first are the function itself, what it is bound to, or the `self` of a decorated method; their parameters are
-    watched for changes. The others are among its arguments, defaults and closure, and the globals that its code names.
-    """
-    own: dict[int, nn.Module] = {}
-    others: dict[int, nn.Module] = {}
-    reachable = [*args, *kwargs.values()]
-    while isinstance(function, functools.partial):
-        reachable += (*function.args, *function.keywords.values())
-        function = function.func
-    if isinstance(function, nn.Module):
-        _walk(function, own)
-    elif isinstance(function, types.MethodType):
-        if isinstance(function.__self__, nn.Module):
-            _walk(function.__self__, own)
-    elif isinstance(function, types.FunctionType):
-        if args and isinstance(args[0], nn.Module):
-            _walk(args[0], own)
-        reachable += function.__defaults__ or ()
-        for cell in function.__closure__ or ():
-            try:
-                reachable.append(cell.cell_contents)
-            except ValueError:  # not filled yet
-                continue
-        names = function.__globals__
-        reachable += [names[name] for name in function.__code__.co_names if name in names]
-    for value in reachable:
-        if type(value) in _NO_MODULES:
-            continue
-        for part in value if type(value) in (list, tuple) else (value,):
-            if isinstance(part, nn.Module) and id(part) not in own:
-                _walk(part, others)
-    return list(own.values()), list(others.values())
-
-
 def _versions(buffers) -> list[tuple[int, int]]:
     """(identity, version) of each. batch_norm bumps no version of its statistics, but that of num_batches_tracked."""
     return [(id(b), 0 if is_lazy(b) or b.is_inference() else b._version) for b in buffers.values() if b is not None]
@@ -376,7 +343,7 @@ def _describe(function) -> str:
 
 def _name_of(parameter: Tensor, function, modules: list[nn.Module]) -> str:
     """The parameter's name for an error message, searched for only then."""
-    for module in (*modules, *_modules_of(function, (), {})[1]):
+    for module in (*modules, *modules_of(function, (), {})[1]):
         for name, candidate in module.named_parameters():
             if candidate is parameter:
                 return f"the parameter {name!r}"

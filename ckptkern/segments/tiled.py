@@ -30,7 +30,8 @@ from ..errors import ShapeError
 from ..memory import counting, dense_parts
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
-from .checkpoint import _modules_of, checkpoint
+from .checkpoint import checkpoint
+from .reachable import modules_of
 
 __all__ = ["tiled"]
 
@@ -408,7 +409,7 @@ def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
     """Raises ValueError if a token's output depends on other tokens, or on where it is."""
     if x.shape[dim] < 2:
         return
-    own, others = _modules_of(forward, (), {})
+    own, others = modules_of(forward, (), {})
     buffers = [(b, b.clone()) for module in (*own, *others) for b in module.buffers(recurse=False)]
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []):

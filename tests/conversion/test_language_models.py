@@ -385,8 +385,15 @@ def test_a_rotary_table_that_changes_is_made_again() -> None:
     changed = in_form(table, "twice", 5)
     assert torch.equal(changed, torch.cat((table, table), -1)[:, :5])
     assert not torch.equal(changed, first)
+    with torch.inference_mode():
+        assert in_form(torch.rand(1, 7, 4), "twice", 7).is_inference()
+        assert in_form(table, "each twice", 7).is_inference()
+    assert not in_form(table, "each twice", 7).is_inference()
+    traced = torch.jit.trace(lambda t: in_form(t, "twice", 7), table)
+    other = torch.rand(1, 7, 4)
+    assert torch.equal(traced(other), torch.cat((other, other), -1))
     held = weakref.ref(changed)
-    del changed, table
+    del changed, table, traced
     assert held() is None
 
 

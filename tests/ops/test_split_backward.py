@@ -1,5 +1,6 @@
 """Backward in two passes, the input's gradient first and the weights' later: what runs twice, what is held, and the bits."""
 
+import functools
 import weakref
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 from support.blocks import calls, in_turn
 from support.cases import SAVED_SETS, P, Watch, assert_same, make, output_gradient, setups
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import ckptkern
 from ckptkern.ops.registration import functions
-from ckptkern.ops.registration.delayed import Stash
+from ckptkern.ops.registration.delayed import Stash, stashing
 from ckptkern.ops.registration.functions import bodies_seen
+from ckptkern.ops.registration.gradients import weight_grad
 from ckptkern.ops.registration.library import FLOPS
 
 LACKING = {op: formula for op, formula in FLOPS.items() if flop_registry.get(op) is not formula}
@@ -129,17 +131,95 @@ def test_a_stash_counts_what_is_not_saved_already():
     assert stash.holds([x, big, big[:2], None])
     assert stash.bytes == 64
     assert not stash.holds([torch.randn(1)])
-    assert not stash.fill([x], {1: big})
+    assert not stash.fill([x], [0, 1], 2, {1: big})
 
 
 def test_operands_that_change_make_no_stash():
     """A body that wrote over what a later matmul reads would give wrong gradients."""
-    x = torch.randn(4)
+    a, b, weight = torch.randn(4, 3), torch.randn(4, 2), torch.randn(3, 2)
     stash = Stash(torch.inf, [])
-    stash.holds([x])
-    assert Stash(torch.inf, []).fill([x], {1: x})
-    x.add_(1)
-    assert not stash.fill([x], {1: torch.ones(1)})
+    with stashing(stash):
+        delayed = weight_grad(a, b, weight)
+    assert stash.fill([a], [0, 1], 2, {1: delayed})
+    assert stash.covers([a], [1])
+    b.add_(1)
+    assert not stash.covers([a], [1])
+    assert not Stash(torch.inf, []).fill([a], [0, 1], 2, {1: delayed})
+
+
+@pytest.mark.parametrize("workspace", ["1KiB", None])
+@pytest.mark.parametrize("passes", ["two", "by hand"])
+def test_the_weights_matmuls_run_without_autocast_as_all_others(passes, workspace):
+    """float32 weights, 16-bit operands, sums over chunks in float32."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(300, 32, requires_grad=True), torch.randn(300, 32)
+    mlp = ckptkern.nn.MLP(32, 64)
+    with torch.autocast("cpu", torch.bfloat16), ckptkern.workspace(workspace):
+        expected = torch.autograd.grad(mlp(x).float(), list(mlp.parameters()), dy)
+        y = mlp(x).float()
+        if passes == "two":
+            torch.autograd.grad(y, x, dy, retain_graph=True)
+            found = torch.autograd.grad(y, list(mlp.parameters()), dy)
+        else:
+            with ckptkern.delay_weight_gradients(mlp):
+                y.backward(dy)
+            found = [p.grad for p in mlp.parameters()]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_whole_pass_drops_the_stash():
+    x, _, call = mlp()
+    y, dy = call(), torch.randn(12, 8)
+    held = weakref.ref(dy)
+    torch.autograd.grad(y, x, dy, retain_graph=True)
+    del dy
+    assert held() is not None
+    y.backward(torch.randn(12, 8))
+    assert held() is None
+
+
+def test_a_pass_that_asks_for_all_stashes_nothing():
+    x, weights, call = mlp()
+    y, dy = call(), torch.randn(12, 8)
+    held = weakref.ref(dy)
+    torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
+    del dy
+    assert held() is None
+
+
+def test_all_regions_share_one_workspace():
+    """In "auto": what one region holds, another one may not."""
+    x, _, call = mlp()
+    dy = torch.randn(12, 8)
+    with ckptkern.split_backward("auto"), ckptkern.workspace(2000):
+        ys = [call() for _ in range(3)]
+        for y in ys:
+            torch.autograd.grad(y, x, dy, retain_graph=True)
+        assert [y.grad_fn.stash is not None for y in ys] == [True, False, False]
+        del y
+        ys.pop(0)
+        torch.autograd.grad(ys[0], x, dy, retain_graph=True)
+        assert ys[0].grad_fn.stash is not None
+
+
+def test_a_result_that_nothing_is_computed_of_is_no_other_gradient(monkeypatch):
+    """An MoE's router logits: zeros that each pass would make anew."""
+    bodies, direct = [], functions.direct_backward
+    monkeypatch.setattr(functions, "direct_backward", lambda *args: bodies.append(1) or direct(*args))
+    torch.manual_seed(0)
+    x, router, up, down = (torch.randn(*s, requires_grad=True) for s in ((9, 8), (4, 8), (4, 12, 8), (4, 8, 6)))
+    arguments = dict(router_weight=router, gate_up_weight=up, down_weight=down, top_k=2)
+    y = ckptkern.moe_block(x, **arguments)[0]
+    dy = torch.randn(9, 8)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    found = torch.autograd.grad(y, [router, up, down], dy)
+    assert len(bodies) == 1
+    expected = torch.autograd.grad(ckptkern.moe_block(x, **arguments)[0], [x, router, up, down], dy)
+    for ours, theirs in zip((dx, *found), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    (dx,) = torch.autograd.grad(ckptkern.moe_block(x, **arguments)[1].sum(), x)  # y has none
+    assert dx.any()
 
 
 def test_under_create_graph_and_in_whole_passes_nothing_changes():
@@ -241,6 +321,27 @@ def test_a_models_weights_alone_wait():
     with ckptkern.delay_weight_gradients(model):
         other(torch.randn(5, 6)).backward()
         assert all(p.grad is not None for p in other.parameters())
+
+
+def test_a_pass_that_returns_a_weights_gradient_delays_nothing():
+    model, x = Model(), torch.randn(5, 6)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    with ckptkern.delay_weight_gradients(model):
+        found = torch.autograd.grad(model(x), list(model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_an_input_that_changes_before_the_flush_is_an_error():
+    mlp, x = ckptkern.nn.MLP(8, 16), torch.randn(5, 8)
+    delayed = ckptkern.delay_weight_gradients(mlp)
+    delayed.__enter__()
+    mlp(x).sum().backward()
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place since backward"):
+        delayed.flush()
+    delayed.__exit__(RuntimeError, RuntimeError(), None)
 
 
 def test_inside_an_activation_checkpoint_gradients_come_at_once():
@@ -362,4 +463,49 @@ def test_a_whole_pass_over_a_retained_graph_holds_nothing():
     y = ckptkern.checkpoint(block, x)
     for _ in range(2):
         y.backward(dy, retain_graph=True)
+    assert block.calls == 3
+
+
+def test_an_argument_that_changes_between_the_passes_is_an_error():
+    """The weight's gradient reads the argument itself."""
+    block, x = nn.Linear(8, 8), torch.randn(4, 8)
+    h, dy = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    y = ckptkern.checkpoint(lambda h, x: h * block(x), h, x)
+    torch.autograd.grad(y, h, dy, retain_graph=True)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y, list(block.parameters()), dy)
+
+
+@pytest.mark.parametrize("outer", [ckptkern.checkpoint, functools.partial(checkpoint, use_reentrant=False)])
+@pytest.mark.parametrize("workspace", [1, "1KiB", None])
+def test_a_checkpoint_in_a_checkpoint(outer, workspace):
+    block, x, dy = Block(False), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(block(x.sin()), [x, *block.parameters()], dy)
+    torch.manual_seed(3)
+    with ckptkern.split_backward("auto"), ckptkern.workspace(workspace):
+        y = outer(lambda x: ckptkern.checkpoint(block, x.sin()), x)
+        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        found = torch.autograd.grad(y, list(block.parameters()), dy)
+    for ours, theirs in zip((dx, *found), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_sparse_tensors_are_not_held():
+    a, x = torch.eye(4).to_sparse(), torch.randn(4, 3, requires_grad=True)
+    w = torch.randn(3, 3, requires_grad=True)
+    y = ckptkern.checkpoint(lambda x: torch.sparse.mm(a * 2, x @ w).square(), x)
+    with ckptkern.split_backward("auto"):
+        torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (dw,) = torch.autograd.grad(y.sum(), w)
+    (expected,) = torch.autograd.grad((2 * (x @ w)).square().sum(), w)
+    torch.testing.assert_close(dw, expected)
+
+
+def test_a_pass_that_asks_for_all_holds_no_recompute():
+    block, x, dy = Block(True), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    y = ckptkern.checkpoint(block, x)
+    for _ in range(2):
+        torch.autograd.grad(y, [x, *block.parameters()], dy, retain_graph=True)
     assert block.calls == 3

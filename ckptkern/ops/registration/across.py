@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import state
 from .codec import values_of
-from .delayed import Stash, formed, stashing, workspace_limit
+from .delayed import Stash, formed, is_valid, stashing, workspace_limit
 from .functions import DISPATCHED, named, runs_directly
 from .library import call_forward
 from .needs import asked, wanted
@@ -61,6 +61,8 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             return [None if dx is None else shard.reduced(dx), *grads]
         with stashing(Stash(workspace_limit(values_of(options, "workspace")), saved, spills=True)):
             dx, *grads = direct_backward(op, dy, saved, options, needs, seen)
+        if not all(map(is_valid, grads)):  # a body used their memory anew
+            dx, *grads = gradients(dy, saved, options, needs)
         reduced = shard.reducing(dx)
         grads = [formed(grad) for grad in grads]
         return [reduced(), *grads]

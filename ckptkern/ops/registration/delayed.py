@@ -35,12 +35,24 @@ class _Process:
 
     mode = "auto"
     by_hand: delay_weight_gradients | None = None
+    held = 0  # bytes that wait for a second pass, of all regions
+
+
+class Room:
+    """Bytes that wait for a second pass, as long as this object lives."""
+
+    def __init__(self, size: int):
+        self.size = size
+        _Process.held += size
+
+    def __del__(self):
+        _Process.held -= self.size
 
 
 class Sum:
     """A sum of matmuls. Subclasses have `matmul`, which adds one, and `total`, which gives the sum."""
 
-    later: list[tuple] | None = None
+    later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
 
     def matmul(self, *operands: Any) -> None:
         raise NotImplementedError
@@ -56,15 +68,16 @@ class Sum:
             return
         self.later = self.later or []
         if stash.holds(operands):
-            self.later.append(operands)
+            self.later.append((operands, versions_of(operands)))
         elif stash.spills:
             self.run()
             self.matmul(*operands)
 
     def run(self) -> None:
-        """Adds what waits."""
-        while self.later:
-            self.matmul(*self.later.pop(0))
+        """Adds what waits, as the body of an op does: without autocast."""
+        with torch._C._DisableAutocast():
+            while self.later:
+                self.matmul(*self.later.pop(0)[0])
         self.later = None
 
     def result(self) -> Tensor | Delayed | None:
@@ -76,6 +89,10 @@ class Delayed:
 
     def __init__(self, sums: list[Sum]):
         self.sums = sums
+
+    def is_valid(self) -> bool:
+        """Are the operands as they were? An input, or memory that a body used anew, may have changed."""
+        return all(versions_of(operands) == before for one in self.sums for operands, before in one.later or ())
 
     def form(self) -> Tensor | None:
         """Runs them; once."""
@@ -95,8 +112,10 @@ class Stash:
     def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
         self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
-        self.versions: list[tuple[Tensor, int]] = []
-        self.upstream: list[tuple[Tensor, int]] = []
+        self.room: Room | None = None
+        self.edges: list[int] = []  # places of the tensors that have an edge
+        self.count = 0  # of the op's tensors
+        self.upstream: list[tuple[Tensor | None, list[int]]] = []
         self.grads: dict[int, Tensor | Delayed | None] = {}
 
     def holds(self, operands: Iterable[Any]) -> bool:
@@ -104,32 +123,44 @@ class Stash:
         for t in operands:
             if isinstance(t, Tensor) and not self.is_full:
                 storage = t.untyped_storage()
-                self.versions.append((t, t._version))
                 if storage._cdata not in self.storages:
                     self.storages.add(storage._cdata)
                     self.bytes += storage.nbytes()
         if self.bytes > self.limit:
-            self.is_full, self.versions = True, []
+            self.is_full = True
         return not self.is_full
 
-    def fill(self, upstream: Sequence[Tensor], grads: dict[int, Tensor | Delayed | None]) -> bool:
-        """Takes the gradients that were not asked for; are they right for a second pass? Not if memory was used anew."""
+    def fill(
+        self, upstream: Sequence[Tensor | None], edges: list[int], count: int, grads: dict[int, Tensor | Delayed | None]
+    ) -> bool:
+        """Takes the gradients that were not asked for; are they right for a second pass? edges: places of the tensors that have
+        one, of `count`."""
         self.holds(grads.values())
-        unchanged = all(t._version == version for t, version in self.versions)
-        self.upstream, self.versions = [(t, t._version) for t in upstream], []
-        if unchanged and not self.is_full:
-            self.grads = grads
-        return bool(self.grads)
+        if self.is_full or not all(map(is_valid, grads.values())):
+            return False
+        self.upstream, self.edges, self.count = [(t, versions_of([t])) for t in upstream], edges, count
+        self.grads = grads
+        self.room = Room(self.bytes)
+        return True
 
-    def covers(self, upstream: Sequence[Tensor], places: list[int]) -> bool:
+    def covers(self, upstream: Sequence[Tensor | None], places: list[int]) -> bool:
         """Has it the gradients at these places, for the same gradients of the results?"""
         same = all(
-            t is before and t._version == version for t, (before, version) in zip(upstream, self.upstream, strict=True)
+            t is before and versions_of([t]) == version
+            for t, (before, version) in zip(upstream, self.upstream, strict=True)
         )
-        return same and all(place in self.grads for place in places)
+        return same and all(place in self.grads and is_valid(self.grads[place]) for place in places)
 
     def take(self, place: int) -> Tensor | None:
         return formed(self.grads.pop(place))
+
+
+def versions_of(operands: Iterable[Any]) -> list[int]:
+    return [t._version for t in operands if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def is_valid(grad: Tensor | Delayed | None) -> bool:
+    return not isinstance(grad, Delayed) or grad.is_valid()
 
 
 def formed(grad: Tensor | Delayed | None) -> Tensor | None:
@@ -151,14 +182,14 @@ def workspace_limit(workspaces: Iterable[int | None]) -> float:
 
 
 def stash_limit(workspaces: Iterable[int | None]) -> float:
-    """Bytes that a region may stash: as many as its workspace in "auto"."""
+    """Bytes that a region may stash: in "auto" as many as its workspace, with what all others hold."""
     if _Process.mode == "auto":
-        return workspace_limit(workspaces)
+        return max(workspace_limit(workspaces) - _Process.held, 0)
     return torch.inf if _Process.mode == "stash" else 0
 
 
-def splits() -> bool:
-    """Does the running backward pass ask for a part of the gradients, of a graph that is retained for another pass?"""
+def is_first_of_several() -> bool:
+    """May another backward pass over the graph ask for what this one does not?"""
     return (
         _Process.mode != "recompute"
         and not torch.compiler.is_compiling()
@@ -185,10 +216,10 @@ class split_backward:
 
     "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
     "recompute"  each pass recomputes what it reads: nothing is held between them
-    "auto"       the default: "stash" where these operands fit the region's workspace, else "recompute"
+    "auto"       the default: "stash" while what all regions hold fits one workspace, else "recompute"
 
-    An activation checkpoint is recomputed once for both passes, and what it recomputed is held until the graph is freed: in
-    "stash" always, in "auto" where that fits the workspace.
+    An activation checkpoint is recomputed once for both passes, and what it recomputed is held until the graph is freed, under
+    the same conditions. The first pass also forms the gradients of biases and norms, and holds them.
 
     Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. A stash covers a pass with the
     same gradient of the region's result, and only of a graph that is retained; anything else recomputes. It takes no part in
@@ -215,12 +246,14 @@ class delay_weight_gradients:
             delayed.flush()     # weights' gradients, while the collective runs
             work.wait()
 
-    `flush` adds to `.grad` (or a weight's `main_grad`) what backward would have added, with its bits; the end of the `with`
-    flushes what is left. Until then the operands are held: for each region the gradients of its matmuls' results and what
-    these read. Only weights of this package's regions wait, and not those inside an activation checkpoint.
+    `flush` adds to `.grad` (or a weight's `main_grad`) what backward would have added, with its bits, if no weight has several
+    regions; the end of the `with` flushes what is left, but after an exception. Until then the operands are held: for each
+    region the gradients of its matmuls' results and what these read. Only weights of this package's regions wait, in passes
+    that accumulate into `.grad`, and not those inside an activation checkpoint.
 
     Raises ValueError for a parameter with hooks, which would not run when its gradient comes; DistributedDataParallel's and
-    fully_shard's cannot be seen, and do not run either. Raises RuntimeError inside another one.
+    fully_shard's cannot be seen, and do not run either. Raises RuntimeError inside another one, and in `flush` if an operand
+    was changed in place since.
     """
 
     def __init__(self, model: nn.Module):
@@ -230,7 +263,7 @@ class delay_weight_gradients:
                     f"delay_weight_gradients: {name} has hooks, which would not run when its gradient comes; remove them"
                 )
         self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
-        self.queue: list[tuple[Tensor, Delayed]] = []
+        self.queue: list[tuple[Tensor, Delayed, Any]] = []
 
     def __enter__(self) -> delay_weight_gradients:
         if _Process.by_hand is not None:
@@ -246,18 +279,38 @@ class delay_weight_gradients:
             self.flush()
         self.queue.clear()
 
-    def waits(self, weight: Tensor | None, grad: Tensor | Delayed | None) -> bool:
-        """Does this gradient wait for `flush`?"""
-        if not isinstance(grad, Delayed) or id(weight) not in self.parameters:
+    def takes(self, weight: Tensor | None) -> bool:
+        """Does this weight's gradient wait for `flush`?"""
+        return id(weight) in self.parameters and accumulates(weight)
+
+    def waits(self, weight: Tensor | None, grad: Tensor | Delayed | None, precision: Any) -> bool:
+        """Takes the gradient, if it is one that waits. precision: the region's."""
+        if not isinstance(grad, Delayed) or not self.takes(weight):
             return False
-        self.queue.append((weight, grad))
+        self.queue.append((weight, grad, precision))
         return True
 
     def flush(self) -> None:
         """Forms the gradients that wait and adds them."""
         while self.queue:
-            weight, delayed = self.queue.pop(0)
-            with torch.no_grad():
+            weight, delayed, precision = self.queue[0]
+            if not delayed.is_valid():
+                raise RuntimeError(
+                    "delay_weight_gradients: what a weight's gradient is formed of was changed in place since backward; flush "
+                    "before an input's memory is used again"
+                )
+            with torch.no_grad(), precision:
                 grad = delayed.form()
                 if grad is not None:
                     weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            self.queue.pop(0)
+
+
+def accumulates(weight: Tensor) -> bool:
+    """Does this backward pass add to weight.grad?"""
+    if not weight.is_leaf or torch._C._current_graph_task_id() == -1:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # torch.autograd.grad of this weight
+        return False

@@ -27,7 +27,7 @@ from ...state import Observed
 from ...subclasses import own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
-from .delayed import Delayed, Stash, formed, splits, stash_limit, stashing, waits_by_hand
+from .delayed import Delayed, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing, waits_by_hand
 from .gradients import having_main_grad, into_main_grad
 from .library import LIBRARY, Registered, call_forward, register
 from .needs import asked, needed, present, split, wanted
@@ -49,7 +49,7 @@ def build(op: type[Op]):
 DISPATCHED = int(Observed.MODES | Observed.PROFILER | Observed.SUBCLASS)
 _OBSERVED = DISPATCHED | int(Observed.TRANSFORMS | Observed.BATCHED)
 _TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
-_WRAPPED, _MAIN_GRAD = int(Observed.WRAPPED), int(Observed.MAIN_GRAD)
+_WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), int(Observed.HOOKS)
 
 
 def _traced(x: Tensor) -> bool:
@@ -138,6 +138,7 @@ def named(function: type, op: type[Op], suffix: str) -> type:
     """Names the Function after the op, and its node too, whose name shows in grad_fn, profiles and anomaly mode."""
     node = function._backward_cls
     function.__name__ = function.__qualname__ = f"{op.__name__}{suffix}Function"
+    node.stash = None  # what the first of two passes leaves in a ctx
     node.__name__ = node.__qualname__ = f"{function.__name__}Backward"
     return function
 
@@ -216,48 +217,89 @@ def _eager_function(registered: Registered, gradients) -> type:
             else:
                 results = direct_forward(op, tensors, options, seen)
             weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
-            ctx.call = options, needs, state.Precision(), weights
+            ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
+            _note_results(ctx, op, options, results)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             return returned(op, options, results)
 
         @staticmethod
         def backward(ctx, dy, *more):
-            options, needs, precision, weights = ctx.call
+            options, needs, precision, weights, _ = ctx.call
+            upstream = (dy, *more)
+            if ctx.stash is not None:
+                with precision:
+                    if grads := _from_stash(ctx, upstream):
+                        return (None, *grads)
+            if more:
+                dy, *more = _filled(ctx, upstream)
             flat = (*ctx.saved_tensors, *more) if more else ctx.saved_tensors
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
                 if not torch.compiler.is_compiling() and (waits_by_hand() or state.asked() is not None):
-                    return (None, *_in_parts(ctx, op, gradients, (dy, *more), flat, options, needs))
+                    return (None, *_in_parts(ctx, op, gradients, upstream, dy, flat, options, needs))
                 return (None, *gradients(dy, flat, options, needs))
 
     return named(Eager, op, "")
 
 
-def _in_parts(ctx, op: type[Op], gradients, upstream: tuple, flat, options, needs: int) -> list[Tensor | None]:
-    """The gradients that a backward pass asks for, where it does not ask for all, or leaves weights to be flushed by hand."""
-    wanted, by_hand, stash = asked(needs, flat), waits_by_hand(), getattr(ctx, "stash", None)
-    places = [i for i in range(wanted.bit_length()) if wanted >> i & 1]
-    if stash is not None:
-        ctx.stash = None
-        if not torch.is_grad_enabled() and stash.covers(upstream, places):
-            return [stash.take(i) if wanted >> i & 1 else None for i in range(len(flat) - len(upstream) + 1)]
+def _note_results(ctx, op: type[Op], options, results) -> None:
+    """Lets backward know which of several results nothing was computed of."""
+    if more := op.more_results(options):
+        ctx.set_materialize_grads(False)
+        ctx.results = [(t.shape, t.dtype, t.device) for t in results[: 1 + len(more)]]
+
+
+def _filled(ctx, upstream: tuple) -> list[Tensor]:
+    """The gradients of several results, zeros where there is none."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+        for t, (shape, dtype, device) in zip(upstream, ctx.results, strict=True)
+    ]
+
+
+def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
+    """The gradients that the second of two passes asks for, if the first left them."""
+    stash, ctx.stash = ctx.stash, None
+    edges = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else state.asked()
+    if edges is None:
+        return None
+    places = [i for i, edge in zip(stash.edges, edges, strict=True) if edge]
+    if not stash.covers(upstream, places):
+        return None
+    taken = {i: stash.take(i) for i in places}
+    ctx.stash = stash if stash.grads else None
+    return [taken.get(i) for i in range(stash.count)]
+
+
+def _in_parts(
+    ctx, op: type[Op], gradients, upstream: tuple, dy: Tensor, flat, options, needs: int
+) -> list[Tensor | None]:
+    """The gradients that a backward pass asks for, where it does not ask for all, or leaves weights to be flushed by hand.
+
+    upstream: the gradients of the results, None where there is none; dy: the first, of zeros then."""
+    wanted, by_hand = asked(needs, flat), waits_by_hand()
+    seen = state.observe((dy, *flat))
+    if by_hand is not None and not any(map(by_hand.takes, flat)):
+        by_hand = None
     limit = torch.inf if by_hand else stash_limit(_codec.values_of(options, "workspace"))
-    seen = state.observe((dy := upstream[0], *flat))
     if (
         torch.is_grad_enabled()
         or not runs_directly(seen)
-        or not (by_hand or (limit and wanted & 1 and wanted != needs and splits()))
+        or not (by_hand or (limit and wanted & 1 and state.leaves_out() and is_first_of_several()))
     ):
         return gradients(dy, flat, options, wanted)
-    formed_now = wanted if by_hand else needs
-    stash = Stash(limit, flat)
+    stash = Stash(limit, () if ctx.call[4] else flat)  # what hooks give is in memory for this pass alone
     with stashing(stash):
-        grads = list(direct_backward(op, dy, flat, options, formed_now, seen))
+        grads = list(direct_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
+    places = [i for i in range(len(grads)) if wanted >> i & 1]
+    if not all(is_valid(grads[i]) for i in places):
+        return gradients(dy, flat, options, wanted)
     if by_hand:
-        return [None if by_hand.waits(flat[i], grad) else formed(grad) for i, grad in enumerate(grads)]
-    rest = {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}
-    if stash.fill(upstream, rest):
+        precision = ctx.call[2]
+        return [None if by_hand.waits(flat[i], grad, precision) else formed(grad) for i, grad in enumerate(grads)]
+    edges = [i for i, t in enumerate(flat[: len(grads)]) if i == 0 or t is not None]
+    if stash.fill(upstream, edges, len(grads), {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}):
         ctx.stash = stash
     elif any(isinstance(grads[i], Delayed) for i in places):
         return gradients(dy, flat, options, wanted)
@@ -276,7 +318,8 @@ def _bare_function(registered: Registered, eager: type) -> type:
             with torch._C._AutoDispatchBelowAutograd():
                 results = call_forward(registered, tensors, options)
             made += results[1 + len(op.more_results(options)) :]
-            ctx.call = options, needs, state.Precision(), having_main_grad(tensors)
+            ctx.call = options, needs, state.Precision(), having_main_grad(tensors), True
+            _note_results(ctx, op, options, results)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             return returned(op, options, results)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...eager import upcasts
-from .delayed import Delayed, Sum, is_now
+from .delayed import Delayed, Sum, accumulates, is_now
 from .rows import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
@@ -94,14 +94,9 @@ def grad_to_add_to(weight: Tensor) -> Tensor | None:
     if (
         grad is None or type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype != weight.dtype
         or grad.dtype.itemsize < 4 or grad.requires_grad or weight._backward_hooks or torch.is_grad_enabled()
-        or not weight.is_leaf or torch._C._current_graph_task_id() == -1
     ):  # fmt: skip
         return None
-    try:
-        accumulates = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
-    except RuntimeError:  # torch.autograd.grad of this weight
-        return None
-    return grad if accumulates else None
+    return grad if accumulates(weight) else None
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
