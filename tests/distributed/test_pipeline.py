@@ -130,6 +130,8 @@ def _check_stages(rank, size, kind, schedule, p):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks(ranks, schedule, kind):
+    if "ZBV" in schedule and RELEASE < (2, 13):
+        pytest.skip("this schedule of torch 2.11 sends to its own rank, which gloo refuses")
     if schedule in ZERO_BUBBLE and kind != "segments" and RELEASE < (2, 13):
         pytest.skip("this schedule of torch 2.11 fails on every autograd.Function: _input_metadata")
     ranks.run(2, _check_stages, 2, kind, schedule, 0.0)

@@ -83,6 +83,8 @@ def test_every_op_is_listed():
         "LoRA",
         "accumulate_in_place",
         "backend",
+        "delay_weight_gradients",
+        "split_backward",
         "workspace",
     }
 

@@ -158,6 +158,7 @@ class WeightGrad(Sum):
         self, weight: Tensor, chunks: int, *, place: Place | None = None, whole: Callable[[], Tensor] | None = None
     ):
         self.weight, self.dtype, self.chunks, self.place, self.whole = weight, weight.dtype, chunks, place, whole
+        self.into: Tensor | None = None
         main = main_grad_of(weight)
         self.main = self.sum = main if main is None or place is None else main[place]
 
@@ -166,7 +167,7 @@ class WeightGrad(Sum):
         sums = self.chunks > 1 or self.main is not None
         wide = sums or (a.dtype != self.dtype if a.is_cuda else a.is_cpu and upcasts(a.dtype))
         if self.sum is None and self.whole is not None and not wide and a.dtype == self.dtype:
-            self.sum = torch.mm(a.t(), b, out=self.whole()[self.place])
+            self.sum = torch.mm(a.t(), b, out=self.part())
         else:
             self.sum = add_matmul(self.sum, a.t(), b, wide=wide)
 
@@ -177,11 +178,15 @@ class WeightGrad(Sum):
             return None
         if self.whole is None:
             return cast_parameter(total, self.dtype)
-        whole = self.whole()
-        part = whole[self.place]
-        if total.data_ptr() != part.data_ptr():
-            part.copy_(total)
-        return whole
+        if total is not self.part():
+            self.part().copy_(total)
+        return self.whole()
+
+    def part(self) -> Tensor:
+        """Where in the whole weight's gradient this one is."""
+        if self.into is None:
+            self.into = self.whole()[self.place]
+        return self.into
 
 
 class BiasGrad:
