@@ -255,6 +255,8 @@ def rows(names: list[str]) -> Iterator[measure.Result]:
     for name in names:
         try:
             yield compare(name)
+        except ModuleNotFoundError as error:
+            print(f"{name}: left out: {error}", flush=True)
         except Exception as error:  # is printed and counted as CRASHED, and the other families still run
             traceback.print_exc()
             yield measure.Result(name, "CRASHED", reasons=[f"{type(error).__name__}: {error}"])
