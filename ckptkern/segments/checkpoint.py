@@ -52,7 +52,7 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "buffers", "checked", "checksums", "device", "device_context", "done", "function", "lock", "modules", "on_error",
+        "buffers", "checksums", "device", "device_context", "done", "function", "lock", "modules", "on_error",
         "recompute_context", "room", "state",
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ class Segment(SavedTensors):
         self.modules: list[nn.Module] = []
         self.buffers: list[tuple] = []
         self.include(function, args, kwargs)
-        self.room, self.checked, self.device = None, -1, None
+        self.room = self.device = None
         self.done: dict = {}  # key of every backward pass that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
         self.state = SegmentState(args, kwargs, preserve_rng_state)
@@ -173,12 +173,9 @@ class Segment(SavedTensors):
         self.room = None if size is None else Room(size)
 
     def held(self, saved: Placeholder) -> Tensor | None:
-        """What an earlier pass recomputed; not if an argument has changed since, and recompute says so."""
+        """What an earlier pass recomputed; not if it has changed since, as an argument or parameter may: recompute says so."""
         if self.room is None:
             return None
-        if self.checked != (task := torch._C._current_graph_task_id()):
-            self.refuse_changed_parameters()
-            self.checked = task
         value = saved.take(HELD)
         if value is None:
             self.drop(HELD)
