@@ -43,8 +43,6 @@ SegmentState = _C.SegmentState
 observe = _C.observe
 # asked() -> a byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None: all
 asked = _C.asked
-# leaves_out() -> does it leave out any of that node's gradients?
-leaves_out = _C.leaves_out
 # layer_fits(x, weight, bias, in_features) -> are they surely a linear layer's, on x's device?
 layer_fits = _C.layer_fits
 NEEDS, MOST_NEEDS = 16, 48

@@ -137,24 +137,6 @@ PyObject* asked(PyObject*, PyObject*) {
   return edges;
 }
 
-// () -> does this backward pass leave out any gradient of the node that runs?
-PyObject* leaves_out(PyObject*, PyObject*) {
-  const auto* executed = torch::autograd::get_current_graph_task_exec_info();
-  if (executed == nullptr || executed->empty()) {
-    Py_RETURN_FALSE;
-  }
-  const auto node = torch::autograd::get_current_node();
-  if (!node) {
-    Py_RETURN_FALSE;
-  }
-  for (std::size_t i = 0; i < node->num_outputs(); ++i) {
-    if (node->next_edge(i).is_valid() && !node->task_should_compute_output(i)) {
-      Py_RETURN_TRUE;
-    }
-  }
-  Py_RETURN_FALSE;
-}
-
 // Is it a plain tensor of floating-point numbers, of sizes that are numbers?
 bool plain(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && tensor.is_floating_point() &&
@@ -183,7 +165,6 @@ PyObject* layer_fits(PyObject*, PyObject* const* given, Py_ssize_t count) {
 }
 
 PyMethodDef functions[] = {
-    {"leaves_out", leaves_out, METH_NOARGS, "() -> does this pass leave out any gradient of the running node?"},
     {"asked", asked, METH_NOARGS, "() -> a byte for each gradient of the running node: is it asked for? None: all are"},
     {"layer_fits",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(layer_fits)),

@@ -67,8 +67,7 @@ class Shard:
     def reducing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the collective of R y; what it returns waits for it and gives R y."""
         if not self.sequence:
-            total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)
-            return lambda: torch.ops._c10d_functional.wait_tensor(total)
+            return self.summing(y)
         if y.dim() > 2:
             y = y.unflatten(-2, (self.size, -1)).movedim(-3, 0)
         rows = y.contiguous()  # stays until the collective has read it
@@ -81,8 +80,12 @@ class Shard:
         return finished
 
     def sum(self, y: Tensor) -> Tensor:
+        return self.summing(y)()
+
+    def summing(self, y: Tensor) -> Callable[[], Tensor]:
+        """Starts the sum of y over the group; what it returns waits for it and gives it."""
         total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)
-        return torch.ops._c10d_functional.wait_tensor(total)
+        return lambda: torch.ops._c10d_functional.wait_tensor(total)
 
     def summed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """These tensors, equal on all ranks; their gradients are the sums of what each rank makes of them."""

@@ -180,6 +180,7 @@ class Segment(SavedTensors):
         if value is None:
             self.drop(HELD)
             self.room = None
+            self.done.pop(torch._C._current_graph_task_id(), None)  # this pass may have recomputed it itself
         return value
 
     def recompute(self, key: int) -> torch.device | None:

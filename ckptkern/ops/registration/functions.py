@@ -286,7 +286,7 @@ def _in_parts(
     if (
         torch.is_grad_enabled()
         or not runs_directly(seen)
-        or not (by_hand or (limit and wanted & 1 and state.leaves_out() and is_first_of_several()))
+        or not (by_hand or (limit and wanted & 1 and wanted != needs and is_first_of_several()))
     ):
         return gradients(dy, flat, options, wanted)
     stash = Stash(limit, () if ctx.call[4] else flat)  # what hooks give is in memory for this pass alone
