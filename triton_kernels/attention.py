@@ -182,7 +182,8 @@ def _fwd_steps(
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_fwd_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, o_heads, lse_ptr, delta_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
+    stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +195,7 @@ def _attn_fwd_kernel(
     h = (pid // tiles % H).to(tl.int64)
     row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
     col0, Sk_b = sequence_of(cuk_ptr, b, Sk)
-    window = window_of(cuq_ptr, left, right, Sq_b, Sk_b)
+    window = window_of(cuq_ptr, left, right, row_base, Sq_b, Sk_b)
     if m0 < Sq_b:
         k_rows = rows_at(k_heads, b, h // GROUP, col0, STRIDE_STEP)
         v_rows = rows_at(v_heads, b, h // GROUP, col0, STRIDE_STEP)
@@ -202,7 +203,7 @@ def _attn_fwd_kernel(
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         mask_offset = mask_offset_of(mask, b, h)
-        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq))
+        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, planes, plane_rows, row_base))
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         head = (q, k_rows, v_rows, m0, Sq_b, Sk_b, scale, mask, mask_offset, window, dropout)
@@ -309,15 +310,19 @@ def _stride_step(*tensors) -> int:
 
 def _common(q, k, core, *others):
     B, H, Sq, Sk, group = _geometry(q, k, core)
-    # further than the scores there is nothing to see, and a row plus a bound near 2**31 would overflow
-    left, right = (min(side or 0, max(Sq, Sk)) for side in core.window)
+    row_base, shifts = core.row_base, (-core.row_base, core.row_base)
+    if core.dropout[0] is not None and row_base % 16:
+        raise ValueError(f"row_base must be a multiple of 16, not {row_base}: a Philox counter covers 16 rows")
+    # bounds in q's own rows; further than the scores there is nothing to see, and a row plus a bound near 2**31 would overflow
+    left, right = (min((side or 0) + shift, max(Sq, Sk)) for side, shift in zip(core.window, shifts, strict=True))
     D = q.shape[-1]
     flags = dict(
         D=D, HEAD_D=padded_head_dim(D, arch_of(q)), GROUP=group, LEFT=core.window[0] is not None,
         RIGHT=core.window[1] is not None, MASK_STEP=16 if core.mask is not None and Sk % 16 == 0 else 1,
         STRIDE_STEP=_stride_step(q, k, *others), PRECISION=core.precision,
     )  # fmt: skip
-    return B, H, Sq, Sk, left, right, flags
+    plane_rows = core.max_q or Sq
+    return B, H, Sq, Sk, (left, right, row_base, plane_rows), flags
 
 
 def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
@@ -328,7 +333,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
     """
     q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
     o = empty_heads(q)
-    B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, o, do)
+    B, H, Sq, Sk, window, flags = _common(q, k, core, v, o, do)
     packed = core.cu_q is not None
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     delta = None if do is None else torch.empty_like(lse)
@@ -340,7 +345,7 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
         launch(
             _attn_fwd_kernel, (B * H * tiles,), _heads(q, packed), _heads(k, packed), _heads(v, packed), _mask(core.mask),
             _slopes(core.slopes), core.dropout[0], core.cu_q, core.cu_k, _heads(do, packed), _heads(o, packed), lse, delta,
-            Sq, Sk, H, tiles, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, left, right,
+            Sq, Sk, H, tiles, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window,
             0 if packed else lse.stride(0), lse.stride(1), **flags, **tile.launch_options(),
         )  # fmt: skip
     return o, lse, delta
@@ -383,7 +388,7 @@ def attn_bwd(
     for out in (dq, dk, dv):
         if out is not None and out.stride(-1) != 1 and out.shape[-1] > 1:
             raise ValueError(f"dq, dk and dv must have an inner stride of 1, but one has strides {out.stride()}")
-    B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, do, dq, dk, dv)
+    B, H, Sq, Sk, window, flags = _common(q, k, core, v, do, dq, dk, dv)
     # a loop of their own, without masks, for the tiles that all see all of; where two loops fit into the registers
     plain = core.mask is None and core.slopes is None and core.window[0] is None and not core.softcap
     flags["PHASED"] = plain and q.shape[-1] <= 128
@@ -397,7 +402,7 @@ def attn_bwd(
 
     def scalars(count):
         return (
-            Sq, Sk, H, count, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, left, right,
+            Sq, Sk, H, count, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window,
             0 if packed else lse.stride(0), lse.stride(1),
         )  # fmt: skip
 
@@ -424,7 +429,7 @@ def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | No
     q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
     lse, delta = lse.contiguous(), delta.contiguous()  # both are read with lse's strides
     dmask = torch.empty(shape, dtype=torch.float32, device=q.device)
-    B, H, Sq, Sk, left, right, flags = _common(q, k, core, v, do)
+    B, H, Sq, Sk, window, flags = _common(q, k, core, v, do)
     tile = tile or _tile("dmask", q, core)
     rows, columns = (size > 1 for size in shape[2:])
     tiles = (triton.cdiv(Sq, tile.BLOCK_M) if rows else 1) * (triton.cdiv(Sk, tile.BLOCK_N) if columns else 1)
@@ -432,7 +437,7 @@ def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | No
         launch(
             _attn_dmask_kernel, (shape[0] * shape[1] * tiles,), _heads(q, False), _heads(k, False), _heads(v, False),
             _mask(core.mask), _slopes(core.slopes), core.dropout[0], _heads(do, False), lse, delta, dmask, Sq, Sk, H, tiles,
-            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, left, right,
+            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window,
             lse.stride(0), lse.stride(1), B // shape[0], H // shape[1], **flags, ROWS=rows, COLUMNS=columns,
             **tile.launch_options(),
         )  # fmt: skip

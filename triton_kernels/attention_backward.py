@@ -127,7 +127,7 @@ def _dkdv_steps(
     One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
     """
     q_heads, do_heads, lse_ptr, delta_ptr, slopes, mask = tensors
-    b, h_kv, row0, n0, Sq_b, Sk_b, Sq, stride_lseb, stride_lseh = place
+    b, h_kv, row0, n0, Sq_b, Sk_b, plane_rows, stride_lseb, stride_lseh = place
     state_ptr, threshold, plane_base, planes = dropout
     slopes_ptr, stride_slopeb = slopes
     rows = hi - lo if GROUP == 1 else tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M) * BLOCK_M
@@ -145,7 +145,7 @@ def _dkdv_steps(
         dk, dv = _dkdv_step(
             dk, dv, k, v, rows_at(q_heads, b, h, row0, STRIDE_STEP), rows_at(do_heads, b, h, row0, STRIDE_STEP),
             lse_ptr + row_values, delta_ptr + row_values, n0, start, Sq_b, Sk_b, scale, slope, mask, mask_offset, window,
-            (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq)),
+            (state_ptr, threshold, first_block_of(plane_base, b, h, planes, plane_rows, window[2])),
             D, HEAD_D, LEFT, RIGHT, EDGE, MASK_STEP, PRECISION, BLOCK_M,
         )  # fmt: skip
     return dk, dv
@@ -154,7 +154,7 @@ def _dkdv_steps(
 @triton.jit
 def row_range(n0, Sq, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """[lo, hi) of the rows that see any of the columns n0.., lo a multiple of BLOCK_M."""
-    left, right = window
+    left, right, _ = window
     lo = 0
     hi = Sq
     if RIGHT:
@@ -225,7 +225,8 @@ def _ds_tile(
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dkdv_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dk_heads, dv_heads,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
+    stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PHASED: tl.constexpr, STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -238,7 +239,7 @@ def _attn_dkdv_kernel(
     h_kv = (pid // tiles % H_kv).to(tl.int64)
     row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
     col0, Sk_b = sequence_of(cuk_ptr, b, Sk)
-    window = window_of(cuq_ptr, left, right, Sq_b, Sk_b)
+    window = window_of(cuq_ptr, left, right, row_base, Sq_b, Sk_b)
     if n0 < Sk_b:
         offs_n = n0 + tl.arange(0, BLOCK_N)
         k = load_rows(rows_at(k_heads, b, h_kv, col0, STRIDE_STEP), offs_n, Sk_b, D, HEAD_D)
@@ -247,7 +248,7 @@ def _attn_dkdv_kernel(
         dv = tl.zeros((BLOCK_N, HEAD_D), dtype=tl.float32)
         lo, hi = row_range(n0, Sq_b, window, BLOCK_M, BLOCK_N, LEFT, RIGHT)
         tensors = (q_heads, do_heads, lse_ptr, delta_ptr, slopes, mask)
-        place = (b, h_kv, row0, n0, Sq_b, Sk_b, Sq, stride_lseb, stride_lseh)
+        place = (b, h_kv, row0, n0, Sq_b, Sk_b, plane_rows, stride_lseb, stride_lseh)
         dropout = (state_ptr, threshold, plane_base, planes)
         EDGE: tl.constexpr = LEFT or RIGHT
         if PHASED and RIGHT:
@@ -276,7 +277,8 @@ def _attn_dkdv_kernel(
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dq_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dq_heads,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
+    stride_lseb, stride_lseh,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     PHASED: tl.constexpr, STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -289,7 +291,7 @@ def _attn_dq_kernel(
     h = (pid // tiles % H).to(tl.int64)
     row0, Sq_b = sequence_of(cuq_ptr, b, Sq)
     col0, Sk_b = sequence_of(cuk_ptr, b, Sk)
-    window = window_of(cuq_ptr, left, right, Sq_b, Sk_b)
+    window = window_of(cuq_ptr, left, right, row_base, Sq_b, Sk_b)
     if m0 < Sq_b:
         k_rows = rows_at(k_heads, b, h // GROUP, col0, STRIDE_STEP)
         v_rows = rows_at(v_heads, b, h // GROUP, col0, STRIDE_STEP)
@@ -297,7 +299,7 @@ def _attn_dq_kernel(
         if slopes_ptr is not None:
             slope = tl.load(slopes_ptr + b * stride_slopeb + h)
         mask_offset = mask_offset_of(mask, b, h)
-        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq))
+        dropout = (state_ptr, threshold, first_block_of(plane_base, b, h, planes, plane_rows, row_base))
         offs_m = m0 + tl.arange(0, BLOCK_M)
         q = load_rows(rows_at(q_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
         do = load_rows(rows_at(do_heads, b, h, row0, STRIDE_STEP), offs_m, Sq_b, D, HEAD_D)
@@ -320,7 +322,8 @@ def _attn_dq_kernel(
 @triton.jit(do_not_specialize=[*DYNAMIC, "samples", "heads"])
 def _attn_dmask_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, do_heads, lse_ptr, delta_ptr, dmask_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh, samples, heads,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
+    stride_lseb, stride_lseh, samples, heads,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -331,7 +334,7 @@ def _attn_dmask_kernel(
     tiles: those of a plane of dmask.
     """
     slopes_ptr, stride_slopeb = slopes
-    window = (left, right)
+    window = (left, right, row_base)
     pid = tl.program_id(0)
     plane = pid // tiles
     tile = pid % tiles
@@ -368,7 +371,8 @@ def _attn_dmask_kernel(
             rows_at(v_heads, b, h // GROUP, 0, STRIDE_STEP), rows_at(do_heads, b, h, 0, STRIDE_STEP),
             lse_ptr + b * stride_lseb + h * stride_lseh, delta_ptr + b * stride_lseb + h * stride_lseh, m, n, Sq, Sk, scale,
             slopes_ptr if slopes_ptr is None else tl.load(slopes_ptr + b * stride_slopeb + h), mask,
-            mask_offset_of(mask, b, h), window, (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq)),
+            mask_offset_of(mask, b, h), window,
+            (state_ptr, threshold, first_block_of(plane_base, b, h, planes, plane_rows, row_base)),
             D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if state_ptr is not None:

@@ -4,7 +4,7 @@ Kernels take tensors in tuples, whose strides count elements:
     heads   (ptr, strides of batch, head, row): [B, H, S, D]        rows    (ptr, stride of rows): [S, D], those of one head
     mask    (ptr, strides of batch, head, row, column)              slopes  (ptr, stride of batch)
 The ptr of what is absent is None. Within a kernel
-    window  (left, right): row i sees columns i - left <= j <= i + right
+    window  (left, right, row_base): row i sees columns i - left <= j <= i + right, and is row i + row_base of its sequence
     dropout (state_ptr, threshold, first_block): as in philox.py
     scale   (scale, softcap): softcap None is none
 """
@@ -20,7 +20,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # No length and no scalar compiles a kernel again; the strides of lse are lengths. None of them is a member of a tuple, because
 # Triton specialises those all the same.
 DYNAMIC = [
-    "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "planes", "left", "right", "stride_lseb", "stride_lseh"
+    "Sq", "Sk", "H", "tiles", "threshold", "plane_base", "planes", "left", "right", "row_base", "plane_rows", "stride_lseb",
+    "stride_lseh"
 ]  # fmt: skip
 
 
@@ -99,10 +100,10 @@ def score_tile(
     decides how many bytes one load takes.
     """
     mask_ptr, _, _, stride_maskq, stride_maskk = mask
-    left, right = window
+    left, right, row_base = window
     s = qk * (scale * LOG2E)
     if slope is not None:
-        s -= (slope * LOG2E) * tl.abs(i - j).to(tl.float32)
+        s -= (slope * LOG2E) * tl.abs(i + row_base - j).to(tl.float32)
     if mask_ptr is not None:
         inside = j < Sk // MASK_STEP * MASK_STEP
         mask_ptr += mask_offset
@@ -131,7 +132,7 @@ def column_phases(
     m0, Sk, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
 ):
     """(lo, full_lo, full_hi, hi) of the column tiles that rows m0.. see: those in [full_lo, full_hi) need no edge mask."""
-    left, right = window
+    left, right, _ = window
     lo = 0
     full_lo = 0
     hi = Sk
@@ -158,15 +159,15 @@ def sequence_of(cu_ptr, b, S):
 
 
 @triton.jit
-def window_of(cu_ptr, left, right, Sq, Sk):
+def window_of(cu_ptr, left, right, row_base, Sq, Sk):
     """The window's bounds; of packed sequences the last row is aligned with the last column."""
     if cu_ptr is not None:
-        return left - (Sk - Sq), right + (Sk - Sq)
+        return left - (Sk - Sq), right + (Sk - Sq), row_base
     else:
-        return left, right
+        return left, right, row_base
 
 
 @triton.jit
-def first_block_of(plane_base, b, h, planes, Sq):
-    """Where the plane of (b, h) starts among the mask's blocks of 16 rows (philox.py)."""
-    return ((plane_base + b * planes + h) * tl.cdiv(Sq, 16)).to(tl.uint32)
+def first_block_of(plane_base, b, h, planes, plane_rows, row_base):
+    """Where row row_base of the plane of (b, h), which has `plane_rows` rows, lies among the mask's blocks of 16."""
+    return ((plane_base + b * planes + h) * tl.cdiv(plane_rows, 16) + row_base // 16).to(tl.uint32)

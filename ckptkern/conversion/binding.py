@@ -202,8 +202,9 @@ class Fused(Forward):
 
     def run(self, *args, **kwargs):
         # in training also without gradients: a reentrant checkpoint samples in such a forward what its recompute samples again
-        # and on a shard, which has no original
-        runs = torch.is_grad_enabled() or self.module.training or ACTIVE.shard is not None
+        # and on a shard or a part of a sequence, which have no original
+        several = ACTIVE.shard is not None or ACTIVE.context is not None
+        runs = torch.is_grad_enabled() or self.module.training or several
         if not runs:
             return self.original(*args, **kwargs)
         if not self.form.takes(kwargs):

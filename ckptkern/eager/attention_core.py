@@ -27,7 +27,8 @@ class AttentionCore(NamedTuple):
     from i = Sk - Sq, which aligns a sequence's last row with its last column.
     fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none. softcap: 0 for none.
     workspace: bytes for the scores of a block of queries (`query_blocks`), None for all at once; kernels need none.
-    row_base, column_base: where a block's q and k begin, which windows, slopes and dropout count from.
+    row_base, column_base: where q and k begin among a sequence's rows, which windows, slopes and dropout count from; max_q is
+    then the rows of the whole. Kernels take all columns: a column_base of 0.
     """
 
     scale: float

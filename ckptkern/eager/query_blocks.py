@@ -48,10 +48,11 @@ class Block(NamedTuple):
     def core(self, core: AttentionCore, q: Tensor) -> AttentionCore:
         """`core` of this part of q [B, H, Sq, D]: bounds that hide nothing in the block are left out."""
         H, Sq = q.shape[1:3]
-        (first, end), (left, right) = (self.rows.start, self.rows.stop), core.window
-        if left is not None and self.columns.start >= end - 1 - left:
+        first, left, right = core.row_base + self.rows.start, *core.window
+        columns = slice(core.column_base + self.columns.start, core.column_base + self.columns.stop)
+        if left is not None and columns.start >= first + self.rows.stop - self.rows.start - 1 - left:
             left = None
-        if right is not None and self.columns.stop - 1 <= first + right:
+        if right is not None and columns.stop - 1 <= first + right:
             right = None
         planes = core.planes or H
         return core._replace(
@@ -59,7 +60,7 @@ class Block(NamedTuple):
             slopes=None if core.slopes is None else self.of_slopes(core.slopes), planes=planes,
             sinks=None if core.sinks is None else self.of_slopes(core.sinks),
             plane_base=core.plane_base + self.samples.start * planes + self.heads.start, max_q=core.max_q or Sq,
-            row_base=first, column_base=self.columns.start,
+            row_base=first, column_base=columns.start,
         )  # fmt: skip
 
 
@@ -78,9 +79,9 @@ def whole(q: Tensor, k: Tensor) -> Block:
 
 def visible_columns(core: AttentionCore, first: int, end: int, Sk: int) -> slice:
     """The columns that rows first .. end - 1 may see by the window; they begin at a multiple of 32, as dropout masks do."""
-    left, right = core.window
-    low = 0 if left is None else max(0, min(first - left, Sk)) // 32 * 32
-    high = Sk if right is None else max(0, min(Sk, end + right))
+    (left, right), shift = core.window, core.row_base - core.column_base
+    low = 0 if left is None else max(0, min(first + shift - left, Sk)) // 32 * 32
+    high = Sk if right is None else max(0, min(Sk, end + shift + right))
     return slice(low, max(low, high))
 
 

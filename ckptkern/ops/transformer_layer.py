@@ -30,7 +30,7 @@ from .attention.latent_arguments import gather_latent
 from .attention.latent_tensors import LATENT_CONSTANTS, LatentOptions, LatentTensors
 from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
-from .dispatch.shard import ACTIVE, refuse_shard
+from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
 from .mlp.block import gather as gather_mlp
 from .mlp.block import mlp_block
 from .mlp.branch import saves as branch_saves
@@ -388,9 +388,9 @@ def transformer_layer(
     if not isinstance(recompute, str):
         return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     if latent:
-        refuse_shard("latent_attention_block has no sharded form")
-    if routes:
-        refuse_shard("a layer with a router has no sharded form")
+        refuse_shard("latent_attention_block has no form for several ranks")
+    if routes and ACTIVE.shard is not None:
+        raise NotSharded("a layer with a router has no sharded form")
     if ACTIVE.shard is not None:
         return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
     return _as_one(op, x, given, mlp_arguments, parallel, latent, routes, training, recompute, workspace)

@@ -108,9 +108,42 @@ TEMPLATES: dict[type, Callable[[Any], Template]] = {
 OPS = ("transformer_layer", "attention_block", "mlp_block")
 
 
+SELF_ATTENDING = (ours.LlamaAttention, ours.LlamaDecoderLayer, ours.MultiheadAttention, ours.TransformerEncoderLayer)
+
+
+def block_forward(module: nn.Module) -> Any:
+    """The forward that a module has of its own, or None, under those of parallel styles."""
+    forward = module.__dict__.get("forward")
+    while hasattr(forward, "inner"):
+        forward = forward.inner
+    return forward
+
+
+def check_attends(module: nn.Module) -> None:
+    """Raises TypeError unless all that the block does is the op of an attention or a layer without cross-attention."""
+    forward, kind = block_forward(module), type(module).__name__
+    if isinstance(forward, Fused):
+        for segment in forward.segments.values():
+            if segment is None:
+                continue
+            if segment.op not in ("attention_block", "transformer_layer"):
+                raise TypeError(f"ContextParallel: {kind} is a {segment.op}, which needs no style: it has no attention")
+            for sublayer in sublayers_of(segment.template):
+                if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
+                    which = "latent " if "kv_a_weight" in sublayer else "cross-"
+                    raise TypeError(
+                        f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out"
+                    )
+    elif type(module) not in SELF_ATTENDING or forward is not None:
+        raise TypeError(
+            f"ContextParallel: {kind} is not a fused block with self-attention; name blocks of ckptkern.nn ("
+            f"{', '.join(one.__name__ for one in SELF_ATTENDING)}) or modules that ckptkern.convert fused as attention or layer"
+        )
+
+
 def templates_of(module: nn.Module) -> list[Template]:
     """The arguments of the ops that replace this block, one for each kind of call. Raises TypeError if there are none."""
-    forward = module.__dict__.get("forward")
+    forward = block_forward(module)
     if isinstance(forward, Fused):
         segments = [segment for segment in forward.segments.values() if segment is not None]
         for segment in segments:

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from ..ops.dispatch.choices import choose_workspace
+from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
 from .decisions import contexts_of
@@ -53,7 +54,7 @@ class Segment(SavedTensors):
 
     __slots__ = (
         "buffers", "checksums", "device", "device_context", "done", "function", "lock", "modules", "on_error",
-        "recompute_context", "room", "state",
+        "recompute_context", "room", "sequence", "state",
     )  # fmt: skip
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
@@ -61,6 +62,7 @@ class Segment(SavedTensors):
         self.stops_early, self.compares = early_stop, check != "none"
         self.checksums: list[Tensor] | None = [] if check == "values" else None
         self.device_context = _device_context() if torch._C._len_torch_function_stack() else None
+        self.sequence = ACTIVE.context  # over whose ranks attention goes, also when it is recomputed
         self.modules: list[nn.Module] = []
         self.buffers: list[tuple] = []
         self.include(function, args, kwargs)
@@ -230,12 +232,16 @@ class Segment(SavedTensors):
         return run.device
 
     def run(self, args, kwargs) -> None:
-        if self.recompute_context is None and self.device_context is None:
-            self.call(args, kwargs)
-        else:
-            context, device = (_NOTHING if c is None else c for c in (self.recompute_context, self.device_context))
-            with context, device:
+        outer, ACTIVE.context = ACTIVE.context, self.sequence
+        try:
+            if self.recompute_context is None and self.device_context is None:
                 self.call(args, kwargs)
+            else:
+                context, device = (_NOTHING if c is None else c for c in (self.recompute_context, self.device_context))
+                with context, device:
+                    self.call(args, kwargs)
+        finally:
+            ACTIVE.context = outer
 
     def call(self, args, kwargs) -> None:
         self.function(*args, **kwargs)

@@ -27,8 +27,10 @@ from ..dispatch.choices import (
     head_dim_not_covered,
     matmul_precision,
 )
+from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
+from .context import check_context
 from .core import check_sinks, check_softcap, check_whole_sequence, fused_core
 from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .rotary import check_rotary
@@ -247,7 +249,7 @@ def gather(
     residual=False, training=True, recompute="selective", workspace=None, **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
-    check_whole_sequence(op)
+    check_whole_sequence(op, takes_parts=True)
     check_mode(op, recompute)
     check_probability(op, dropout_p)
     check_flags(
@@ -260,7 +262,9 @@ def gather(
     check_input(op, x)
     if x.dim() not in (2, 3):
         raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
-    B, S = batch_and_rows(x)
+    context = ACTIVE.context
+    seen = x if context is None else context.whole(x)  # of all ranks
+    B, S = batch_and_rows(seen)
     H, H_kv = check_heads(op, num_heads, num_kv_heads)
     layout = None if qkv_layout == "qkv" else qkv_layout
     check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
@@ -272,17 +276,22 @@ def gather(
     lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, weights, out_weight)
     tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
-    cos, sin, theta = check_rotary(op, x, rotary, B, S, D)
-    mask, padding, left, right = check_hidden(op, x, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
+    cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])
+    mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
     check_no_gradient(op, "alibi_slopes", alibi_slopes)
-    max_len = check_packing(op, x, cu_seqlens, max_seqlen, (mask, padding))
+    max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding))
     dtype = compute_dtype(op, x, *weights, out_weight, gate_weight, key_value)
     probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
-    backend = choose_backend(op, probe, head_dim_not_covered(D))
+    drops, reason = training and dropout_p > 0.0, head_dim_not_covered(D)
+    if context is not None:
+        given = dict(key_value=key_value, cu_seqlens=cu_seqlens, alibi_slopes=slopes, attn_mask=mask)
+        reason = check_context(op, context, x, H, H_kv, left, right, drops, **given) or reason
+    backend = choose_backend(op, probe, reason)
+    n = 1 if context is None or context.exchange == "gather" else context.size
     fused = fused_core(
-        backend, x, dtype, (B, H, S, D), (B, H_kv, S_k, D), left, right, scale, mask, padding, slopes, cu_seqlens,
-        "dropout" if training and dropout_p > 0.0 else None, softcap or None,
+        backend, x, dtype, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, mask, padding, slopes, cu_seqlens,
+        "dropout" if drops else None, softcap or None, "rows" if context is not None and n == 1 else None,
     )  # fmt: skip
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
@@ -298,6 +307,6 @@ def gather(
         max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
         recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe), fused=fused, lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
+        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, context=context, **options,
     )  # fmt: skip
     return t, o

@@ -12,7 +12,7 @@ from ..registration.gradients import PartGrads, WeightGrad, add_matmul
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
 from ..sublayer.residual import reads_branch
-from .core import attend, attention_grads, sink_gradient
+from .core import attention_grads, sink_gradient
 from .gradients import behind_core, core_needs, gate_needs, reads_core
 from .sublayer import AttentionForward
 from .tensors import AttentionTensors, Projection, in_group, out_projection, over_all_heads, projected_shape
@@ -88,7 +88,7 @@ class AttentionSublayer(AttentionForward):
         1 - sigmoid(gate) would have few digits in 16 bits."""
         made = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
-            made = self.p.attn_delta(out, do, self.core).transpose(1, 2)[..., None]
+            made = self.p.attn_delta(out, do, self.row_core).transpose(1, 2)[..., None]
         return (made * torch.sigmoid(-gate)).to(gate.dtype)
 
     def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -104,10 +104,19 @@ class AttentionSublayer(AttentionForward):
         buffer = self.buffer() if self.p is not eager and not self.core.fused else None
         outs = [place.transpose(1, 2) for place in buffer[1]] if buffer else [None] * 3
         need_dq, need_dkv = core_needs(inner, self.t)
+        split = not isinstance(heads, tuple)
         if "sinks" in inner:
-            dsinks, delta = sink_gradient(self.p, do, out, lse, self.core, delta)
+            of_sinks = heads.sink_gradient if split else sink_gradient
+            dsinks, delta = of_sinks(self.p, do, out, lse, self.core, delta)
             heads_of_group = slice(self.index * self.o.num_heads, (self.index + 1) * self.o.num_heads)
             grads.put("sinks", dsinks, None if self.count == 1 else heads_of_group)
+        if split:
+            options = dict(delta=delta, need_dq=need_dq, need_dkv=need_dkv, dq=outs[0])
+            made = [
+                grad if grad is None else grad.transpose(1, 2)
+                for grad in heads.grads(self.p, do, out, lse, self.core, **options)
+            ]
+            return made, buffer
         *made, dmask, _ = attention_grads(
             self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
             dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
@@ -212,7 +221,7 @@ class AttentionSublayer(AttentionForward):
             do = do.view(self.B, self.S, o.num_heads, self.D).transpose(1, 2)
             do = do if share is None else do.mul_(share)
         if recomputed:
-            out, lse, delta = attend(self.p, *heads, self.core, do)
+            out, lse, delta = self.attended(heads, do)
         elif out is not None and self.count > 1:
             out, lse = in_group((out, lse), self.index, self.count, 1)
             lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all

@@ -19,6 +19,7 @@ from ... import eager
 from ...errors import ShapeError
 from ..dispatch.checks import check_number, check_tensor
 from ..dispatch.choices import kernels_alone
+from ..dispatch.shard import refuse_context
 from ..registration.functions import bodies_are_seen
 from ..sublayer.dropout import dropout_arguments
 
@@ -203,7 +204,10 @@ def in_context_parallel() -> bool:
 in_context_parallel._dynamo_marked_constant = True  # as _constant_fused
 
 
-def check_whole_sequence(op: str) -> None:
+def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
+    """takes_parts: attends over the ranks of a ckptkern.parallel.ContextParallel."""
+    if not takes_parts:
+        refuse_context(op)
     if in_context_parallel():
         raise NotImplementedError(
             f"{op}: inside torch's context_parallel this op would attend to this rank's part of the sequence alone. Call "

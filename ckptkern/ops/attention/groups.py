@@ -87,6 +87,8 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
 def _cuts(count: int, D: int, t: AttentionTensors, o: AttentionOptions) -> bool:
     """Can o be cut there? Kernels draw masks of 32 n columns, such as that of the output's low-rank update."""
     drops = t.lora_rng is not None and t.o_lora_a is not None
+    if o.context is not None and o.context.exchange == "heads" and o.num_kv_heads // count % o.context.size:
+        return False
     return count == 1 or not drops or o.backend == "eager" or o.num_heads // count * D % 32 == 0
 
 
@@ -126,5 +128,17 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     rotated = (raw if t.q_norm is not None else 0) + 2 * qkv + gate
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
     copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
+    if o.context is not None:
+        core += of_context(q, kv, o)
     of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows
+
+
+def of_context(q: int, kv: int, o: AttentionOptions) -> int:
+    """Elements of what comes from other ranks, beside q and kv of this one: k and v of all with what is sent and, in their
+    order, a copy, and the sums of their gradients in float32 twice; or of this rank's heads q, k, v, do and o, sent and
+    arrived."""
+    if o.context.exchange == "gather":
+        wide = max(4, o.dtype.itemsize) // o.dtype.itemsize
+        return 2 * kv + 2 * o.context.size * kv * (2 + 2 * wide)
+    return 3 * (3 * q + 2 * kv)

@@ -100,7 +100,7 @@ def latent_attention_block(
     groups in float32. ckptkern.parallel does not shard it. Raises ShapeError, DtypeError, DeviceError and
     LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
-    refuse_shard("latent_attention_block has no sharded form")
+    refuse_shard("latent_attention_block has no form for several ranks")
     t, o = gather_latent(
         "latent_attention_block", x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, q_bias=q_bias,
         q_a_weight=q_a_weight, q_a_bias=q_a_bias, q_a_norm_weight=q_a_norm_weight, kv_a_bias=kv_a_bias,

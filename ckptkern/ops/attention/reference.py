@@ -38,7 +38,9 @@ def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: Att
 
 
 def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
-    """The sublayer in differentiable PyTorch ops."""
+    """The sublayer in differentiable PyTorch ops. Raises NotImplementedError for a part of a sequence."""
+    if o.context is not None:
+        raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
     B, S = batch_and_rows(x)
     D, H = head_dim(t, o), o.num_heads
     h = reference_inputs(x, t, o)

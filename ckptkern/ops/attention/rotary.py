@@ -62,8 +62,11 @@ def check_theta(op: str, name: str, theta: float) -> None:
         raise ValueError(f"{op}: {name} must be above 0 and finite, not {theta!r}")
 
 
-def check_rotary(op: str, x: Tensor, rotary, B: int, S: int, D: int) -> tuple[Tensor | None, Tensor | None, float]:
-    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None."""
+def check_rotary(
+    op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None. own: the rows of this rank, of
+    which the tables may be, too."""
     if rotary is None:
         return None, None, 0.0
     if is_number(rotary):
@@ -77,6 +80,7 @@ def check_rotary(op: str, x: Tensor, rotary, B: int, S: int, D: int) -> tuple[Te
     for table in rotary:
         check_tensor(op, "rotary", table, x)
     R = cos.shape[-1]
+    S = own if own is not None and cos.dim() > 1 and cos.shape[-2] == own else S
     if cos.shape != sin.shape or R % 2 or R > D or cos.shape[:-1] not in ((S,), (1, S), (B, S)):
         raise ShapeError(
             f"{op}: rotary must be (cos, sin) of shape [S={S}, R], [1, S={S}, R] or [B={B}, S={S}, R] with R even and at "

@@ -13,6 +13,7 @@ from ... import eager
 from ..registration.rows import rows_2d
 from ..sublayer.lora import LowRank, low_rank
 from ..sublayer.residual import Sublayer
+from .context import ExchangedHeads, GatheredHeads
 from .core import CoreOptions, CoreTensors, attend, core_of
 from .groups import Division, division, group_of
 from .masks import merged_mask
@@ -37,13 +38,19 @@ from .tensors import (
     split_query,
 )
 
+Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
+
 
 def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
     """(cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
-    if not o.theta:
+    context, whole = o.context, S if o.context is None else S * o.context.size
+    if o.theta:
+        positions = positions_of(whole, t.wo.device, t.cu)
+        positions = positions if context is None else context.own(positions, 0)
+        return rotary_tables(positions, head_dim(t, o), o.theta, interleaved=o.interleaved)
+    if context is None or t.cos is None or t.cos.shape[-2] == S:
         return t.cos, t.sin
-    positions = positions_of(S, t.wo.device, t.cu)
-    return rotary_tables(positions, head_dim(t, o), o.theta, interleaved=o.interleaved)
+    return context.own(t.cos, -2), context.own(t.sin, -2)
 
 
 def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
@@ -125,6 +132,11 @@ class AttentionForward(Sublayer):
     @functools.cached_property
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
         return rotary_of(self.S, self.t, self.o)
+
+    @property
+    def row_core(self) -> eager.AttentionCore:
+        """The core of what is formed row by row."""
+        return self.core if self.o.context is None else self.o.context.core_of_rows(self.core)
 
     @property
     def width(self) -> int:
@@ -223,12 +235,12 @@ class AttentionForward(Sublayer):
         """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
         return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
 
-    def heads(self, raw: tuple[Tensor, ...], save_raw: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, raw: tuple[Tensor, ...], save_raw: bool) -> Heads:
         """q, k, v [B, H, S, D] as the core reads them, from the projections [B, S, heads, D]: q/k norm and rotation done, in
         place unless `save_raw`.
 
         Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
-        forward.
+        forward. Where a sequence lies on several ranks, they are on their way.
         """
         t, (q, k, v) = self.t, raw
         save_raw = save_raw or bool(self.o.fused)
@@ -237,14 +249,21 @@ class AttentionForward(Sublayer):
                 self.rotated(q, t.q_norm, t.q_norm_bias, save_raw),
                 self.rotated(k, t.k_norm, t.k_norm_bias, save_raw),
             )
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return heads if self.o.context is None else self.o.context.spread(*heads)
+
+    def attended(self, heads: Heads, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(o, lse, delta) of what `heads` gave."""
+        if isinstance(heads, tuple):
+            return attend(self.p, *heads, self.core, do)
+        return heads.attend(self.p, self.core, do)
 
     def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
         """out and lse of the core, and qkv, the projections, if `save_raw`, raw then."""
         h = self.held_inputs()
         if self.group_count == 1:
             qkv = self.project(h)
-            out, lse, _ = attend(self.p, *self.heads(self.split(qkv), save_raw), self.core)
+            out, lse, _ = self.attended(self.heads(self.split(qkv), save_raw))
             return {"out": out, "lse": lse, "qkv": qkv}
         qkv = self.project(h) if save_raw else None
         heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
@@ -252,13 +271,16 @@ class AttentionForward(Sublayer):
         lse = None
         for group in self.groups():
             raw, _ = group.raw(h, self, qkv, letters="qkv")
-            heads = group.heads(raw, save_raw)
-            made, of_group, _ = attend(self.p, *heads, group.core)
-            lse = of_group.new_empty(out.shape[:3]) if lse is None else lse
+            made, of_group, _ = group.attended(group.heads(raw, save_raw))
+            lse = of_group.new_empty(self.lse_shape()) if lse is None else lse
             (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
             part.copy_(made)
             lse_part.copy_(of_group)
         return {"out": out, "lse": lse, "qkv": qkv}
+
+    def lse_shape(self) -> tuple[int, int, int]:
+        shape = self.B, self.o.num_heads, self.S
+        return shape if self.o.context is None else self.o.context.lse_shape(*shape)
 
     def raw(
         self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None, letters: str = "qkvg"

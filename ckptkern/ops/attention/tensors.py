@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
+from .context import Context
+
 
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
@@ -66,8 +68,8 @@ class AttentionTensors(NamedTuple):
 class AttentionOptions(NamedTuple):
     """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
     left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
-    where the heads are a shard; lora: scale and dropout_p of the low-rank update of each of q, k, v and o;
-    workspace: bytes for a group of heads, and in it for the core's blocks of queries."""
+    where the heads are a shard; context: where the rows are a part of a sequence; lora: scale and dropout_p of the low-rank
+    update of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the core's blocks of queries."""
 
     num_heads: int
     num_kv_heads: int
@@ -103,6 +105,7 @@ class AttentionOptions(NamedTuple):
     lora: tuple[float, ...]
     lora_dtype: torch.dtype
     dtype: torch.dtype
+    context: Context | None = None
 
 
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of

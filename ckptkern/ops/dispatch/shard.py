@@ -1,4 +1,4 @@
-"""Whether the ops of this moment run on a shard: set by ckptkern.parallel around a block's forward."""
+"""Whether the ops of this moment run on a shard, or on a part of a sequence: set by ckptkern.parallel around a forward."""
 
 from __future__ import annotations
 
@@ -12,21 +12,34 @@ class NotSharded(Exception):
 
 
 class _Active:
-    """The shard (`sharded.Shard`) that the ops run on, or None. An attribute of an object, as the backend in _choices."""
+    """The shard (`sharded.Shard`) that the ops run on, or None, and the group over which a sequence is split
+    (`attention.context.Context`), or None. Attributes of an object, as the backend in _choices."""
 
     def __init__(self):
         self.shard: Any = None
+        self.context: Any = None
 
 
 ACTIVE = _Active()
 
 
 def refuse_shard(reason: str) -> None:
-    """Raises NotSharded on a shard: what follows would compute with parts of the parameters as if they were whole."""
+    """Raises NotSharded on a shard: what follows would compute with parts of the parameters as if they were whole. Raises
+    RuntimeError on a part of a sequence, as `refuse_context`."""
+    refuse_context(reason)
     if ACTIVE.shard is not None:
         raise NotSharded(reason)
 
 
+def refuse_context(reason: str) -> None:
+    """Raises RuntimeError on a part of a sequence: what follows would attend to this rank's rows as if they were all."""
+    if ACTIVE.context is not None:
+        raise RuntimeError(
+            f"ContextParallel: {reason}, which would attend to this rank's rows alone; leave the module out"
+        )
+
+
 def whole_rows(x: Tensor) -> int:
     """The rows of a sample of x [..., S, d] on all ranks together."""
-    return x.shape[-2] if ACTIVE.shard is None else ACTIVE.shard.whole_rows(x)
+    rows = x.shape[-2] if ACTIVE.shard is None else ACTIVE.shard.whole_rows(x)
+    return rows if ACTIVE.context is None else rows * ACTIVE.context.size

@@ -27,7 +27,7 @@ from ..dispatch.choices import (
     compute_dtype,
     matmul_precision,
 )
-from ..dispatch.shard import refuse_shard
+from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import check_experts
 from ..registration.functions import build
 from ..registration.needs import in_order
@@ -267,7 +267,8 @@ def moe_block(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
     (backend).
     """
-    refuse_shard("moe_block has no sharded form")
+    if ACTIVE.shard is not None:
+        raise NotSharded("moe_block has no sharded form")
     t, o = gather(
         "moe_block", x, router_weight, gate_up_weight, down_weight, activation, top_k=top_k, scoring=scoring,
         normalize=normalize, score_bias=score_bias, num_groups=num_groups, top_groups=top_groups, group_score=group_score,

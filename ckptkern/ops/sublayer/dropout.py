@@ -12,6 +12,7 @@ from torch.types import IntLikeType
 from ... import eager, state
 from ..dispatch.checks import check_input, check_probability
 from ..dispatch.choices import choose_backend, primitives
+from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.op import Op
 from ..registration.rows import rows_2d, unflattened
@@ -28,9 +29,13 @@ def apply_dropout(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: in
     return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
 
 
-def draw_state(x: Tensor, p: float, training: bool) -> Tensor | None:
-    """Creates the 16 bytes that dropout saves; None if nothing is dropped."""
-    return state.draw(x) if training and p > 0.0 else None
+def draw_state(x: Tensor, p: float, training: bool, *, of_sequence: bool = False) -> Tensor | None:
+    """Creates the 16 bytes that dropout saves; None if nothing is dropped. of_sequence: for a mask of a whole sequence. Others
+    are of this rank's rows: of ranks that draw alike, each gets its own."""
+    if not training or p <= 0.0:
+        return None
+    rng = state.draw(x)
+    return rng if of_sequence or ACTIVE.context is None else ACTIVE.context.stream(rng)
 
 
 class DropoutOptions(NamedTuple):

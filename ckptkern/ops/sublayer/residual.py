@@ -40,7 +40,12 @@ def drawn(t, o, x: Tensor, training: bool):
     drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops_of.values()):
         return t
-    drawn_by = {name: draw_state(x, p, training) for name, p in drops_of.items() if name in t._fields}
+    of_sequence = {"path_rng", "rng"} if hasattr(o, "context") else {"path_rng"}  # masks of samples and of scores
+    drawn_by = {
+        name: draw_state(x, p, training, of_sequence=name in of_sequence)
+        for name, p in drops_of.items()
+        if name in t._fields
+    }
     return t._replace(**drawn_by)
 
 

@@ -1,0 +1,328 @@
+"""Attention over a sequence whose rows lie on several ranks (context parallelism): how heads come together, and what the core
+is of this rank's rows.
+
+    exchange   core                                 travels in forward      saved by a rank
+    "gather"   its rows of q, all of k and v        k and v                 its rows of o and lse
+    "heads"    all rows of its part of the heads    q, k and v; then o      its rows of o, its heads' lse
+
+Saved for backward is what a whole sequence's attention saves, of this rank; what travels in forward travels again in backward,
+and the gradients travel back. "gather" is the all-gather of k and v of Llama 3 (arXiv 2407.21783, 3.3.2), "heads" the
+all-to-all of DeepSpeed Ulysses (arXiv 2309.14509). Rows are in the sequence's order, or zigzag: of 2 n
+chunks a rank has r and 2 n - 1 - r, so that causal attention is as much work on each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import eager
+from ...errors import ShapeError
+from .core import attend, attention_grads, sink_gradient
+
+EXCHANGES = ("gather", "heads")
+_c10d = torch.ops._c10d_functional
+
+
+class Rows(NamedTuple):
+    """Neighbouring rows: [start, stop) of a rank's are those from `first` on of the sequence's."""
+
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.first + self.stop - self.start
+
+
+class Context(NamedTuple):
+    """This rank's place in a context-parallel group. group: its name, as torch's functional collectives take it."""
+
+    group: str
+    rank: int
+    size: int
+    zigzag: bool
+    exchange: str
+
+    # -- rows
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A tensor of the shape, dtype and device of x [..., S, d] with the rows of all ranks, for checks."""
+        return x.new_empty(()).expand(*x.shape[:-2], self.size * x.shape[-2], x.shape[-1])
+
+    @property
+    def chunks(self) -> int:
+        """Of which a rank has one, or two."""
+        return 2 * self.size if self.zigzag else self.size
+
+    def rows(self, S: int) -> list[Rows]:
+        """Where the S rows of this rank are in the sequence."""
+        if not self.zigzag:
+            return [Rows(0, S, self.rank * S)]
+        half = S // 2
+        return [Rows(0, half, self.rank * half), Rows(half, S, (2 * self.size - 1 - self.rank) * half)]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's rows of x, which has those of all ranks along dim."""
+        parts = [x.narrow(dim, rows.first, rows.stop - rows.start) for rows in self.rows(x.shape[dim] // self.size)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """[n, B, S, ...] of the ranks -> [B, n S, ...] in the sequence's order."""
+        if self.zigzag:
+            first, last = parts.unflatten(2, (2, -1)).unbind(2)
+            parts = torch.cat((first, last.flip(0)))
+        return parts.movedim(0, 1).flatten(1, 2)
+
+    def parted(self, x: Tensor) -> Tensor:
+        """The opposite of `joined`."""
+        parts = x.unflatten(1, (self.chunks, -1)).movedim(1, 0)
+        if self.zigzag:
+            first, last = parts.chunk(2)
+            return torch.stack((first, last.flip(0)), 2).flatten(2, 3)
+        return parts
+
+    def stream(self, rng: Tensor) -> Tensor:
+        """A random state of this rank alone, of one that all drew alike: for masks of its rows."""
+        return rng if self.rank == 0 else rng ^ (self.rank * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)
+
+    # -- collectives, of which each returns a tensor that wait_tensor makes ready
+
+    def gathering(self, x: Tensor) -> Tensor:
+        """[...] of this rank -> [n ...] of all, along the first dimension."""
+        return _c10d.all_gather_into_tensor(x.contiguous(), self.size, self.group)
+
+    def scattering(self, x: Tensor) -> Tensor:
+        """[n ...] -> the sum over ranks of their part for this one."""
+        return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+
+    def exchanging(self, x: Tensor) -> Tensor:
+        """[n, ...] -> [n, ...]: part r goes to rank r, whose part for this rank takes its place."""
+        ones = [1] * self.size
+        return _c10d.all_to_all_single(x.contiguous(), ones, ones, self.group)
+
+    # -- heads
+
+    def spread(self, q: Tensor, k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
+        """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started."""
+        return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, q, k, v)
+
+    def lse_shape(self, B: int, H: int, S: int) -> tuple[int, int, int]:
+        return (B, H, S) if self.exchange == "gather" else (B, H // self.size, S * self.size)
+
+    def core_of_rows(self, core: eager.AttentionCore) -> eager.AttentionCore:
+        """`core` for what is formed row by row, such as delta."""
+        return core._replace(cu_q=None, cu_k=None)
+
+
+def check_context(
+    op: str, context: Context, x: Tensor, H: int, H_kv: int, left: int | None, right: int | None, drops: bool, *,
+    key_value: Tensor | None, cu_seqlens: Tensor | None, alibi_slopes: Tensor | None, attn_mask: Tensor | None,
+) -> str | None:  # fmt: skip
+    """Why this call runs in PyTorch ops, if it does. Raises ValueError for what a split sequence does not cover."""
+    S = x.shape[-2]
+    if key_value is not None:
+        raise ValueError(
+            f"{op}: key_value does not go with a sequence on several ranks; keep cross-attention's layers whole"
+        )
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient of attn_mask is formed over a context-parallel group; detach it")
+    if context.zigzag and S % 2:
+        raise ShapeError(f"{op}: zigzag order takes an even number of rows on each rank, not {S}; pad the sequence")
+    if context.exchange == "heads":
+        if H_kv % context.size:
+            raise ValueError(
+                f"{op}: exchange='heads' needs num_kv_heads that the {context.size} ranks divide, not {H_kv}; use 'gather'"
+            )
+        return None
+    if cu_seqlens is not None:
+        if drops or alibi_slopes is not None:
+            given = "dropout_p" if drops else "alibi_slopes"
+            raise ValueError(f"{op}: {given} with cu_seqlens on several ranks needs exchange='heads'")
+        if right != 0 and (left, right) != (None, None):
+            raise ValueError(
+                f"{op}: cu_seqlens on several ranks with a window that sees later rows needs exchange='heads'"
+            )
+    if drops and (S // 2 if context.zigzag else S) % 16:
+        return f"the kernels draw masks of multiples of 16 rows, not of {S} rows of a rank"
+    return None
+
+
+class GatheredHeads:
+    """This rank's rows of q, and k and v of all rows."""
+
+    def __init__(self, context: Context, q: Tensor, k: Tensor, v: Tensor):
+        self.context, self.q, self.kv_shape = context, q, k.shape
+        self.pending: Tensor | None = context.gathering(torch.cat((k.transpose(1, 2), v.transpose(1, 2)), 2))
+
+    @functools.cached_property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        """[B, H_kv, n S, D]"""
+        (B, H_kv, S, D), size = self.kv_shape, self.context.size
+        parts, self.pending = _c10d.wait_tensor(self.pending), None
+        k, v = self.context.joined(parts.view(size, B, S, 2 * H_kv, D)).transpose(1, 2).chunk(2, 1)
+        return k, v
+
+    def parts(self, core: eager.AttentionCore) -> Iterator[tuple[Rows, int, eager.AttentionCore]]:
+        """(rows of q, how many columns they may see, their core) of neighbouring rows."""
+        S, whole = self.q.shape[2], self.q.shape[2] * self.context.size
+        for rows in self.context.rows(S):
+            right = core.window[1]
+            if core.cu_q is not None:  # the last row that a sequence has here sees the last column: its own
+                ends = rows.end if right is not None else whole
+                cu_q = (core.cu_q - rows.first).clamp(0, rows.stop - rows.start)
+                yield rows, whole, core._replace(cu_q=cu_q, cu_k=core.cu_k.clamp(max=ends), max_q=min(core.max_q, S))
+                continue
+            columns = whole if right is None else max(0, min(whole, rows.end + right))
+            mask = core.mask
+            if mask is not None:
+                mask = mask[:, :, rows.first : rows.end] if mask.shape[2] > 1 else mask
+                mask = mask[..., :columns] if mask.shape[3] > 1 else mask
+            yield rows, columns, core._replace(mask=mask, row_base=rows.first, max_q=whole)
+
+    def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
+        """`core.attend` of this rank's rows."""
+        (k, v), made = self.kv, []
+        for rows, columns, own in self.parts(core):
+            at = slice(rows.start, rows.stop)
+            of_do = None if do is None else do[:, :, at]
+            made.append(attend(p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], own, of_do))
+        if len(made) == 1:
+            return made[0]
+        o = eager.empty_heads(self.q)
+        for rows, (part, *_) in zip(self.context.rows(self.q.shape[2]), made, strict=True):
+            o[:, :, rows.start : rows.stop].copy_(part)
+        _, lse, delta = zip(*made, strict=True)
+        return o, torch.cat(lse, 2), None if delta[0] is None else torch.cat(delta, 2)
+
+    def grads(
+        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, *, delta: Tensor | None,
+        need_dq: bool, need_dkv: bool, dq: Tensor | None,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Gradients of this rank's rows of q, k and v. Those of k and v are summed over rows and ranks in float32."""
+        if not (need_dq or need_dkv):
+            return [None] * 3
+        (B, H_kv, S, D), (k, v), size = self.kv_shape, self.kv, self.context.size
+        if need_dq and dq is None:
+            dq = eager.empty_heads(self.q)
+        sums = None
+        if need_dkv:
+            sums = k.new_zeros((B, size * S, 2 * H_kv, D), dtype=torch.promote_types(k.dtype, torch.float32))
+        for rows, columns, own in self.parts(core):
+            at = slice(rows.start, rows.stop)
+            outs = [None if sums is None else one[:, :, :columns] for one in self._halves(sums)]
+            later = rows.start > 0  # what other rows have given stays
+            places = [dq[:, :, at] if need_dq else None, *outs]
+            if later and need_dkv:
+                places[1:] = [torch.empty_like(one) for one in outs]
+            made = attention_grads(
+                p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], do[:, :, at], o[:, :, at], lse[:, :, at], own,
+                delta=None if delta is None else delta[:, :, at], need_dq=need_dq, need_dkv=need_dkv, out=places,
+            )[:3]  # fmt: skip
+            for place, part in zip(places, made, strict=True):
+                if place is not None and part is not place:
+                    place.copy_(part)
+            for total, part in zip(outs, places[1:], strict=True):
+                if later and total is not None:
+                    total.add_(part)
+        if sums is None:
+            return [dq, None, None]
+        parts = _c10d.wait_tensor(self.context.scattering(self.context.parted(sums).flatten(0, 1)))
+        dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
+        return [dq if need_dq else None, dk, dv]
+
+    @staticmethod
+    def _halves(sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if sums is None else sums.transpose(1, 2).chunk(2, 1)
+
+    def sink_gradient(
+        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None
+    ):
+        """`core.sink_gradient` of this rank's rows."""
+        return sink_gradient(p, do, o, lse, self.context.core_of_rows(core), delta)
+
+
+class ExchangedHeads:
+    """All rows of this rank's part of the heads."""
+
+    def __init__(self, context: Context, q: Tensor, k: Tensor, v: Tensor):
+        self.context, self.counts = context, [one.shape[1] // context.size for one in (q, k, v)]
+        self.out: Tensor | None = None
+        self.of_o: tuple[Tensor, ...] | None = None
+        self.pending: Tensor | None = self.sent(q, k, v)
+
+    def sent(self, *rows: Tensor) -> Tensor:
+        """Starts the way of [B, heads, S, D] to the ranks of their heads."""
+        parts = [one.unflatten(1, (self.context.size, -1)) for one in rows]
+        return self.context.exchanging(torch.cat(parts, 2).movedim(1, 0).transpose(2, 3))
+
+    def arrived(self, pending: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+        """[B, heads of this rank, n S, D] of each that was sent."""
+        return self.context.joined(_c10d.wait_tensor(pending)).transpose(1, 2).split(counts, 1)
+
+    def back(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """The opposite: [B, heads, S, D] of this rank's rows, of each."""
+        parts = self.context.parted(torch.cat(heads, 1).transpose(1, 2))
+        parts = _c10d.wait_tensor(self.context.exchanging(parts))  # [n, B, S, heads, D]
+        made = parts.split([one.shape[1] for one in heads], 3)
+        return tuple(one.movedim(0, 2).flatten(2, 3).transpose(1, 2) for one in made)
+
+    @functools.cached_property
+    def qkv(self) -> tuple[Tensor, ...]:
+        pending, self.pending = self.pending, None
+        return self.arrived(pending, self.counts)
+
+    def core(self, core: eager.AttentionCore) -> eager.AttentionCore:
+        """`core` of this rank's heads."""
+        rank, size, count = self.context.rank, self.context.size, self.counts[0]
+
+        def own(tensor: Tensor | None) -> Tensor | None:
+            return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, rank * count, count)
+
+        return core._replace(
+            plane_base=core.plane_base + rank * count, planes=core.planes or size * count, mask=own(core.mask),
+            slopes=None if core.slopes is None else own(core.slopes).clone(), sinks=own(core.sinks),
+        )  # fmt: skip
+
+    def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
+        """(this rank's rows of o, its heads' lse, None)"""
+        self.out, lse, _ = attend(p, *self.qkv, self.core(core))
+        (o,) = self.back(self.out)
+        return eager.as_heads(o), lse, None
+
+    def gradients_of_o(self, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
+        """(do, o) of this rank's heads."""
+        if self.of_o is None:
+            sent = (do, o) if self.out is None else (do,)  # o is here if it has just been recomputed
+            arrived = self.arrived(self.sent(*sent), len(sent) * self.counts[:1])
+            self.of_o = arrived if self.out is None else (*arrived, self.out)
+        do, o = self.of_o
+        return do, o
+
+    def grads(
+        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, *, delta: Tensor | None,
+        need_dq: bool, need_dkv: bool, dq: Tensor | None,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Gradients of this rank's rows of q, k and v."""
+        if not (need_dq or need_dkv):
+            return [None] * 3
+        do, o = self.gradients_of_o(do, o)
+        made = attention_grads(p, *self.qkv, do, o, lse, self.core(core), need_dq=need_dq, need_dkv=need_dkv)[:3]
+        rows = iter(self.back(*(one for one in made if one is not None)))
+        return [None if one is None else next(rows) for one in made]
+
+    def sink_gradient(
+        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None
+    ):
+        """Of all heads, zeros where they are another rank's."""
+        do, o = self.gradients_of_o(do, o)
+        part, _ = sink_gradient(p, do, o, lse, self.core(core), None)
+        whole = part.new_zeros(self.context.size * part.shape[0])
+        whole[self.context.rank * part.shape[0] :][: part.shape[0]].copy_(part)
+        return whole, None
