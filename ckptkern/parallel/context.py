@@ -109,9 +109,9 @@ class ContextParallel(ParallelStyle):
 
     The block is a module of ckptkern.nn with self-attention (LlamaAttention, LlamaDecoderLayer, MultiheadAttention,
     TransformerEncoderLayer) or one that ckptkern.convert fused as attention or layer. x and y are this rank's rows,
-    [..., S/n, d] or [tokens/n, d], the same number on each rank. Masks, key_padding_mask and cu_seqlens are those of all rows; rotary
-    tables of all or of this rank's. Parameters stay whole on each rank, and their gradients are of this rank's rows: sum them
-    as those of data parallelism (DDP or fully_shard over a mesh that has the ranks of "dp" and "cp"). It composes with
+    [..., S/n, d] or [tokens/n, d], the same number on each rank. Masks, key_padding_mask and cu_seqlens are those of all rows;
+    rotary tables of all or of this rank's. Parameters stay whole on each rank, and their gradients are of this rank's rows: sum
+    them as those of data parallelism (DDP or fully_shard over a mesh that has the ranks of "dp" and "cp"). It composes with
     TensorParallel, in any order.
 
     order: "contiguous", rank r has rows [r S/n, (r + 1) S/n); or "zigzag", of 2 n parts r and 2 n - 1 - r, so that causal
