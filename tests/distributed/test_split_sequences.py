@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
-from ckptkern.memory import saved_tensors
+from ckptkern.memory import peak_memory, saved_tensors
 
 B, WIDTH, HEADS, KV_HEADS, D = 2, 24, 8, 4, 6
 MODES = ("none", "selective", "full")
@@ -213,6 +213,35 @@ def _check_kernels(mesh: DeviceMesh, exchange: str) -> None:
 def test_kernels_have_the_rows_of_the_whole_sequence(exchange, ranks):
     pytest.importorskip("triton")
     on_mesh(ranks, 2, _check_kernels, exchange)
+
+
+def _check_peak(mesh: DeviceMesh) -> None:
+    """Memory rises by the workspace above what is saved, results and gradients, in groups of heads if all do not fit. Half of it
+    is allowed beside: gloo's thread keeps what it has sent for a while."""
+    S, H, d = 256, 8, 64
+    for exchange, order, dtype, mode in itertools.product(
+        ("gather", "heads"), ORDERS, (torch.float32, torch.bfloat16), ("selective", "full")
+    ):
+        x = noise(B, S, d, seed=1, dtype=dtype).requires_grad_()
+        weights = [noise(H * 16, d, seed=i, dtype=dtype).requires_grad_() for i in range(3)]
+        out = noise(d, H * 16, seed=4, dtype=dtype).requires_grad_()
+        inputs = [x, *weights, out]
+        sizes = x.nbytes + sum(4 * one.numel() for one in inputs[1:])  # of parameters float32 sums
+        for workspace in (2**23, 2**21):
+            call = functools.partial(
+                ckptkern.attention_block, x, weights, None, out, None, H, is_causal=True, recompute=mode, workspace=workspace
+            )
+            with in_context(mesh, order, exchange)(), peak_memory("cpu") as forward, saved_tensors(inputs) as saved:
+                y = call()
+            ct = torch.ones_like(y)
+            with peak_memory("cpu") as backward:
+                torch.autograd.grad(y, inputs, ct)
+            rises = forward.bytes - saved.bytes - y.nbytes, backward.bytes - sizes
+            assert workspace // 8 < max(rises) <= 1.5 * workspace, (exchange, order, dtype, mode, workspace, rises)
+
+
+def test_peak_memory_is_within_the_workspace(ranks):
+    on_mesh(ranks, 2, _check_peak)
 
 
 # -- blocks and converted models

@@ -75,18 +75,24 @@ class Context(NamedTuple):
 
     def joined(self, parts: Tensor) -> Tensor:
         """[n, B, S, ...] of the ranks -> [B, n S, ...] in the sequence's order."""
-        if self.zigzag:
-            first, last = parts.unflatten(2, (2, -1)).unbind(2)
-            parts = torch.cat((first, last.flip(0)))
-        return parts.movedim(0, 1).flatten(1, 2)
+        if not self.zigzag:
+            return parts.movedim(0, 1).flatten(1, 2)
+        n, B, S, *others = parts.shape
+        whole = parts.new_empty((B, 2 * n, S // 2, *others))
+        whole[:, :n].copy_(parts[:, :, : S // 2].movedim(0, 1))
+        whole[:, n:].copy_(parts[:, :, S // 2 :].flip(0).movedim(0, 1))
+        return whole.flatten(1, 2)
 
     def parted(self, x: Tensor) -> Tensor:
         """The opposite of `joined`."""
         parts = x.unflatten(1, (self.chunks, -1)).movedim(1, 0)
-        if self.zigzag:
-            first, last = parts.chunk(2)
-            return torch.stack((first, last.flip(0)), 2).flatten(2, 3)
-        return parts
+        if not self.zigzag:
+            return parts
+        _, B, rows, *others = parts.shape
+        made = parts.new_empty((self.size, B, 2, rows, *others))
+        made[:, :, 0].copy_(parts[: self.size])
+        made[:, :, 1].copy_(parts[self.size :].flip(0))
+        return made.flatten(2, 3)
 
     def stream(self, rng: Tensor) -> Tensor:
         """A random state of this rank alone, of one that all drew alike: for masks of its rows."""

@@ -71,7 +71,9 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
     if o.workspace is None:
         return Division(1, whole)
     (h, others), bytes_ = bytes_beside(x, t, o), bytes_of_heads(x.shape[0], t, o)
-    if bytes_ + h + others <= o.workspace:
+    # the core's blocks of queries, of a rank's rows by all columns, take the half that they may
+    room = o.workspace // 2 if o.context is not None and o.backend == "eager" else o.workspace
+    if bytes_ + h + others <= room:
         return Division(1, whole)
     all_heads = over_all_heads(t.q_norm, D) or over_all_heads(t.k_norm, D)
     limit = 1 if all_heads else o.num_kv_heads
@@ -79,7 +81,7 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
     rows = token_chunks(x.shape[0], h * 4 // max(x.shape[0], 1), o.workspace // 4)  # beside what a norm holds
     for beside, chunks in ((h + others, whole), (others, rows)):
         for n in counts:
-            if bytes_ <= (o.workspace - beside) * n:
+            if bytes_ <= (room - beside) * n:
                 return Division(n, chunks)
     return Division(counts[-1], chunks)
 
@@ -136,9 +138,9 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
 
 def of_context(q: int, kv: int, o: AttentionOptions) -> int:
     """Elements of what comes from other ranks, beside q and kv of this one: k and v of all with what is sent and, in their
-    order, a copy, and the sums of their gradients in float32 twice; or of this rank's heads q, k, v, do and o, sent and
+    order, copies, and the sums of their gradients in float32 twice; or of this rank's heads q, k, v, do and o, sent and
     arrived."""
     if o.context.exchange == "gather":
         wide = max(4, o.dtype.itemsize) // o.dtype.itemsize
-        return 2 * kv + 2 * o.context.size * kv * (2 + 2 * wide)
+        return 2 * kv + o.context.size * kv * (4 + 4 * wide)
     return 3 * (3 * q + 2 * kv)
