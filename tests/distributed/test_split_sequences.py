@@ -3,7 +3,9 @@
 import copy
 import functools
 import itertools
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from ckptkern.memory import peak_memory, saved_tensors
 
 B, WIDTH, HEADS, KV_HEADS, D = 2, 24, 8, 4, 6
 MODES = ("none", "selective", "full")
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "context_parallel.py"
 ORDERS = ("contiguous", "zigzag")
 
 
@@ -229,7 +232,16 @@ def _check_peak(mesh: DeviceMesh) -> None:
         sizes = x.nbytes + sum(4 * one.numel() for one in inputs[1:])  # of parameters float32 sums
         for workspace in (2**23, 2**21):
             call = functools.partial(
-                ckptkern.attention_block, x, weights, None, out, None, H, is_causal=True, recompute=mode, workspace=workspace
+                ckptkern.attention_block,
+                x,
+                weights,
+                None,
+                out,
+                None,
+                H,
+                is_causal=True,
+                recompute=mode,
+                workspace=workspace,
             )
             with in_context(mesh, order, exchange)(), peak_memory("cpu") as forward, saved_tensors(inputs) as saved:
                 y = call()
@@ -428,6 +440,21 @@ def _check_masks(mesh: DeviceMesh) -> None:
 
 def test_masks_of_rows_differ_and_those_of_samples_do_not(ranks):
     on_mesh(ranks, 2, _check_masks)
+
+
+# -- the recipe
+
+
+def _check_example(rank: int, steps: int, order: str) -> list[float]:
+    return runpy.run_path(str(EXAMPLE))["train"](steps, order)
+
+
+def test_the_example_trains_on_any_number_of_ranks_alike(ranks):
+    alone = ranks.run(1, _check_example, 3, "zigzag")[0]
+    for n, steps, order in ((2, 80, "zigzag"), (4, 3, "contiguous")):
+        for losses in ranks.run(n, _check_example, steps, order):
+            torch.testing.assert_close(losses[:3], alone, atol=1e-4, rtol=1e-4)
+            assert steps == 3 or losses[-1] < 0.5 * losses[0]
 
 
 # -- errors
