@@ -1,7 +1,8 @@
 """Long sequences over the ranks of a group: each rank has a part of the tokens, and attends to all of them.
 
-Every rank reads the same batch and takes its rows of it. The loss is a sum over this rank's tokens, divided by the number of all
-tokens, so that the sum of the ranks' gradients is the gradient of the mean. fully_shard over the same ranks would sum them, too.
+Every rank reads the same batch and takes its rows of it. The loss is a sum over this rank's tokens, divided by the number of
+all tokens, so that the sum of the ranks' gradients is the gradient of the mean. fully_shard over the same ranks would sum them,
+too.
 
 Run: torchrun --nproc-per-node 2 examples/context_parallel.py
 """

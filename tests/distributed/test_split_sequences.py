@@ -219,8 +219,8 @@ def test_kernels_have_the_rows_of_the_whole_sequence(exchange, ranks):
 
 
 def _check_peak(mesh: DeviceMesh) -> None:
-    """Memory rises by the workspace above what is saved, results and gradients, in groups of heads if all do not fit. Half of it
-    is allowed beside: gloo's thread keeps what it has sent for a while."""
+    """Memory rises by the workspace above what is saved, results and gradients, in groups of heads if all do not fit. Half of
+    it is allowed beside: gloo's thread keeps what it has sent for a while."""
     S, H, d = 256, 8, 64
     for exchange, order, dtype, mode in itertools.product(
         ("gather", "heads"), ORDERS, (torch.float32, torch.bfloat16), ("selective", "full")
