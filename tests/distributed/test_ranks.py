@@ -81,7 +81,9 @@ def test_where_a_rank_hangs_is_shown():
     assert "in _serve" in str(error.value)
 
 
-@pytest.mark.parametrize(("code", "error"), [(7, "others return without an error"), (8, "was to end with 8, and has 7")])
+@pytest.mark.parametrize(
+    ("code", "error"), [(7, "others return without an error"), (8, "was to end with 8, and has 7")]
+)
 def test_a_rank_that_is_lost_has_to_be_an_error_of_the_others(code, error):
     with Ranks(patience=120) as ranks, pytest.raises(RankError, match=error):
         ranks.errors(2, _dies if code == 8 else _dies_alone, lost=1, code=code)
