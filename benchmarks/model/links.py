@@ -103,4 +103,5 @@ def timeline(
             now += wait
         elif launch.kind != COLLECTIVE:
             now += of(launch)
-    return Timeline(now, busy, exposed)
+    left = max(0.0, free - now)  # of what nothing waits for
+    return Timeline(now + left, busy, exposed + left)

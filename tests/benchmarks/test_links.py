@@ -60,6 +60,7 @@ def _matmul(ms: float) -> trace.Launch:
         ([_collective(0), _matmul(3), _wait(0)], True, 3.0, 0.0),
         ([_collective(0), _collective(1), _wait(1), _wait(0)], True, 2.0, 2.0),
         ([_collective(0), _collective(1), _matmul(1.5), _wait(1), _wait(0)], True, 2.0, 0.5),
+        ([_collective(0), _matmul(0.5)], True, 1.0, 0.5),
         ([_matmul(1)], True, 1.0, 0.0),
     ],
 )
