@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-layers cost-model convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-layers cost-model exits convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -73,6 +73,9 @@ bench-layers: $(STAMP) ## one layer of each family, counted on meta tensors, not
 
 cost-model: $(STAMP) ## cost model, not measured: the estimate of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
 	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m benchmarks.model $(ARGS)
+
+exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
+	$(PY) -m benchmarks.dev.exits $(ARGS)
 
 convert-families: $(STAMP) ## convert on 40 families of models of transformers and timm, which it needs. ARGS="--only llama"
 	$(PY) -m benchmarks.conversion.families $(ARGS)

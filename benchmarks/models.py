@@ -322,18 +322,18 @@ def gpt_layer(width: int) -> Layer:
 
 
 class LlamaLayer(nn.Module):
-    """RMSNorm, rotary attention with a quarter as many key and value heads, RMSNorm, SwiGLU, no biases."""
+    """RMSNorm, rotary attention with a quarter as many key and value heads unless given, RMSNorm, SwiGLU, no biases."""
 
     POSITIONS = 8192
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, kv_heads: int | None = None, hidden: int | None = None):
         super().__init__()
         self.head_dim = 128 if width >= 512 else 16
         self.heads = width // self.head_dim
-        self.kv_heads = max(1, self.heads // 4)
+        self.kv_heads = kv_heads or max(1, self.heads // 4)
         rows = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
         self.q, self.k, self.v = (nn.Linear(width, n, bias=False) for n in rows)
-        self.out, self.mlp = nn.Linear(width, width, bias=False), GatedMLP(width)
+        self.out, self.mlp = nn.Linear(width, width, bias=False), GatedMLP(width, hidden=hidden)
         self.norm, self.mlp_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
         cos, sin = nn_modules.rotary_tables(torch.arange(self.POSITIONS), self.head_dim)
         self.register_buffer("cos", cos, persistent=False)

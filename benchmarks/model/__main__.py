@@ -15,9 +15,10 @@ from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 
 from . import __doc__ as description
-from . import calibrate, published, rates, sheet
+from . import calibrate, published, rates, sheet, tensor_parallel
 
 NOTES = Path("benchmarks/NOTES.md")
+DISTRIBUTED = Path("docs/how-to/distributed.md")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,6 +38,11 @@ def parser() -> argparse.ArgumentParser:
         "--published", action="store_true",
         help="the sizes of figures that others published, on their GPUs, beside these figures: DIR/published.csv, and the "
         f"table in {NOTES} if it is here",
+    )  # fmt: skip
+    made.add_argument(
+        "--tensor-parallel", action="store_true",
+        help="one Llama layer on 2, 4 and 8 GPUs, beside torch's styles and checkpoint: DIR/tensor_parallel.csv, and the table "
+        f"in {DISTRIBUTED} if it is here",
     )  # fmt: skip
     made.add_argument("--rates", type=Path, metavar="FILE", help="rates that --calibrate wrote")
     made.add_argument(
@@ -83,15 +89,21 @@ def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) 
     print(f"rates in {path}")
 
 
-def _published(args: argparse.Namespace) -> None:
-    if args.cases or args.modes or args.explain is not None or args.rates or args.calibrate:
-        raise ValueError("--published uses its own cases, modes, GPUs and rates: pass only --out and --workers")
-    path = (args.out or DEFAULT_RESULTS / "model") / "published.csv"
-    published.write(published.estimated(workers=args.workers), path)
-    text = published.table(path)
+def _own_cases(args: argparse.Namespace) -> None:
+    """Runs what --published and --tensor-parallel estimate."""
+    flag = "--published" if args.published else "--tensor-parallel"
+    both = args.published and args.tensor_parallel
+    if both or args.cases or args.modes or args.explain is not None or args.rates or args.calibrate:
+        raise ValueError(f"{flag} uses its own cases, modes, GPUs and rates: pass only --out and --workers")
+    module, name, page = published, "published.csv", NOTES
+    if args.tensor_parallel:
+        module, name, page = tensor_parallel, "tensor_parallel.csv", DISTRIBUTED
+    path = (args.out or DEFAULT_RESULTS / "model") / name
+    module.write(module.estimated(workers=args.workers), path)
+    text = module.table(path)
     print(text)
-    if args.out is None and NOTES.exists():
-        published.put_into(NOTES, text)
+    if args.out is None and page.exists():
+        module.put_into(page, text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         re.compile(args.explain or "")
         _choices.parse_bytes("--workspace", args.workspace)
         items = chosen(args.cases)
-        if args.published:
-            _published(args)
+        if args.published or args.tensor_parallel:
+            _own_cases(args)
             return 0
         if args.calibrate:
             _calibrate(gpu, args, items)

@@ -12,6 +12,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import _functional_collectives
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -22,12 +26,14 @@ from ckptkern.benchmarks.cases import DTYPES, Item, Maker
 from ckptkern.memory import saved_tensors
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.dispatch import choices as _choices
+from ckptkern.ops.registration import across as _across
 from ckptkern.ops.registration import functions as _functions
 from ckptkern.tools.compiling import instead_of_launches
 
 from .rates import GPU
 
 aten = torch.ops.aten
+COLLECTIVE, WAIT = "collective", "wait"
 
 
 class Caught(NamedTuple):
@@ -57,6 +63,9 @@ class Launch(NamedTuple):
     bytes  of all tensors that it reads or writes, each once
     shape  of a matmul: M, N, K, with the rows that experts' tiles have too many (`expert_rows`); of a core: B, H, Sq, Sk, D
     causal a core sees half of the scores
+
+    Over several ranks also "collective", of which bytes are those of the whole tensor, and "wait", which waits for one. The
+    shape of both is the collective's number.
     """
 
     name: str
@@ -229,9 +238,31 @@ class _Log(TorchDispatchMode):
     def __init__(self, log: list[Launch]):
         super().__init__()
         self.log = log
+        self.collectives, self.running = 0, {}  # their count; the numbers of those that run, by their result's storage
+
+    def collective(self, name: str, given: Tensor, out: Tensor) -> None:
+        """Logs a functional collective, or a wait for one that runs."""
+        if name == "wait_tensor":
+            number = self.running.pop(given.untyped_storage()._cdata, None)
+            if number is not None:
+                self.log.append(Launch("wait", WAIT, 0, 0, (number,)))
+        else:
+            whole = max(given, out, key=Tensor.numel)
+            shape = "x".join(map(str, whole.shape))
+            self.log.append(Launch(f"{name} {shape}", COLLECTIVE, 0, whole.nbytes, (self.collectives,)))
+            self.running[out.untyped_storage()._cdata] = self.collectives
+            self.collectives += 1
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if DTensor in types or AsyncCollectiveTensor in types:  # the ops on what these hold come here again
+            return NotImplemented
+        if FakeTensor in types:  # DTensor asks for a result's shape
+            return func(*args, **kwargs)
+        if func.namespace == "_c10d_functional":
+            out = func(*args, **kwargs)
+            self.collective(func._schema.name.split("::")[1], args[0], out)
+            return out
         overload = "" if func._overloadname == "default" else f".{func._overloadname}"
         out = CUDA_ONLY.get(func._schema.name + overload, func)(*args, **kwargs)
         if launch := torch_launch(func, args, kwargs, out):
@@ -333,7 +364,10 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         mock.patch.object(_choices, "_device_workspace", _always(gpu.memory // 32)),
         mock.patch.object(attention_core, "_accepts", _always(True)),
         mock.patch.object(_functions, "DISPATCHED", 0),  # so that op bodies run, not their fakes
+        mock.patch.object(_across, "DISPATCHED", 0),
         mock.patch.object(_functions, "_OBSERVED", 0),
+        # waited for at its first use; on meta tensors torch makes a plain tensor of it
+        mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", AsyncCollectiveTensor),
         mock.patch.object(F, "scaled_dot_product_attention", sdpa),
         mock.patch.object(F, "rms_norm", rms_norm),
         mock.patch.object(F, "dropout", dropout),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
@@ -19,16 +20,16 @@ import ckptkern
 from ckptkern.ops.registration import functions
 from ckptkern.segments import checkpoint
 
-MICROS = 4
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 SCHEDULES = {
     one.__name__: one for one in (
-        ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+        ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble,
+        ScheduleDualPipeV,
     )
 }  # fmt: skip
-ZERO_BUBBLE = [
-    name for name in SCHEDULES if "ZeroBubble" in name
-]  # form the gradients of inputs and of weights in two passes
+V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]  # the first rank has the first stage and the last
+# form the gradients of inputs and of weights in two passes; DualPipeV does so for some micro-batches
+ZERO_BUBBLE = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
 
 
 class Part(nn.Module):
@@ -59,28 +60,29 @@ def loss_of(logits, target):
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def batch(step):
-    given = torch.cat([ids(10 * step + micro) for micro in range(MICROS)])
+def batch(step, micros):
+    given = torch.cat([ids(10 * step + micro) for micro in range(micros)])
     return given, given.roll(1, 1)
 
 
-def alone(parts, step):
+def alone(parts, step, micros):
     """The micro-batches' losses and each part's gradients in one process, where each part samples as its rank does."""
     states = [torch.Generator().manual_seed(1000 * step + i).get_state() for i in range(len(parts))]
     losses = []
-    for x, target in zip(*(one.chunk(MICROS) for one in batch(step)), strict=True):
+    for x, target in zip(*(one.chunk(micros) for one in batch(step, micros)), strict=True):
         for i, part in enumerate(parts):
             torch.set_rng_state(states[i])
             x = part(x)
             states[i] = torch.get_rng_state()
         losses.append(loss_of(x, target))
-        (losses[-1] / MICROS).backward()
+        (losses[-1] / micros).backward()
     return [loss.item() for loss in losses], [[p.grad for p in part.parameters()] for part in parts]
 
 
 def _check_stages(rank, size, kind, schedule, p):
-    each = 2 if "Interleaved" in schedule or "ZBV" in schedule else 1  # stages of a rank
-    numbers = [rank, 2 * size - 1 - rank] if "ZBV" in schedule else range(rank, each * size, size)
+    each = 2 if "Interleaved" in schedule or schedule in V_SHAPED else 1  # stages of a rank
+    numbers = [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else range(rank, each * size, size)
+    micros = max(4, each * size) if schedule == "ScheduleDualPipeV" else 4  # which wants one for each stage
     unfused = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
     parts = {i: Part(kind, p, True, i, each * size) for i in numbers}
     for i, part in parts.items():
@@ -104,13 +106,13 @@ def _check_stages(rank, size, kind, schedule, p):
         recompute(self, key)
 
     functions.direct_backward, checkpoint.Segment.recompute = counted, recomputed
-    run = SCHEDULES[schedule](stages if each > 1 else stages[0], MICROS, loss_fn=loss_of)
+    run = SCHEDULES[schedule](stages if each > 1 else stages[0], micros, loss_fn=loss_of)
     optimizers = [optimizer_of(nn.ModuleList(unfused)), optimizer_of(nn.ModuleList(parts.values()))]
     for step in range(STEPS):
-        expected, gradients = alone(unfused, step)
+        expected, gradients = alone(unfused, step, micros)
         bodies.clear()
         torch.manual_seed(1000 * step + rank)
-        x, target = batch(step)
+        x, target = batch(step, micros)
         losses = []
         is_last = each * size - 1 in numbers
         run.step(*([x] if rank == 0 else []), **({"target": target, "losses": losses} if is_last else {}))
@@ -121,7 +123,7 @@ def _check_stages(rank, size, kind, schedule, p):
                 torch.testing.assert_close(mine.grad, theirs, rtol=1e-5, atol=1e-5)
         # one backward of each layer and one recompute of each region for a micro-batch, also where it comes in two passes
         if name := {"converted": "transformer_layer", "segments": "recompute"}.get(kind):
-            assert bodies.count(name) == len(parts) * MICROS, bodies
+            assert bodies.count(name) == len(parts) * micros, bodies
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -130,7 +132,7 @@ def _check_stages(rank, size, kind, schedule, p):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks(ranks, schedule, kind):
-    if "ZBV" in schedule and RELEASE < (2, 13):
+    if schedule in V_SHAPED and RELEASE < (2, 13):
         pytest.skip("this schedule of torch 2.11 sends to its own rank, which gloo refuses")
     if schedule in ZERO_BUBBLE and kind != "segments" and RELEASE < (2, 13):
         pytest.skip("this schedule of torch 2.11 fails on every autograd.Function: _input_metadata")

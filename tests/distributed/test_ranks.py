@@ -27,6 +27,11 @@ def _dies(rank):
     dist.all_reduce(torch.ones(1))
 
 
+def _dies_alone(rank):
+    if rank == 1:
+        os._exit(7)
+
+
 def _hangs(rank):
     if rank == 0:
         dist.all_reduce(torch.ones(1))
@@ -74,3 +79,11 @@ def test_where_a_rank_hangs_is_shown():
         with pytest.raises(RankError, match="rank 0 has not reported in 2 s") as error:
             ranks.run(2, _hangs)
     assert "in _serve" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(7, "others return without an error"), (8, "was to end with 8, and has 7")]
+)
+def test_a_rank_that_is_lost_has_to_be_an_error_of_the_others(code, error):
+    with Ranks(patience=120) as ranks, pytest.raises(RankError, match=error):
+        ranks.errors(2, _dies if code == 8 else _dies_alone, lost=1, code=code)

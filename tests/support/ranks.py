@@ -95,6 +95,41 @@ class Ranks:
         Raises RankError.
         """
         __tracebackhide__ = True  # pytest shows the ranks' own
+        self.start(size, function, arguments, backend)
+        try:
+            return self.results(size)
+        except BaseException:
+            self.stop()
+            raise
+
+    def errors(self, size: int, function: Callable, *arguments, lost: int, code: int | None) -> dict[int, str]:
+        """The errors of all ranks but `lost`, where function(rank, *arguments) ends that rank with this exit code, or lets it
+        hang if that is None. Then ends all processes.
+
+        Raises RankError for another rank that returns, for one that has not reported after `patience` seconds, and for a lost
+        rank with another fate.
+        """
+        __tracebackhide__ = True
+        self.start(size, function, arguments, "gloo")
+        process = self.started[lost][0]
+        try:
+            found, failed = self.reports(size, lost)
+            if found:
+                raise RankError(
+                    f"rank {lost} of {size} was to be lost, and others return without an error: {sorted(found)}"
+                )
+            if len(failed) < size - 1:
+                raise RankError("\n".join(self.where(rank) for rank in range(size) if rank not in {lost, *failed}))
+            if code is not None:
+                process.join(self.patience)
+            if process.exitcode != code:
+                raise RankError(f"rank {lost} of {size} was to end with {code}, and has {process.exitcode}")
+            return failed
+        finally:
+            self.stop()
+
+    def start(self, size: int, function: Callable, arguments: tuple, backend: str) -> None:
+        """Has each rank begin, in a process that is started if there is none."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         for rank in range(len(self.started), size):
@@ -108,24 +143,27 @@ class Ranks:
         file = function.__globals__["__file__"]
         for _, pipe in self.started[:size]:
             pipe.send((file, function.__name__, arguments, size, store, backend))
-        try:
-            return self.results(size)
-        except BaseException:
-            self.stop()
-            raise
 
     def results(self, size: int) -> list[Any]:
         __tracebackhide__ = True
+        found, failed = self.reports(size)
+        if failed:
+            raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in failed.items()))
+        if len(found) < size:
+            raise RankError("\n".join(self.where(rank) for rank in range(size) if rank not in found))
+        return [found[rank] for rank in range(size)]
+
+    def reports(self, size: int, lost: int | None = None) -> tuple[dict[int, Any], dict[int, str]]:
+        """(what ranks returned, their errors) when all but `lost` have reported, or none will for want of patience. If none is
+        lost, an error gives the others half a second."""
         found: dict[int, Any] = {}
         failed: dict[int, str] = {}
         end = time.monotonic() + self.patience
-        while len(found) + len(failed) < size and (left := end - time.monotonic()) > 0:
-            places = {}
-            for rank, (process, pipe) in enumerate(self.started[:size]):
-                if rank not in found and rank not in failed:
-                    places |= {pipe: rank, process.sentinel: rank}
-            ready = wait(places, left)
-            for rank in sorted({places[one] for one in ready}):
+        while left := {*range(size)} - {lost, *found, *failed}:
+            if (seconds := end - time.monotonic()) <= 0:
+                break
+            places = {one: rank for rank in left for one in (self.started[rank][1], self.started[rank][0].sentinel)}
+            for rank in sorted({places[one] for one in wait(places, seconds)}):
                 process, pipe = self.started[rank]
                 try:
                     done, value = pipe.recv()
@@ -133,13 +171,9 @@ class Ranks:
                     process.join()
                     done, value = False, f"died with exit code {process.exitcode}, without a report"
                 (found if done else failed)[rank] = value
-            if failed:
+            if failed and lost is None:
                 end = min(end, time.monotonic() + TOGETHER)
-        if failed:
-            raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in failed.items()))
-        if len(found) < size:
-            raise RankError("\n".join(self.where(rank) for rank in range(size) if rank not in found))
-        return [found[rank] for rank in range(size)]
+        return found, failed
 
     def stacks(self, rank: int) -> str:
         return os.path.join(self.folder.name, f"stacks-{rank}")
