@@ -15,7 +15,7 @@ masks are those of the unsharded block, by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,14 +51,23 @@ class Shard:
 
     def gathered(self, x: Tensor) -> Tensor:
         """G x, of x [..., S, d]."""
+        return self.gathering(x)()
+
+    def gathering(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts the collective of G x; what it returns waits for it and gives G x."""
         if not self.sequence:
-            return x
+            return lambda: x
         lead, (S, d) = x.shape[:-2], x.shape[-2:]
-        parts = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), self.size, self.group)
-        parts = torch.ops._c10d_functional.wait_tensor(parts)
-        if len(lead) == 0:
-            return parts
-        return parts.view(self.size, *lead, S, d).movedim(0, -3).reshape(*lead, self.size * S, d)
+        rows = x.contiguous()  # stays until the collective has read it
+        parts = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.group)
+
+        def finished() -> Tensor:
+            whole = torch.ops._c10d_functional.wait_tensor(parts)
+            if rows.dim() == 2:
+                return whole
+            return whole.view(self.size, *lead, S, d).movedim(0, -3).reshape(*lead, self.size * S, d)
+
+        return finished
 
     def reduced(self, y: Tensor) -> Tensor:
         """R y, of y [..., S, d] with all rows."""
@@ -115,13 +124,14 @@ class Shard:
 
     # -- sublayers
 
-    def attention_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
+    def attention_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any], alone: bool = True) -> Tensor:
+        """alone: is x read by no other sublayer?"""
         t, o = gather_attention(
             "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
         )
         t = self.drawn(t, o, x, training)
         heads = dict(first_plane=self.rank * o.num_heads, planes=self.size * o.num_heads)
-        return self.sublayer(attention_across, x, t, o, "bo", **heads)
+        return self.sublayer(attention_across, x, t, o, "bo", alone, **heads)
 
     def mlp_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
         arguments = self.mlp_arguments(arguments)
@@ -130,7 +140,7 @@ class Shard:
         if t.rng is not None and hidden % 32:
             reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
-        return self.sublayer(mlp_across, x, t, o, "down_bias", first_column=self.rank * hidden)
+        return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
 
     def transformer_layer(
         self, x: Tensor, sublayers: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
@@ -140,9 +150,8 @@ class Shard:
         collective."""
         mid = x
         for arguments in sublayers:
-            mid = self.attention_block(
-                mid, training, {"residual": True, **arguments, "recompute": recompute, "workspace": workspace}
-            )
+            arguments = {"residual": True, **arguments, "recompute": recompute, "workspace": workspace}
+            mid = self.attention_block(mid, training, arguments, not parallel)
         inner = {"recompute": "none" if recompute == "none" else "full", "workspace": workspace}
         y = self.mlp_block(x if parallel else mid, training, {**mlp, **inner})
         return mid + y if parallel else y
@@ -169,14 +178,18 @@ class Shard:
         elif not alike:
             raise RuntimeError(message)
 
-    def sublayer(self, across, x: Tensor, t: Any, o: Any, bias: str, **place: int) -> Tensor:
-        """around(x, R f(G x)) of a sublayer."""
+    def sublayer(self, across, x: Tensor, t: Any, o: Any, bias: str, alone: bool, **place: int) -> Tensor:
+        """around(x, R f(G x)) of a sublayer. x + R f(G x) is one node of the graph, which adds the gradients of x itself;
+        autograd adds them, in its own order, if another sublayer reads x."""
         inner = dict(NOTHING_AROUND, **{bias: None})
         options = dict(PLAIN_AROUND, **place)
         if has_trailing_norm(o):
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
-        f = across(self, o._replace(**options), x, *t._replace(**inner))
+        adds = alone and adds_alone(t, o, inner)
+        f = across(self, o._replace(**options), adds, x, *t._replace(**inner))
+        if adds:
+            return f
         with autocast_off(x):
             b = cast_parameter(getattr(t, bias), f.dtype)
             f = f if b is None else f + b
@@ -244,6 +257,12 @@ class Shard:
         if made.get("lora"):
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         return made
+
+
+def adds_alone(t: Any, o: Any, around: Iterable[str]) -> bool:
+    """Is the sublayer x + f? around: names of the tensors that would come between."""
+    plain = o.residual and not o.post_norm and o.branch_factor == 1.0
+    return plain and all(getattr(t, name) is None for name in around)
 
 
 class Summed(torch.autograd.Function):

@@ -20,7 +20,6 @@ import ckptkern
 from ckptkern import state
 from ckptkern.memory import saved_tensors
 from ckptkern.ops import sharded
-from ckptkern.ops.registration.functions import bodies_seen
 
 B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
 MODES = ("none", "selective", "full")
@@ -552,37 +551,6 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
-
-
-def _check_overlap(mesh: DeviceMesh, sequence: bool, workspace: str | int) -> None:
-    """What each collective of an input's gradient hides: for each, the matmuls between its start and its wait."""
-    x, layer = torch.randn(B, 128, WIDTH), _llama(workspace=workspace)
-    split = parallelize_module(layer, mesh, style(sequence_parallel=sequence))
-    loss = split(mine(x, mesh, sequence).clone().requires_grad_()).sum()
-    with bodies_seen(), Ops() as ops:
-        loss.backward()
-    name = "reduce_scatter_tensor" if sequence else "all_reduce"
-    hidden, under = [], None
-    for one in ops.names:
-        if one == f"_c10d_functional::{name}":
-            under = 0
-        elif one == "_c10d_functional::wait_tensor" and under is not None:
-            hidden.append(under)
-            under = None
-        elif under is not None and one in ("aten::mm", "aten::addmm_", "aten::mm.out"):
-            under += 1
-    if not sequence:
-        assert hidden.pop() == 0  # the sum of the norms' gradients, after everything
-    wanted = (
-        [3, 4] if workspace == "64MiB" else [0, 0]
-    )  # the MLP's weights, then attention's; in chunks they run at once
-    assert hidden == wanted, (hidden, ops.names)
-
-
-@pytest.mark.parametrize("workspace", ["64MiB", 1])
-@pytest.mark.parametrize("sequence", [False, True])
-def test_an_input_gradients_collective_runs_under_the_weights_matmuls(ranks, sequence, workspace):
-    on_mesh(ranks, 2, _check_overlap, sequence, workspace)
 
 
 def test_states_are_compared_without_the_host():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import PartGrads, WeightGrad, add_matmul
+from ..registration.late import arrived, is_late
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
 from ..sublayer.residual import reads_branch
@@ -214,15 +215,18 @@ class AttentionSublayer(AttentionForward):
             heads = self.heads(raw, save_raw=qkv is not None or t.q_norm is not None)
         elif reads_core(need):
             gate = self.gate_alone(h, whole, qkv)
+        if recomputed and is_late(df):  # while it is on its way; delta, which is made of it, comes after it
+            out, lse, _ = self.attended(heads)
+        df = arrived(df)
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
         do = delta = dgate = None
         if inner:
             do = self.add_input_gradient(out_projection(t), df, du, None)
             do = do.view(self.B, self.S, o.num_heads, self.D).transpose(1, 2)
             do = do if share is None else do.mul_(share)
-        if recomputed:
+        if recomputed and out is None:
             out, lse, delta = self.attended(heads, do)
-        elif out is not None and self.count > 1:
+        elif not recomputed and out is not None and self.count > 1:
             out, lse = in_group((out, lse), self.index, self.count, 1)
             lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all
         self.add_out_gradients(df, du, out if share is None or not reads_core(need) else out * share, need, grads)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from ... import eager
 from ..dispatch.choices import primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
+from ..registration.late import arrived, is_late
 from ..registration.rows import cast_parameter, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
@@ -172,6 +173,7 @@ class MLPBranch:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.bias_part("up")
+        dy = dy if p is eager else arrived(dy)  # PyTorch ops read it after what they recompute
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
             arguments = dy, self.parameter("down_weight"), *before, o.activation, o.precision
@@ -214,6 +216,9 @@ class MLPBranch:
         if saved:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
+        if behind and self.gated and not saved and is_late(dy):  # else one kernel may recompute and read dy
+            h, before = self.hidden(x, start, save=True)
+            dy = arrived(dy)
         if behind and not self.updates:
             # relu's own result tells what z would
             before = [h] if not before and h is not None else before
@@ -225,6 +230,7 @@ class MLPBranch:
             elif h is None and sums.read_h:
                 h = self.activated(before, start)
             before = before if before and before[0] is not None else [h]
+        dy = arrived(dy)
         du = self.inner_gradient("down", dy, behind, sums) if self.updates else None
         sums.add("down", dy, du, h, start)
         h = None  # frees the largest tensor before the other gradients are formed
