@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from support.interpreter import quicken
 from support.ranks import Ranks
+from support.timeline import Timeline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
+from ckptkern.ops.registration.functions import bodies_seen
 
 B, WIDTH, HEADS, KV_HEADS, D = 2, 24, 8, 4, 6
 MODES = ("none", "selective", "full")
@@ -254,6 +256,26 @@ def _check_peak(mesh: DeviceMesh) -> None:
 
 def test_peak_memory_is_within_the_workspace(ranks):
     on_mesh(ranks, 2, _check_peak)
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Backward forms q, and the gradients of o and of its weight, while k and v come from the other ranks; it gathers them once."""
+    for mode in MODES:
+        model = parallelize_module(_llama(recompute=mode), mesh, split())
+        y = model(own(noise(B, 16, WIDTH, seed=1), mesh, "contiguous").requires_grad_())
+        with bodies_seen(), Timeline() as timeline:
+            y.sum().backward()
+        gathers = [one for one in timeline.collectives if one.name == "all_gather_into_tensor"]
+        assert [one.waited for one in gathers] == [True], mode
+        # at "full" the MLP's input is made of o, before any gradient is there
+        matmuls = 0 if mode == "full" else 2
+        assert gathers[0].count("matmul") == matmuls, f"{mode}: {gathers[0]}"
+        assert gathers[0].count("elementwise") > 0, f"{mode}: {gathers[0]}"
+        assert [one.name for one in timeline.collectives if one not in gathers] == ["reduce_scatter_tensor"]
+
+
+def test_keys_and_values_are_gathered_under_recompute(ranks):
+    on_mesh(ranks, 2, _check_order)
 
 
 # -- blocks and converted models

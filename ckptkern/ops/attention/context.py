@@ -14,7 +14,7 @@ chunks a rank has r and 2 n - 1 - r, so that causal attention is as much work on
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
@@ -115,9 +115,10 @@ class Context(NamedTuple):
 
     # -- heads
 
-    def spread(self, q: Tensor, k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
-        """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started."""
-        return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, q, k, v)
+    def spread(self, queries: Callable[[], Tensor], k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
+        """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started. queries: gives q, which
+        is formed while k and v are on their way."""
+        return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, queries, k, v)
 
     def lse_shape(self, B: int, H: int, S: int) -> tuple[int, int, int]:
         return (B, H, S) if self.exchange == "gather" else (B, H // self.size, S * self.size)
@@ -163,9 +164,10 @@ def check_context(
 class GatheredHeads:
     """This rank's rows of q, and k and v of all rows."""
 
-    def __init__(self, context: Context, q: Tensor, k: Tensor, v: Tensor):
-        self.context, self.q, self.kv_shape = context, q, k.shape
+    def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
+        self.context, self.kv_shape = context, k.shape
         self.pending: Tensor | None = context.gathering(torch.cat((k.transpose(1, 2), v.transpose(1, 2)), 2))
+        self.q = queries()
 
     @functools.cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
@@ -257,7 +259,8 @@ class GatheredHeads:
 class ExchangedHeads:
     """All rows of this rank's part of the heads."""
 
-    def __init__(self, context: Context, q: Tensor, k: Tensor, v: Tensor):
+    def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
+        q = queries()
         self.context, self.counts = context, [one.shape[1] // context.size for one in (q, k, v)]
         self.out: Tensor | None = None
         self.of_o: tuple[Tensor, ...] | None = None

@@ -244,13 +244,14 @@ class AttentionForward(Sublayer):
         """
         t, (q, k, v) = self.t, raw
         save_raw = save_raw or bool(self.o.fused)
-        if self.rotates():
-            q, k = (
-                self.rotated(q, t.q_norm, t.q_norm_bias, save_raw),
-                self.rotated(k, t.k_norm, t.k_norm_bias, save_raw),
-            )
-        heads = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return heads if self.o.context is None else self.o.context.spread(*heads)
+        rotates = self.rotates()
+
+        def queries() -> Tensor:
+            return (self.rotated(q, t.q_norm, t.q_norm_bias, save_raw) if rotates else q).transpose(1, 2)
+
+        k = (self.rotated(k, t.k_norm, t.k_norm_bias, save_raw) if rotates else k).transpose(1, 2)
+        v = v.transpose(1, 2)
+        return (queries(), k, v) if self.o.context is None else self.o.context.spread(queries, k, v)
 
     def attended(self, heads: Heads, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """(o, lse, delta) of what `heads` gave."""
