@@ -116,8 +116,8 @@ class Context(NamedTuple):
     # -- heads
 
     def spread(self, queries: Callable[[], Tensor], k: Tensor, v: Tensor) -> GatheredHeads | ExchangedHeads:
-        """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started. queries: gives q, which
-        is formed while k and v are on their way."""
+        """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started. queries: gives q,
+        which is formed while k and v are on their way."""
         return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, queries, k, v)
 
     def lse_shape(self, B: int, H: int, S: int) -> tuple[int, int, int]:
