@@ -3,7 +3,7 @@
     u = scale (x w^T + b)  [M, V];  z = u, or c tanh(u / c) with softcap c;  float32
     cross_entropy_fwd       lse = log sum_v exp z_v,  z_t of the target t,  wz = sum_v w_v z_v    each [M], of class weights w
                             saved, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
-    cross_entropy_bwd       dz = (dlse p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse), for some rows of w; db
+    cross_entropy_bwd       dz = (dp p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse), for some rows of w; db
     cross_entropy_saved_bwd  the same from what was saved: no matmul
 
 Forward gives one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
@@ -40,6 +40,7 @@ from .tile import (
 
 HEADROOM = tl.constexpr(2.0**15)  # the largest of what is saved, so that float16 holds exponentials down to e^-27
 NEG_INF = tl.constexpr(float("-inf"))
+LAST = tl.constexpr(2.0**24)  # beyond the classes of an arg max
 ELSEWHERE = tl.constexpr(-1)  # columns of targets that other programs have
 IGNORED = tl.constexpr(-2)
 
@@ -80,7 +81,7 @@ def any_counts(targets, offs_m, M, V):
 
 @triton.jit
 def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, softcap, pid_m, M, V):
-    parts_ptr, zt_ptr, wz_ptr = statistics
+    parts_ptr, zt_ptr, wz_ptr, largest_ptr, class_ptr = statistics
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     column = target_columns(targets, offs_m, M, V)
     u = logits_tile(acc, b_ptr, offs_v, V, scale)
@@ -88,10 +89,15 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, s
     inside = (offs_v < V)[None, :]
     z = tl.where(inside, z, NEG_INF)
     top = tl.max(z, axis=1)
-    top = tl.where(top == NEG_INF, 0.0, top)
-    lse = top + tl.log(tl.sum(tl.exp(z - top[:, None]), axis=1))
     at = (n0 // acc.shape[1]).to(tl.int64) * M + offs_m
     mask_m = (offs_m < M) & (n0 + tl.zeros_like(offs_m) < V)  # a tile's comparison, as in `_experts_combine_kernel`
+    if largest_ptr is not None:
+        largest = (z == top[:, None]) & inside
+        first = tl.min(tl.where(largest, offs_v.to(tl.float32)[None, :], LAST), axis=1)  # float32, as in `any_counts`
+        tl.store(largest_ptr + at, top, mask=mask_m)
+        tl.store(class_ptr + at, first, mask=mask_m)
+    top = tl.where(top == NEG_INF, 0.0, top)
+    lse = top + tl.log(tl.sum(tl.exp(z - top[:, None]), axis=1))
     tl.store(parts_ptr + at, lse, mask=mask_m)
     if wz_ptr is not None:
         weighted = tl.where(inside, z, 0.0)
@@ -113,7 +119,7 @@ def _cross_entropy_fwd_kernel(
     PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """statistics: float32, of `_fwd_store`'s order; lse and wz are [slices, M], a slice being BLOCK_N / SUB columns."""
+    """statistics: float32, of `_fwd_store`'s order; all but z_t are [slices, M], a slice being BLOCK_N / SUB columns."""
     pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -153,12 +159,12 @@ def _combine_kernel(
 
 @triton.jit
 def write_gradient(
-    p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V
+    p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
 ):  # fmt: skip
-    """dz of probabilities p, and its column sums. dstats = (dlse, dz_t, dwz or None), each [M] float32."""
-    dlse_ptr, dzt_ptr, dwz_ptr = dstats
+    """dz of probabilities p, and its column sums. gradients: `TokenGradients`."""
+    dp_ptr, dzt_ptr, dwz_ptr = gradients
     mask_m = offs_m < M
-    dz = p * tl.load(dlse_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    dz = p * tl.load(dp_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
     dz_t = tl.load(dzt_ptr + offs_m, mask=mask_m, other=0.0)
     dz += tl.where(column[:, None] == offs_v[None, :], dz_t[:, None], 0.0)
     if dwz_ptr is not None:
@@ -174,18 +180,18 @@ def write_gradient(
 
 @triton.jit
 def _bwd_store(
-    acc, n0, b_ptr, cw_ptr, targets, lse_ptr, dstats, dz_rows, db_ptr, scale, softcap, pid_m, M, V
+    acc, n0, b_ptr, cw_ptr, targets, lse_ptr, gradients, dz_rows, db_ptr, scale, softcap, pid_m, M, V
 ):  # fmt: skip
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     z, slope = capped_logits(logits_tile(acc, b_ptr, offs_v, V, scale), softcap)
     p = tl.exp(z - tl.load(lse_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None])
     column = target_columns(targets, offs_m, M, V)
-    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V)
+    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V)
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_bwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, lse_ptr, dstats, dz_rows, db_ptr, first, ignore_index, M, V, K, scale,
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, lse_ptr, gradients, dz_rows, db_ptr, first, ignore_index, M, V, K, scale,
     softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -197,13 +203,13 @@ def _cross_entropy_bwd_kernel(
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _bwd_store,
-        (b_ptr, cw_ptr, targets, lse_ptr, dstats, dz_rows, db_ptr, scale, softcap, pid_m, M, V), SUB,
+        (b_ptr, cw_ptr, targets, lse_ptr, gradients, dz_rows, db_ptr, scale, softcap, pid_m, M, V), SUB,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index", "first_slice"])
 def _cross_entropy_saved_bwd_kernel(
-    saved_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, dstats, dz_rows, db_ptr, first, ignore_index, first_slice,
+    saved_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, gradients, dz_rows, db_ptr, first, ignore_index, first_slice,
     M, V, scale, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N is forward's slice of columns, of which parts_ptr [slices, M] has the lse. The target's p is exact: of z_t."""
@@ -223,7 +229,7 @@ def _cross_entropy_saved_bwd_kernel(
         p = tl.exp(z - lse[:, None])
     p_t = tl.exp(tl.load(zt_ptr + offs_m, mask=mask_m, other=0.0) - lse)
     p = tl.where(column[:, None] == offs_v[None, :], p_t[:, None], p)
-    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, dstats, dz_rows, db_ptr, scale, pid_m, M, V)
+    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V)
 
 
 def slice_columns(x: torch.Tensor) -> int:
@@ -248,11 +254,21 @@ def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
     return out
 
 
-def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, tile=None):
+def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the largest logits [M], their classes [M]) of those of slices [slices, M], where w's first row is class `first`."""
+    if not len(largest):
+        return largest.new_full(largest.shape[1:], float("-inf")), largest.new_full(largest.shape[1:], first)
+    largest, one = largest.max(0)
+    return largest, classes.gather(0, one[None])[0] + first
+
+
+def cross_entropy_fwd(
+    x, w, b, target, class_weight, head, *, weighted=False, keep=False, arg_max=False, tile=None
+):  # fmt: skip
     """CrossEntropyForward.
 
     x [M, K], w [V, K], b [V] or None, all of one dtype; target int64 [M]; class_weight float32 [V] or None; head:
-    `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. Of ignored tokens lse and wz are anything.
+    `ckptkern.eager.Head`. z_t is 0 where the target is not among w's rows. Of ignored tokens the others are anything.
     """
     M, K = x.shape
     V = w.shape[0]
@@ -262,24 +278,26 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     slices = triton.cdiv(V, tile.BLOCK_N // tile.SUB)
     parts = torch.empty((slices, M), **made)
     wz = torch.empty((slices, M), **made) if weighted else None
+    largest, classes = (torch.empty((slices, M), **made) if arg_max else None for _ in range(2))
     z_t = torch.zeros(M, **made)
     saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
     if M and V:
         launch(
-            _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, (parts, z_t, wz),
+            _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target,
+            (parts, z_t, wz, largest, classes),
             matrix(saved), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     lse, wz = combine(parts, True), combine(wz, False) if weighted else None
-    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz)
+    largest, classes = of_largest(largest, classes, head.first) if arg_max else (None, None)
+    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, largest=largest, arg_max=classes)
     return CrossEntropyForward(statistics, saved, parts if keep and not head.softcap else None)
 
 
-def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False, tile=None):
+def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, *, db=False, tile=None):
     """Writes dz to out [M, V] for the rows w [V, K] of a chunk; returns the sum of its rows, float32 [V], if `db`.
 
-    The other arguments are those of `cross_entropy_fwd`, for the same rows; dstats = (dlse, dz_t, dwz or None), the gradients
-    of its results, each float32 [M].
+    The other arguments are those of `cross_entropy_fwd`, for the same rows; gradients: `TokenGradients`.
     """
     M, K = x.shape
     V = w.shape[0]
@@ -288,14 +306,14 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, 
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
         launch(
-            _cross_entropy_bwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, lse, dstats,
-            matrix(out), partial, head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
+            _cross_entropy_bwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, lse,
+            tuple(gradients), matrix(out), partial, head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return partial.sum(0) if db else None
 
 
-def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
+def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
     """`cross_entropy_bwd` from forward's z_t and what it saved: saved [M, V] of a chunk that begins at its column `start`."""
     M, V = saved.shape
     saved, z_t, class_weight, target, lse = (rows_of(one) for one in (saved, z_t, class_weight, target, lse))
@@ -306,7 +324,7 @@ def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse,
     if M and V:
         launch(
             _cross_entropy_saved_bwd_kernel, (triton.cdiv(M, 32) * triton.cdiv(V, width),), matrix(saved), parts, z_t,
-            class_weight, target, lse, dstats, matrix(out), partial, head.first, head.ignore_index, start // width, M, V,
-            head.scale, head.softcap or None, **blocks, num_warps=4, enable_fp_fusion=False,
+            class_weight, target, lse, tuple(gradients), matrix(out), partial, head.first, head.ignore_index, start // width,
+            M, V, head.scale, head.softcap or None, **blocks, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return partial.sum(0) if db else None

@@ -72,7 +72,7 @@ def slice_count(x: Tensor, entries: int) -> int:
     return 1
 
 
-def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False):
+def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, arg_max=False):
     u = uncapped_logits(x, w, b, head)
     z = capped(u, head)
     column, here = target_columns(target, head, w.shape[0])
@@ -81,10 +81,14 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
         lse = torch.logsumexp(z, 1)
     else:
         z_t, lse = z.new_zeros(x.shape[0]), z.new_full((x.shape[0],), -math.inf)
-    wz = None
+    wz = largest = of_largest = None
     if weighted:
         wz = z.sum(1) if class_weight is None else z @ class_weight
-    statistics, logits, parts = TokenStatistics(lse=lse, z_t=z_t, wz=wz), None, None
+    if arg_max:
+        largest, of_largest = z.max(1) if w.shape[0] else (lse, z_t)
+        of_largest = (of_largest + head.first).to(z.dtype)
+    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, largest=largest, arg_max=of_largest)
+    logits = parts = None
     if keep and head.softcap:
         logits = u.to(x.dtype)
     elif keep:
@@ -93,15 +97,15 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
     return CrossEntropyForward(statistics, logits, parts)
 
 
-def _write_gradient(p, u, target, class_weight, dstats, head, out, db):
+def _write_gradient(p, u, target, class_weight, gradients, head, out, db):
     """out = dz of probabilities p, which it overwrites; returns the sum of its rows."""
     column, here = target_columns(target, head, out.shape[1])
-    dlse, dz_t, dwz = dstats
-    dz = p.mul_(dlse[:, None])
+    dz = p.mul_(gradients.p[:, None])
     if out.shape[1]:
-        dz.scatter_add_(1, column, torch.where(here, dz_t[:, None], 0))
-    if dwz is not None:
-        dz += dwz[:, None] if class_weight is None else dwz[:, None] * class_weight
+        dz.scatter_add_(1, column, torch.where(here, gradients.z_t[:, None], 0))
+    if gradients.wz is not None:
+        even = gradients.wz[:, None]
+        dz += even if class_weight is None else even * class_weight
     if head.softcap:
         dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
     dz.mul_(head.scale).masked_fill_((target == head.ignore_index)[:, None], 0)
@@ -110,13 +114,13 @@ def _write_gradient(p, u, target, class_weight, dstats, head, out, db):
     return dz.sum(0) if db else None
 
 
-def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False):
+def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, *, db=False):
     u = uncapped_logits(x, w, b, head, None if head.softcap else out)
     p = capped(u, head).sub_(lse[:, None]).exp_()
-    return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
+    return _write_gradient(p, u, target, class_weight, gradients, head, out, db)
 
 
-def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
+def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
     u = saved.to(lse.dtype, copy=True)
     if head.softcap:
         p = capped(u, head).sub_(lse[:, None]).exp_()
@@ -125,4 +129,4 @@ def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse,
     column, here = target_columns(target, head, out.shape[1])
     if out.shape[1]:
         p.scatter_(1, column, torch.where(here, (z_t - lse).exp()[:, None], p.gather(1, column)))
-    return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
+    return _write_gradient(p, u, target, class_weight, gradients, head, out, db)

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import ckptkern
 from ckptkern import eager
 from ckptkern.memory import peak_memory, saved_tensors
-from ckptkern.ops.cross_entropy import vocabulary_chunks
+from ckptkern.ops.cross_entropy.op import vocabulary_chunks
 
 IGNORED = -100
 lce = ckptkern.linear_cross_entropy
@@ -55,18 +55,20 @@ def class_weights(classes, dtype=torch.float32):
     return torch.linspace(0.5, 2.0, classes, dtype=torch.float64).to(dtype)
 
 
-def joined(loss, lse, return_lse):
-    return torch.cat([loss.reshape(-1), lse.reshape(-1)]) if return_lse else loss
+def joined(found):
+    """The results that have a gradient, as one tensor."""
+    if isinstance(found, torch.Tensor):
+        return found
+    return torch.cat([one.reshape(-1) for one in found if one is not None and one.requires_grad])
 
 
 def ours(target, t, **options):
-    result = lce(t["x"], t["weight"], target, linear_bias=t.get("bias"), **options)
-    return joined(*result, True) if options.get("return_lse") else result
+    return joined(lce(t["x"], t["weight"], target, linear_bias=t.get("bias"), **options))
 
 
 def unfused(
     target, t, *, weight=None, reduction="mean", ignore_index=IGNORED, label_smoothing=0.0, logit_scale=1.0, softcap=None,
-    z_loss=0.0, return_lse=False, recompute=None, workspace=None,
+    z_loss=0.0, return_lse=False, return_log_probs=False, return_accuracy=False, recompute=None, workspace=None,
 ):  # fmt: skip
     z = F.linear(t["x"], t["weight"], t.get("bias"))
     z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
@@ -83,7 +85,10 @@ def unfused(
         loss = loss + z_loss * (
             squares if reduction == "none" else squares.sum() / (counted.sum() if reduction == "mean" else 1)
         )
-    return joined(loss.view(t["x"].shape[:-1]) if reduction == "none" else loss, lse, return_lse)
+    log_probs = z.gather(1, target.masked_fill(~counted, 0)[:, None])[:, 0] * counted - lse
+    loss = loss.view(t["x"].shape[:-1]) if reduction == "none" else loss
+    found = loss, lse if return_lse else None, log_probs if return_log_probs else None
+    return joined(found) if any((return_lse, return_log_probs, return_accuracy)) else loss
 
 
 def check(target, tensors, **options):
@@ -98,7 +103,8 @@ def check(target, tensors, **options):
 OPTIONS = pairwise(
     dtype=DTYPES, recompute=MODES, reduction=("mean", "sum", "none"), bias=(True, False), weighted=(False, True),
     label_smoothing=(0.0, 0.1, 1.0), softcap=(None, 5.0), logit_scale=(1.0, 0.5), z_loss=(0.0, 0.02),
-    return_lse=(False, True), workspace=(None, 1), ignore=("none", "some", "all but one"), classes=(40, 300),
+    return_lse=(False, True), return_log_probs=(False, True), return_accuracy=(False, True), workspace=(None, 1),
+    ignore=("none", "some", "all but one"), classes=(40, 300),
 )  # fmt: skip
 
 

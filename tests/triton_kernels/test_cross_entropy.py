@@ -6,6 +6,7 @@ from support.drop_ins import pairwise
 from support.kernel_cases import DTYPES, EPS, assert_accurate
 
 from ckptkern import eager, triton_kernels
+from ckptkern.results import TokenGradients
 from ckptkern.triton_kernels.cross_entropy import combine
 from ckptkern.triton_kernels.tile import Tile
 
@@ -27,9 +28,9 @@ def wide(tensors):
     return [t if t is None or t.dtype == torch.int64 else t.double() for t in tensors]
 
 
-def dstats_of(M, device, weighted=True, seed=1):
+def upstream_of(M, device, weighted=True, seed=1):
     torch.manual_seed(seed)
-    return tuple(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted))
+    return TokenGradients(*(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted)))
 
 
 def statistics(backend, tensors, head, **options):
@@ -43,7 +44,7 @@ def lse_of(backend, tensors, head):
     return backend.cross_entropy_fwd(*tensors, head).statistics.lse
 
 
-def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
+def gradient(backend, tensors, lse, upstream, head, keep=False, db=True, start=0):
     """(dz, db) of the rows of w from `start` on, recomputed or from what forward saves."""
     x, w, b, target, weights = tensors
     head = head._replace(first=head.first + start)
@@ -52,15 +53,15 @@ def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
     if keep:
         made = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
         saved = made.logits[:, start:], made.parts, made.statistics.z_t
-        given = *saved, start, target, part[2], lse, dstats, head
+        given = *saved, start, target, part[2], lse, upstream, head
         total = backend.cross_entropy_saved_bwd(*given, out, db=db)
     else:
-        total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, dstats, head, out, db=db)
+        total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, upstream, head, out, db=db)
     return {"dz": out} | ({"db": total} if db else {})
 
 
 CASES = pairwise(
-    dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0),
+    dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0), arg_max=(False, True),
     scale=(1.0, 0.5), keep=(False, True), first=(0, 40), size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
 )  # fmt: skip
 
@@ -73,18 +74,18 @@ def test_like_eager(case, device):
     head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])
     tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
     ours, eagers, exact = (
-        statistics(backend, given, head, weighted=case["weighted"])
+        statistics(backend, given, head, weighted=case["weighted"], arg_max=case["arg_max"])
         for backend, given in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
     )
     assert_accurate(ours, eagers, exact, slack=4 * EPS)
-    dstats = dstats_of(M, device, case["weighted"])
+    upstream = upstream_of(M, device, case["weighted"])
     lse = exact["lse"].float()
     ours, eagers, exact = (
         gradient(backend, given, *statistics_, head, keep=case["keep"])
         for backend, given, statistics_ in (
-            (triton_kernels, tensors, (lse, dstats)),
-            (eager, tensors, (lse, dstats)),
-            (eager, wide(tensors), (lse.double(), wide(dstats))),
+            (triton_kernels, tensors, (lse, upstream)),
+            (eager, tensors, (lse, upstream)),
+            (eager, wide(tensors), (lse.double(), TokenGradients(*wide(upstream)))),
         )
     )
     assert_accurate(ours, {name: t.to(ours[name].dtype) for name, t in eagers.items()}, exact, slack=4 * EPS)
@@ -98,13 +99,13 @@ def test_backward_recomputes_the_logits_of_forward(dtype, device):
         head = eager.Head(0.7, softcap, IGNORED)
         z_t = triton_kernels.cross_entropy_fwd(*tensors, head).statistics.z_t
         ones = torch.ones_like(z_t)
-        dz = gradient(triton_kernels, tensors, z_t, (ones, torch.zeros_like(ones), None), head, db=False)["dz"]
+        dz = gradient(triton_kernels, tensors, z_t, TokenGradients(ones, torch.zeros_like(ones)), head, db=False)["dz"]
         assert (dz[target == IGNORED] == 0).all()
-        dz = gradient(triton_kernels, tensors, z_t, (ones, -ones, None), head, db=False)["dz"]
+        dz = gradient(triton_kernels, tensors, z_t, TokenGradients(ones, -ones), head, db=False)["dz"]
         rows = ((target >= 0) & (target < 75)).nonzero().squeeze(1)
         assert len(rows) > 20
         assert (dz[rows, target[rows]] == 0).all()
-        slipped = gradient(triton_kernels, tensors, z_t + 1e-5, (ones, -ones, None), head, db=False)["dz"]
+        slipped = gradient(triton_kernels, tensors, z_t + 1e-5, TokenGradients(ones, -ones), head, db=False)["dz"]
         assert (slipped[rows, target[rows]] != 0).all()
 
 
@@ -113,9 +114,9 @@ def test_softcapped_logits_that_are_saved_give_the_bits_of_recomputed_ones(devic
     tensors = inputs_of(torch.float32, device, weights=True)
     head = eager.Head(0.7, 3.0, IGNORED)
     lse = lse_of(triton_kernels, tensors, head)
-    dstats = dstats_of(37, device)
+    upstream = upstream_of(37, device)
     recomputed, saved = (
-        gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True)
+        gradient(triton_kernels, tensors, lse, upstream, head, keep=keep)["dz"] for keep in (False, True)
     )
     target = tensors[3]
     here = (target >= 0) & (target < 75)
@@ -129,8 +130,8 @@ def test_chunks_of_the_vocabulary_have_the_bits_of_the_whole(dtype, keep, device
     tensors = inputs_of(dtype, device, V=300, weights=True)
     head = eager.Head(1.0, 0.0, IGNORED)
     lse = lse_of(triton_kernels, tensors, head)
-    dstats = dstats_of(37, device)
-    whole, part = (gradient(triton_kernels, tensors, lse, dstats, head, keep, start=start) for start in (0, 256))
+    upstream = upstream_of(37, device)
+    whole, part = (gradient(triton_kernels, tensors, lse, upstream, head, keep, start=start) for start in (0, 256))
     assert torch.equal(whole["dz"][:, 256:], part["dz"])
 
 
@@ -159,8 +160,8 @@ def test_any_tile(row, interpreted):
         if one is not None:
             torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
     out = torch.empty(37, 150)
-    db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, dstats_of(37, "cpu"), head, out, db=True, tile=tile)
-    expected = gradient(triton_kernels, tensors, default.lse, dstats_of(37, "cpu"), head)
+    db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, upstream_of(37, "cpu"), head, out, db=True, tile=tile)
+    expected = gradient(triton_kernels, tensors, default.lse, upstream_of(37, "cpu"), head)
     torch.testing.assert_close(out, expected["dz"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(db, expected["db"], rtol=1e-5, atol=1e-5)
 
@@ -176,7 +177,7 @@ def test_ignored_tokens_and_infinities(keep, device):
     lse = lse_of(triton_kernels, tensors, head)
     counted = target != IGNORED
     torch.testing.assert_close(lse[counted], lse_of(eager, tensors, head)[counted])
-    found = gradient(triton_kernels, tensors, lse, dstats_of(37, device, False), head, keep)
+    found = gradient(triton_kernels, tensors, lse, upstream_of(37, device, False), head, keep)
     here = torch.zeros(37, 100, dtype=torch.bool, device=device)
     here[counted & (target < 100), target[counted & (target < 100)]] = True
     assert not found["dz"][~counted].any()
@@ -191,7 +192,7 @@ def test_empty(M, V, device):
     lse, *others = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
     assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
     assert not any(one.any() for one in others if one is not None)
-    found = gradient(triton_kernels, tensors, lse, dstats_of(M, device), head)
+    found = gradient(triton_kernels, tensors, lse, upstream_of(M, device), head)
     assert found["db"].shape == (V,)
     assert not found["db"].any()
 
@@ -203,7 +204,7 @@ def test_the_same_bits_again(device, repeats):
     def run():
         found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
         counted, lse = tensors[3] != IGNORED, found.statistics.lse
-        gradients = gradient(triton_kernels, tensors, lse, dstats_of(37, device), head)
+        gradients = gradient(triton_kernels, tensors, lse, upstream_of(37, device), head)
         statistics = [one[counted] for one in found.statistics if one is not None]
         return [*statistics, found.logits, *gradients.values()]
 

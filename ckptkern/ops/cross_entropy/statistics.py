@@ -1,0 +1,104 @@
+"""What the op computes of each token from the statistics of its logits, and the gradients that go back to these."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...results import TokenGradients, TokenStatistics
+
+
+class TokenResults(NamedTuple):
+    """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
+
+    log_probs: of the target. arg_max: the class of the largest logit, exact up to 2^24 classes; accuracy: is it the target?
+    """
+
+    loss: Tensor | None = None
+    lse_squared: Tensor | None = None
+    lse: Tensor | None = None
+    log_probs: Tensor | None = None
+    accuracy: Tensor | None = None
+    arg_max: Tensor | None = None
+
+
+DIFFERENTIABLE = (
+    "loss",
+    "lse_squared",
+    "lse",
+    "log_probs",
+)  # `Sums.gradients` reads their gradients; others are detached
+CLASSES = 2**24  # a class that is a result is a number of the wide type
+
+
+def as_rows(results: TokenResults, names: tuple[str, ...], ignored: Tensor) -> Tensor:
+    """y [rows, M]."""
+    return torch.stack([getattr(results, name) for name in names]).masked_fill(ignored, 0)
+
+
+def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
+    """The inverse."""
+    return TokenResults(**dict(zip(names, y.unbind(0), strict=True)))
+
+
+class Sums:
+    """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
+
+    loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
+    """
+
+    def __init__(self, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, entries):
+        self.target, self.ignored = target, target == ignore_index
+        self.share = 1.0 - smoothing
+        if class_weight is not None:
+            self.share = class_weight[target.masked_fill(self.ignored, 0)] * self.share
+        self.even = smoothing / entries if smoothing else None
+        self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
+
+    def results(self, s: TokenStatistics) -> TokenResults:
+        loss = self.share * (s.lse - s.z_t)
+        if s.wz is not None:
+            loss = loss + (self.all * s.lse - self.even * s.wz)
+        results = TokenResults(loss=loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=s.z_t - s.lse)
+        if s.arg_max is None:
+            return results
+        return results._replace(arg_max=s.arg_max, accuracy=(s.arg_max == self.target).to(s.lse.dtype))
+
+    def gradients(self, dy: TokenResults, lse: Tensor) -> TokenGradients:
+        """Those that the gradients of results give a token's dz (`TokenGradients`)."""
+        of_loss = None if dy.loss is None else self.share * dy.loss
+        smoothed = dy.loss is not None and self.even is not None
+        of_square = None if dy.lse_squared is None else 2 * lse * dy.lse_squared
+        p = total(dy.lse, of_square, of_loss, self.all * dy.loss if smoothed else None, negative(dy.log_probs))
+        return TokenGradients(p, total(dy.log_probs, negative(of_loss)), -self.even * dy.loss if smoothed else None)
+
+
+def total(*terms: Tensor | None) -> Tensor | None:
+    """The sum of those that are there."""
+    return functools.reduce(torch.add, [one for one in terms if one is not None])
+
+
+def negative(one: Tensor | None) -> Tensor | None:
+    return None if one is None else one.neg()
+
+
+def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tuple[TokenStatistics, Tensor]:
+    """(those of the whole vocabulary, its entries as a scalar tensor), from those of this rank's shard.
+
+    One collective; ranks are combined in their order, so that all of them have equal bits.
+    """
+    sent = {name: one for name, one in mine._asdict().items() if one is not None}
+    parts = torch.cat([*sent.values(), mine.lse.new_full((1,), entries)])
+    parts = torch.ops._c10d_functional.all_gather_into_tensor(parts, size, group)
+    parts = torch.ops._c10d_functional.wait_tensor(parts).view(size, -1)
+    ranks = TokenStatistics(**dict(zip(sent, parts[:, :-1].view(size, len(sent), -1).unbind(1), strict=True)))
+    whole = TokenStatistics(
+        lse=torch.logsumexp(ranks.lse, 0), z_t=ranks.z_t.sum(0), wz=None if ranks.wz is None else ranks.wz.sum(0)
+    )
+    if ranks.largest is not None:
+        largest, rank = ranks.largest.max(0)
+        whole = whole._replace(largest=largest, arg_max=ranks.arg_max.gather(0, rank[None])[0])
+    return whole, parts[:, -1].sum()
