@@ -2,8 +2,10 @@
 
     u = scale (x w^T + b)  [M, V];  z = u, or c tanh(u / c) with softcap c;  float32
     cross_entropy_fwd       lse = log sum_v exp z_v,  z_t of the target t,  wz = sum_v w_v z_v    each [M], of class weights w
+                            entropy = -sum_v p_v log p_v,  the largest z_v and its v
                             saved, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
-    cross_entropy_bwd       dz = (dp p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse), for some rows of w; db
+    cross_entropy_bwd       dz = (dp p + dp_log_p p log p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse); db; for
+                             some rows of w
     cross_entropy_saved_bwd  the same from what was saved: no matmul
 
 Forward gives one lse for each token and slice of columns; a second kernel combines the slices in ascending order. The target's
@@ -64,6 +66,12 @@ def capped_logits(u, softcap):
 
 
 @triton.jit
+def times_log(p, log_p):
+    """p log p, which is 0 where p is."""
+    return tl.where(p > 0.0, p * log_p, 0.0)
+
+
+@triton.jit
 def target_columns(targets, offs_m, M, V):
     """The column of each row's target among V, ELSEWHERE or IGNORED. targets = (ptr, first, ignore_index)."""
     target_ptr, first, ignore_index = targets
@@ -81,11 +89,13 @@ def any_counts(targets, offs_m, M, V):
 
 @triton.jit
 def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, softcap, pid_m, M, V):
-    parts_ptr, zt_ptr, wz_ptr, largest_ptr, class_ptr = statistics
+    parts_ptr, zt_ptr, wz_ptr, entropy_ptr, largest_ptr, class_ptr = statistics
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     column = target_columns(targets, offs_m, M, V)
     u = logits_tile(acc, b_ptr, offs_v, V, scale)
     z, _ = capped_logits(u, softcap)
+    if saved_rows[0] is not None and softcap is not None:  # now, so that no register holds u beside z
+        store_tile(saved_rows, offs_m, offs_v, mask, cast(u, saved_rows[0].dtype.element_ty))
     inside = (offs_v < V)[None, :]
     z = tl.where(inside, z, NEG_INF)
     top = tl.max(z, axis=1)
@@ -106,11 +116,12 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, s
         tl.store(wz_ptr + at, tl.sum(weighted, axis=1), mask=mask_m)
     z_t = tl.sum(tl.where(column[:, None] == offs_v[None, :], z, 0.0), axis=1)
     tl.store(zt_ptr + offs_m, z_t, mask=(column >= n0) & (column < n0 + acc.shape[1]))  # one slice of all
-    if saved_rows[0] is not None:
-        saved = u
-        if softcap is None:
-            saved = tl.exp(z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]) * HEADROOM
-        store_tile(saved_rows, offs_m, offs_v, mask, cast(saved, saved_rows[0].dtype.element_ty))
+    log_p = z - tl.where(lse == NEG_INF, 0.0, lse)[:, None]
+    p = tl.exp(log_p)
+    if entropy_ptr is not None:  # formed of lse, after all else: 256 bytes of spills less than beside it
+        tl.store(entropy_ptr + at, -tl.sum(times_log(p, log_p), axis=1), mask=mask_m)
+    if saved_rows[0] is not None and softcap is None:
+        store_tile(saved_rows, offs_m, offs_v, mask, cast(p * HEADROOM, saved_rows[0].dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
@@ -134,12 +145,15 @@ def _cross_entropy_fwd_kernel(
 
 @triton.jit(do_not_specialize=["M", "slices"])
 def _combine_kernel(
-    parts_ptr, out_ptr, M, slices, LOG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr
+    parts_ptr, out_ptr, entropy_ptr, whole_entropy_ptr, M, slices, LOG: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """log sum exp (LOG), or the sum, over the slices of each token, in ascending order."""
+    """log sum exp (LOG), or the sum, over the slices of each token, in ascending order. Slices have shares p of all
+    probabilities; the entropy is sum p (entropy of a slice - log p): shares of the largest slice's until all are seen."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     top = tl.full((BLOCK_M,), NEG_INF, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    spread = tl.zeros((BLOCK_M,), tl.float32)
     for start in range(0, slices, BLOCK_S):
         offs_s = start + tl.arange(0, BLOCK_S)
         mask = (offs_s < slices)[:, None] & (offs_m < M)[None, :]
@@ -148,10 +162,21 @@ def _combine_kernel(
         if LOG:
             new = tl.maximum(top, tl.max(part, axis=0))
             shift = tl.where(new == NEG_INF, 0.0, new)
-            total = total * tl.exp(top - shift) + tl.sum(tl.exp(part - shift[None, :]), axis=0)
+            before, share = tl.exp(top - shift), tl.exp(part - shift[None, :])
+            if entropy_ptr is not None:
+                entropy = tl.load(
+                    entropy_ptr + offs_s.to(tl.int64)[:, None] * M + offs_m[None, :], mask=mask, other=0.0
+                )
+                below = tl.where(part == NEG_INF, 0.0, shift[None, :] - part)
+                rise = tl.where(top == NEG_INF, 0.0, shift - top)
+                spread = (spread + total * rise) * before + tl.sum(share * (entropy + below), axis=0)
+            total = total * before + tl.sum(share, axis=0)
             top = new
         else:
             total += tl.sum(part, axis=0)
+    if entropy_ptr is not None:
+        spread = tl.where(total > 0.0, spread / total + tl.log(total), 0.0)
+        tl.store(whole_entropy_ptr + offs_m, spread, mask=offs_m < M)
     if LOG:
         total = tl.where(top == NEG_INF, 0.0, top) + tl.log(total)
     tl.store(out_ptr + offs_m, total, mask=offs_m < M)
@@ -159,12 +184,14 @@ def _combine_kernel(
 
 @triton.jit
 def write_gradient(
-    p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
+    p, log_p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
 ):  # fmt: skip
     """dz of probabilities p, and its column sums. gradients: `TokenGradients`."""
-    dp_ptr, dzt_ptr, dwz_ptr = gradients
+    dp_ptr, dzt_ptr, dwz_ptr, dplogp_ptr = gradients
     mask_m = offs_m < M
     dz = p * tl.load(dp_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
+    if dplogp_ptr is not None:
+        dz += times_log(p, log_p) * tl.load(dplogp_ptr + offs_m, mask=mask_m, other=0.0)[:, None]
     dz_t = tl.load(dzt_ptr + offs_m, mask=mask_m, other=0.0)
     dz += tl.where(column[:, None] == offs_v[None, :], dz_t[:, None], 0.0)
     if dwz_ptr is not None:
@@ -184,9 +211,25 @@ def _bwd_store(
 ):  # fmt: skip
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     z, slope = capped_logits(logits_tile(acc, b_ptr, offs_v, V, scale), softcap)
-    p = tl.exp(z - tl.load(lse_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None])
+    log_p = z - tl.load(lse_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
     column = target_columns(targets, offs_m, M, V)
-    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V)
+    write_gradient(
+        tl.exp(log_p),
+        log_p,
+        slope,
+        column,
+        offs_m,
+        offs_v,
+        mask,
+        cw_ptr,
+        gradients,
+        dz_rows,
+        db_ptr,
+        scale,
+        pid_m,
+        M,
+        V,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
@@ -229,7 +272,9 @@ def _cross_entropy_saved_bwd_kernel(
         p = tl.exp(z - lse[:, None])
     p_t = tl.exp(tl.load(zt_ptr + offs_m, mask=mask_m, other=0.0) - lse)
     p = tl.where(column[:, None] == offs_v[None, :], p_t[:, None], p)
-    write_gradient(p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V)
+    write_gradient(
+        p, tl.log(p), slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
+    )
 
 
 def slice_columns(x: torch.Tensor) -> int:
@@ -242,16 +287,19 @@ def slice_count(x: torch.Tensor, entries: int) -> int:
     return -(-entries // slice_columns(x))
 
 
-def combine(parts: torch.Tensor, log: bool) -> torch.Tensor:
-    """[slices, M] -> [M]."""
+def combine(
+    parts: torch.Tensor, log: bool, entropy: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[slices, M] -> [M], and the entropy, from those of slices."""
     slices, M = parts.shape
     out = torch.empty(M, dtype=parts.dtype, device=parts.device)
+    whole = None if entropy is None else torch.empty_like(out)
     if M:
         launch(
-            _combine_kernel, (triton.cdiv(M, 32),), parts, out, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32, num_warps=4,
-            enable_fp_fusion=False,
+            _combine_kernel, (triton.cdiv(M, 32),), parts, out, entropy, whole, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return out
+    return out, whole
 
 
 def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,7 +311,7 @@ def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tupl
 
 
 def cross_entropy_fwd(
-    x, w, b, target, class_weight, head, *, weighted=False, keep=False, arg_max=False, tile=None
+    x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, tile=None
 ):  # fmt: skip
     """CrossEntropyForward.
 
@@ -277,20 +325,22 @@ def cross_entropy_fwd(
     made = dict(dtype=torch.float32, device=x.device)
     slices = triton.cdiv(V, tile.BLOCK_N // tile.SUB)
     parts = torch.empty((slices, M), **made)
-    wz = torch.empty((slices, M), **made) if weighted else None
-    largest, classes = (torch.empty((slices, M), **made) if arg_max else None for _ in range(2))
+    wz, entropies, largest, classes = (
+        torch.empty((slices, M), **made) if wanted else None for wanted in (weighted, entropy, arg_max, arg_max)
+    )
     z_t = torch.zeros(M, **made)
     saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
     if M and V:
         launch(
             _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target,
-            (parts, z_t, wz, largest, classes),
+            (parts, z_t, wz, entropies, largest, classes),
             matrix(saved), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
-    lse, wz = combine(parts, True), combine(wz, False) if weighted else None
+    lse, whole_entropy = combine(parts, True, entropies)
+    wz, _ = combine(wz, False) if weighted else (None, None)
     largest, classes = of_largest(largest, classes, head.first) if arg_max else (None, None)
-    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, largest=largest, arg_max=classes)
+    statistics = TokenStatistics(lse, z_t, wz, entropy=whole_entropy, largest=largest, arg_max=classes)
     return CrossEntropyForward(statistics, saved, parts if keep and not head.softcap else None)
 
 

@@ -18,7 +18,7 @@ def _head(case, given):
     target, weights = given(M, dtype=given.dtype("int64")), given(V, dtype=wide) if everything else None
     ignored = -100 if case.op == "cross_entropy_fwd" else 3  # forward gives something for ignored tokens, too
     head = Head(0.5, 5.0 * everything, given.first_row + ignored, given.first_row, precision_of(case))
-    gradients = TokenGradients(*(given(M, dtype=wide) for _ in range(2)), given(M, dtype=wide) if everything else None)
+    gradients = TokenGradients(*(given(M, dtype=wide) if one else None for one in (True, True, everything, everything)))
     return (x, w, bias, target, weights), head, gradients
 
 
@@ -26,7 +26,9 @@ def _fwd(case, given):
     tensors, head, _ = _head(case, given)
     keep = case.extras or case.activation == "saved"
     everything = case.activation == "everything"
-    found = given.backend.cross_entropy_fwd(*tensors, head, weighted=everything, keep=keep, arg_max=everything)
+    found = given.backend.cross_entropy_fwd(
+        *tensors, head, weighted=everything, keep=keep, entropy=everything, arg_max=everything
+    )
     # what exponentials are relative to differs between backends
     return *found.statistics, found.logits if head.softcap else None
 

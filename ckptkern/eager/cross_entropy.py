@@ -72,7 +72,7 @@ def slice_count(x: Tensor, entries: int) -> int:
     return 1
 
 
-def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, arg_max=False):
+def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False):
     u = uncapped_logits(x, w, b, head)
     z = capped(u, head)
     column, here = target_columns(target, head, w.shape[0])
@@ -89,18 +89,33 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
         of_largest = (of_largest + head.first).to(z.dtype)
     statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, largest=largest, arg_max=of_largest)
     logits = parts = None
+    exponentials = keep and not head.softcap
     if keep and head.softcap:
         logits = u.to(x.dtype)
-    elif keep:
+    if entropy or exponentials:
         shift = lse.masked_fill(lse == -math.inf, 0)
-        logits, parts = z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype), shift[None]
+        log_p = z.sub_(shift[:, None])
+        p = log_p.exp() if entropy else log_p.exp_()
+        if entropy:
+            statistics = statistics._replace(entropy=times_log(p, log_p).sum(1).neg_())
+        if exponentials:
+            logits, parts = p.mul_(HEADROOM).to(x.dtype), shift[None]
     return CrossEntropyForward(statistics, logits, parts)
 
 
-def _write_gradient(p, u, target, class_weight, gradients, head, out, db):
-    """out = dz of probabilities p, which it overwrites; returns the sum of its rows."""
+def times_log(p: Tensor, log_p: Tensor) -> Tensor:
+    """p log p, which is 0 where p is, in the memory of log_p."""
+    return log_p.clamp_(min=torch.finfo(p.dtype).min).mul_(p)
+
+
+def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db):
+    """out = dz (`TokenGradients`) of probabilities p, which it overwrites; returns the sum of its rows. log_p, if the gradients
+    need it, is overwritten too."""
     column, here = target_columns(target, head, out.shape[1])
-    dz = p.mul_(gradients.p[:, None])
+    if gradients.p_log_p is None:
+        dz = p.mul_(gradients.p[:, None])
+    else:
+        dz = times_log(p, log_p).mul_(gradients.p_log_p[:, None]).addcmul_(p, gradients.p[:, None])
     if out.shape[1]:
         dz.scatter_add_(1, column, torch.where(here, gradients.z_t[:, None], 0))
     if gradients.wz is not None:
@@ -116,8 +131,9 @@ def _write_gradient(p, u, target, class_weight, gradients, head, out, db):
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, *, db=False):
     u = uncapped_logits(x, w, b, head, None if head.softcap else out)
-    p = capped(u, head).sub_(lse[:, None]).exp_()
-    return _write_gradient(p, u, target, class_weight, gradients, head, out, db)
+    log_p = capped(u, head).sub_(lse[:, None])
+    p = log_p.exp_() if gradients.p_log_p is None else log_p.exp()
+    return _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
 
 
 def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
@@ -129,4 +145,5 @@ def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse,
     column, here = target_columns(target, head, out.shape[1])
     if out.shape[1]:
         p.scatter_(1, column, torch.where(here, (z_t - lse).exp()[:, None], p.gather(1, column)))
-    return _write_gradient(p, u, target, class_weight, gradients, head, out, db)
+    log_p = None if gradients.p_log_p is None else p.clamp_min(torch.finfo(p.dtype).tiny).log_()
+    return _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)

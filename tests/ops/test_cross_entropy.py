@@ -68,7 +68,8 @@ def ours(target, t, **options):
 
 def unfused(
     target, t, *, weight=None, reduction="mean", ignore_index=IGNORED, label_smoothing=0.0, logit_scale=1.0, softcap=None,
-    z_loss=0.0, return_lse=False, return_log_probs=False, return_accuracy=False, recompute=None, workspace=None,
+    z_loss=0.0, return_lse=False, return_log_probs=False, return_entropy=False, return_accuracy=False,
+    recompute=None, workspace=None,
 ):  # fmt: skip
     z = F.linear(t["x"], t["weight"], t.get("bias"))
     z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
@@ -87,8 +88,11 @@ def unfused(
         )
     log_probs = z.gather(1, target.masked_fill(~counted, 0)[:, None])[:, 0] * counted - lse
     loss = loss.view(t["x"].shape[:-1]) if reduction == "none" else loss
-    found = loss, lse if return_lse else None, log_probs if return_log_probs else None
-    return joined(found) if any((return_lse, return_log_probs, return_accuracy)) else loss
+    log_p = z.log_softmax(1)
+    entropy = -(log_p.exp() * log_p.clamp_min(-1e30)).sum(1) * counted
+    wanted = zip((lse, log_probs, entropy), (return_lse, return_log_probs, return_entropy), strict=True)
+    found = loss, *(one for one, asked in wanted if asked)
+    return joined(found) if len(found) > 1 or return_accuracy else loss
 
 
 def check(target, tensors, **options):
@@ -103,8 +107,8 @@ def check(target, tensors, **options):
 OPTIONS = pairwise(
     dtype=DTYPES, recompute=MODES, reduction=("mean", "sum", "none"), bias=(True, False), weighted=(False, True),
     label_smoothing=(0.0, 0.1, 1.0), softcap=(None, 5.0), logit_scale=(1.0, 0.5), z_loss=(0.0, 0.02),
-    return_lse=(False, True), return_log_probs=(False, True), return_accuracy=(False, True), workspace=(None, 1),
-    ignore=("none", "some", "all but one"), classes=(40, 300),
+    return_lse=(False, True), return_log_probs=(False, True), return_entropy=(False, True), return_accuracy=(False, True),
+    workspace=(None, 1), ignore=("none", "some", "all but one"), classes=(40, 300),
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What linear_cross_entropy and selected_log_probs return of each token beside its loss, against float64 logits."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import ckptkern
 lce = ckptkern.linear_cross_entropy
 each_backend = pytest.mark.parametrize("backend", ["eager", "triton"])
 EVERYTHING = dict(label_smoothing=0.1, softcap=3.0, logit_scale=0.7, z_loss=0.1)
-ALL = dict(return_lse=True, return_log_probs=True, return_accuracy=True)
+ALL = dict(return_lse=True, return_log_probs=True, return_entropy=True, return_accuracy=True)
 
 
 def logits_of(t, logit_scale=1.0, softcap=None):
@@ -28,6 +29,7 @@ def statistics_of(z, target):
     found = {
         "lse": z.logsumexp(-1),
         "log_probs": log_p.gather(-1, classes[..., None])[..., 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
         "arg_max": z.argmax(-1),
         "accuracy": (z.argmax(-1) == classes).double(),
     }
@@ -43,11 +45,11 @@ def call(target, t, **options):
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_every_statistic_with_every_option(reduction, mode, backend):
     """Class weights, smoothing, softcap, scale, ignored tokens and chunks change none of them but through the logits."""
-    tensors, target = make((20, 15), 9, 700)
+    tensors, target = make((8, 12), 9, 600)
     with torch.no_grad():
         target[::2] = logits_of(tensors)[::2].argmax(-1)  # some are right
     target.view(-1)[::3] = IGNORED
-    options = dict(EVERYTHING, weight=class_weights(700), reduction=reduction, recompute=mode, workspace=1)
+    options = dict(EVERYTHING, weight=class_weights(600), reduction=reduction, recompute=mode, workspace=1)
     with ckptkern.backend(backend):
         found = call(target, tensors, **options, **ALL)
         alone = call(target, tensors, **options)
@@ -58,7 +60,7 @@ def test_every_statistic_with_every_option(reduction, mode, backend):
     accuracy = want.pop("accuracy")
     if reduction != "none":
         accuracy = accuracy.sum() / (target != IGNORED).sum()
-        assert 0.4 < accuracy < 0.6
+        assert 0.3 < accuracy < 0.7
     torch.testing.assert_close(found.accuracy.double(), accuracy)
     for name, value in want.items():
         torch.testing.assert_close(getattr(found, name).double(), value, rtol=1e-5, atol=1e-5)
@@ -68,7 +70,7 @@ def test_every_statistic_with_every_option(reduction, mode, backend):
 def test_what_is_not_asked_for_is_none():
     tensors, target = make()
     assert isinstance(call(target, tensors), torch.Tensor)
-    for name in ("lse", "log_probs"):
+    for name in ("lse", "log_probs", "entropy"):
         found = call(target, tensors, **{f"return_{name}": True})._asdict()
         assert [key for key, one in found.items() if one is not None] == ["loss", name]
 
@@ -97,11 +99,12 @@ def selected(tokens, t, **options):
     return ckptkern.selected_log_probs(t["x"], t["weight"], tokens, bias=t.get("bias"), **options)
 
 
-def unfused(tokens, t, temperature=1.0, **_):
+def unfused(tokens, t, temperature=1.0, return_entropy=False, **_):
     """As trainers write it."""
     z = F.linear(t["x"], t["weight"], t.get("bias"))
     log_p = F.log_softmax((z if z.dtype == torch.float64 else z.float()) / temperature, -1)
-    return log_p.gather(-1, tokens.masked_fill(tokens == IGNORED, 0)[..., None])[..., 0] * (tokens != IGNORED)
+    log_probs = log_p.gather(-1, tokens.masked_fill(tokens == IGNORED, 0)[..., None])[..., 0] * (tokens != IGNORED)
+    return (log_probs, -(log_p.exp() * log_p).sum(-1) * (tokens != IGNORED)) if return_entropy else log_probs
 
 
 @each_backend
@@ -110,20 +113,46 @@ def unfused(tokens, t, temperature=1.0, **_):
 def test_selected_log_probs(dtype, mode, backend):
     tensors, tokens = make((5, 7), 33, 300, dtype)
     options = dict(temperature=0.7, recompute=mode, workspace=1)
+
+    def both(run, t):
+        return torch.cat([one.reshape(-1) for one in run(tokens, t, return_entropy=True, **options)])
+
     with ckptkern.backend(backend):
-        check_exactness(
-            functools.partial(selected, tokens, **options), functools.partial(unfused, tokens, **options), tensors
-        )
-        found = selected(tokens, tensors, **options)
-    assert found.shape == tokens.shape
-    assert (found <= 0).all()
+        check_exactness(functools.partial(both, selected), functools.partial(both, unfused), tensors)
+        found, alone = selected(tokens, tensors, return_entropy=True, **options), selected(tokens, tensors, **options)
+    assert torch.equal(found.log_probs, alone)
+    assert (found.log_probs.shape, found.entropy.shape) == (tokens.shape, tokens.shape)
+    assert (alone <= 0).all()
 
 
-def test_selected_log_probs_save_four_bytes_a_token():
+@each_backend
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_entropy_of_certain_even_and_masked_tokens(mode, backend):
+    """0 and log V to the last digits, though logits are large; classes of -inf have no share and no gradient."""
+    V, d = 300, 4
+    x = torch.tensor([[0.0] * d, [200.0] + [0.0] * (d - 1), [0.0] * d], requires_grad=True)
+    weight, bias = torch.zeros(V, d), torch.full((V,), 1000.0)
+    weight[7, 0] = 1.0
+    bias[100:] = -torch.inf
+    weight.requires_grad_(), bias.requires_grad_()
+    with ckptkern.backend(backend):
+        tokens = torch.tensor([5, 7, IGNORED])
+        entropy = ckptkern.selected_log_probs(x, weight, tokens, bias=bias, return_entropy=True, recompute=mode).entropy
+        entropy.sum().backward()
+    torch.testing.assert_close(entropy, torch.tensor([math.log(100), 0.0, 0.0]), rtol=1e-4, atol=1e-30)
+    for one in (x, weight, bias):
+        assert one.grad.isfinite().all()
+        assert one.grad.abs().max() < 1e-4
+
+
+def test_selected_log_probs_save_four_bytes_a_token_and_as_many_with_entropy():
     tensors, tokens = make((40,), 16, 300)
     with ckptkern.memory.saved_tensors(exclude=[*tensors.values(), tokens]) as saved:
         selected(tokens, tensors)
     assert saved.bytes == 4 * 40
+    with ckptkern.memory.saved_tensors(exclude=[*tensors.values(), tokens]) as saved:
+        selected(tokens, tensors, return_entropy=True)
+    assert saved.bytes == 8 * 40
 
 
 def test_an_importance_ratio():

@@ -28,9 +28,11 @@ def wide(tensors):
     return [t if t is None or t.dtype == torch.int64 else t.double() for t in tensors]
 
 
-def upstream_of(M, device, weighted=True, seed=1):
+def upstream_of(M, device, weighted=True, entropy=True, seed=1):
     torch.manual_seed(seed)
-    return TokenGradients(*(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted)))
+    return TokenGradients(
+        *(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted, entropy))
+    )
 
 
 def statistics(backend, tensors, head, **options):
@@ -62,7 +64,8 @@ def gradient(backend, tensors, lse, upstream, head, keep=False, db=True, start=0
 
 CASES = pairwise(
     dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0), arg_max=(False, True),
-    scale=(1.0, 0.5), keep=(False, True), first=(0, 40), size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
+    entropy=(True, False), scale=(1.0, 0.5), keep=(False, True), first=(0, 40),
+    size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
 )  # fmt: skip
 
 
@@ -74,11 +77,11 @@ def test_like_eager(case, device):
     head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])
     tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
     ours, eagers, exact = (
-        statistics(backend, given, head, weighted=case["weighted"], arg_max=case["arg_max"])
+        statistics(backend, given, head, weighted=case["weighted"], entropy=case["entropy"], arg_max=case["arg_max"])
         for backend, given in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
     )
     assert_accurate(ours, eagers, exact, slack=4 * EPS)
-    upstream = upstream_of(M, device, case["weighted"])
+    upstream = upstream_of(M, device, case["weighted"], case["entropy"])
     lse = exact["lse"].float()
     ours, eagers, exact = (
         gradient(backend, given, *statistics_, head, keep=case["keep"])
@@ -141,9 +144,15 @@ def test_slices_are_combined(slices, device):
     parts = (torch.randn(slices, 50) * 20).to(device)
     parts[: slices // 2, 3:6] = float("-inf")
     parts[slices // 2 :, 5:9] = float("-inf")
-    torch.testing.assert_close(combine(parts, True), torch.logsumexp(parts.double(), 0).float(), rtol=1e-6, atol=1e-5)
+    entropies = torch.rand(slices, 50, device=device)
+    lse, entropy = combine(parts, True, entropies)
+    whole = torch.logsumexp(parts.double(), 0)
+    torch.testing.assert_close(lse, whole.float(), rtol=1e-6, atol=1e-5)
+    share = (parts.double() - whole).exp()
+    spread = (share * entropies + torch.special.entr(share)).sum(0)
+    torch.testing.assert_close(entropy, spread.nan_to_num(0.0).float(), rtol=1e-5, atol=1e-6)
     finite = parts.clamp_min(-50)
-    torch.testing.assert_close(combine(finite, False), finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(combine(finite, False)[0], finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("row", ["16", "unaligned"])
@@ -154,8 +163,10 @@ def test_any_tile(row, interpreted):
     tile = Tile(16, 64, 16, 4, 1, 2) if row == "16" else Tile(64, 32, 64, 4, 1)
     tensors = inputs_of(torch.float32, V=150)
     head = eager.Head(1.0, 0.0, IGNORED)
-    ours = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, tile=tile).statistics
-    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
+    ours = triton_kernels.cross_entropy_fwd(
+        *tensors, head, weighted=True, entropy=True, arg_max=True, tile=tile
+    ).statistics
+    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
     for one, other in zip(ours, default, strict=True):
         if one is not None:
             torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
@@ -189,8 +200,12 @@ def test_ignored_tokens_and_infinities(keep, device):
 def test_empty(M, V, device):
     tensors = inputs_of(torch.float32, device, M=M, V=V)
     head = eager.Head(1.0, 0.0, IGNORED)
-    lse, *others = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
+    lse, *others = triton_kernels.cross_entropy_fwd(
+        *tensors, head, weighted=True, entropy=True, arg_max=True
+    ).statistics
     assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
+    *others, largest, _ = others
+    assert torch.equal(largest, lse)
     assert not any(one.any() for one in others if one is not None)
     found = gradient(triton_kernels, tensors, lse, upstream_of(M, device), head)
     assert found["db"].shape == (V,)
@@ -202,7 +217,7 @@ def test_the_same_bits_again(device, repeats):
     head = eager.Head(1.0, 5.0, IGNORED)
 
     def run():
-        found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
+        found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True, entropy=True, arg_max=True)
         counted, lse = tensors[3] != IGNORED, found.statistics.lse
         gradients = gradient(triton_kernels, tensors, lse, upstream_of(37, device), head)
         statistics = [one[counted] for one in found.statistics if one is not None]

@@ -42,6 +42,10 @@ def results_of_logits(
         log_probs = F.cross_entropy(z, classes, ignore_index=ignore_index, reduction="none").neg()
     lse = torch.logsumexp(z, 1)
     results = TokenResults(loss=loss, lse_squared=lse.square(), lse=lse, log_probs=log_probs)
+    if "entropy" in names:
+        log_p = z - lse[:, None]
+        p_log_p = log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)  # 0 where z is -inf
+        results = results._replace(entropy=p_log_p.sum(1).neg())
     if "arg_max" in names:
         arg_max = z.argmax(1)
         results = results._replace(arg_max=arg_max.to(z.dtype), accuracy=(arg_max == classes).to(z.dtype))

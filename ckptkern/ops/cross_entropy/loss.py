@@ -30,15 +30,23 @@ SELECTED = "selected_log_probs"
 class CrossEntropyOutput(NamedTuple):
     """What linear_cross_entropy returns where more than the loss is asked for; None for what is not.
 
-    lse, log_probs: float32 (float64 for float64) [...]. accuracy: the share of the tokens that count whose target has the
-    largest logit, a scalar, or [...] of 0 and 1 for reduction "none". arg_max: int64 [...], the class of the largest logit.
+    lse, log_probs, entropy: float32 (float64 for float64) [...]. accuracy: the share of the tokens that count whose target has
+    the largest logit, a scalar, or [...] of 0 and 1 for reduction "none". arg_max: int64 [...], the class of the largest logit.
     """
 
     loss: Tensor
     lse: Tensor | None = None
     log_probs: Tensor | None = None
+    entropy: Tensor | None = None
     accuracy: Tensor | None = None
     arg_max: Tensor | None = None
+
+
+class TokenLogProbs(NamedTuple):
+    """What selected_log_probs returns with return_entropy, each [...]."""
+
+    log_probs: Tensor
+    entropy: Tensor
 
 
 def linear_cross_entropy(
@@ -56,6 +64,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     return_lse: bool = False,
     return_log_probs: bool = False,
+    return_entropy: bool = False,
     return_accuracy: bool = False,
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
@@ -65,8 +74,8 @@ def linear_cross_entropy(
     """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) and never holds all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
-    scalar, or [...] for reduction "none"; a CrossEntropyOutput if one of return_lse, return_log_probs and return_accuracy is
-    True. float16, bfloat16, float32, float64; autocast's type inside torch.autocast. Logits are float32 and never rounded.
+    scalar, or [...] for reduction "none"; a CrossEntropyOutput, if one of the return_ arguments is True. float16, bfloat16,
+    float32, float64; autocast's type inside torch.autocast. Logits are float32 and never rounded.
     torch.nn.functional.linear_cross_entropy has these names, and weight, reduction, ignore_index and label_smoothing as here:
 
     weight: [V], of the classes; no gradient. reduction: "mean" divides by the sum of the targets' weights, "sum", "none".
@@ -74,12 +83,13 @@ def linear_cross_entropy(
     logit_scale: a number that logits are multiplied by. softcap: c tanh(logits / c) of that, as in Gemma 2.
     z_loss: adds z_loss log(Z)^2, averaged over the tokens that are not ignored (PaLM, arXiv 2204.02311).
     return_lse: also log(Z) = logsumexp of the logits. return_log_probs: also the targets' log-probabilities, z_t - log(Z),
-        whatever weight and label_smoothing are. Both are differentiable, and 0 where the target is ignored.
+        whatever weight and label_smoothing are. return_entropy: also H = -sum_v p_v log p_v of the probabilities; saves 4 bytes
+        a token more. These are differentiable (dH/dz_v = -p_v (log p_v + H)), and 0 where the target is ignored.
     return_accuracy: also how often the target has the largest logit, and the class that has it, 0 where the target is ignored.
     group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
         on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token, 4 more with
-        label_smoothing and 8 with return_accuracy, and one all-reduce of input's gradient in float32.
+        label_smoothing, 4 with return_entropy and 8 with return_accuracy, and one all-reduce of input's gradient in float32.
     recompute: what is saved for backward besides the arguments, bytes a token, and the matmuls run, forward + backward:
 
         "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits; with a softcap logits, in
@@ -97,7 +107,9 @@ def linear_cross_entropy(
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """
-    flags = dict(return_lse=return_lse, return_log_probs=return_log_probs, return_accuracy=return_accuracy)
+    flags = dict(
+        return_lse=return_lse, return_log_probs=return_log_probs, return_entropy=return_entropy, return_accuracy=return_accuracy
+    )  # fmt: skip
     check_arguments(NAME, input, linear_weight, linear_bias, recompute, flags, ("linear_weight", "input"))
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
@@ -126,32 +138,38 @@ def selected_log_probs(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    return_entropy: bool = False,
     ignore_index: int = -100,
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
     recompute: str = "full",
     workspace: int | str | None = None,
-) -> Tensor:
+) -> Tensor | TokenLogProbs:
     """Computes the log-probabilities of tokens under softmax(F.linear(hidden, weight, bias) / temperature), without logits.
 
     hidden [..., d], weight [V, d], bias [V], tokens int64 [...] -> log_softmax(logits / temperature)[..., tokens], float32
     (float64 for float64) [...], differentiable to any order; 0 for tokens equal to ignore_index, such as those of a prompt.
     Shift tokens, not hidden. Saves 4 bytes a token for backward.
 
-    temperature: a positive number. ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
+    temperature: a positive number. return_entropy: a TokenLogProbs, with the entropy of softmax(logits / temperature), float32
+        [...], differentiable too; saves 4 bytes a token more.
+    ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
     Raises what linear_cross_entropy raises.
     """
-    check_arguments(SELECTED, hidden, weight, bias, recompute, {}, ("weight", "hidden"))
+    check_arguments(
+        SELECTED, hidden, weight, bias, recompute, dict(return_entropy=return_entropy), ("weight", "hidden")
+    )
     check_number(SELECTED, "temperature", temperature)
     if not temperature > 0:
         raise ValueError(
             f"{SELECTED}: temperature must be positive, not {temperature}; the arg max is return_accuracy's"
         )
     results = token_results(
-        SELECTED, "tokens", hidden, weight, bias, tokens, None, ("log_probs",), group, vocab_start, workspace, recompute,
-        ignore_index=ignore_index, label_smoothing=0.0, logit_scale=1.0 / temperature, softcap=0.0,
+        SELECTED, "tokens", hidden, weight, bias, tokens, None, TokenLogProbs._fields[: 1 + return_entropy], group, vocab_start,
+        workspace, recompute, ignore_index=ignore_index, label_smoothing=0.0, logit_scale=1.0 / temperature, softcap=0.0,
     )  # fmt: skip
-    return public(results, hidden.shape[:-1])["log_probs"]
+    found = public(results, hidden.shape[:-1])
+    return TokenLogProbs(**found) if return_entropy else found["log_probs"]
 
 
 def check_arguments(

@@ -63,7 +63,7 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def saves(o):
-        always = ("lse", "entries") if o.group else ("lse",)
+        always = ("lse", *(("entries",) if o.group else ()), *(("entropy",) if "entropy" in o.results else ()))
         if o.recompute == "full":
             return always
         return (*always, "z_t", "logits") if o.softcap else (*always, "z_t", "logits", "parts")
@@ -89,14 +89,15 @@ class LinearCrossEntropy(Op):
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             made = p.cross_entropy_fwd(
                 rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep,
-                arg_max="arg_max" in o.results,
+                entropy="entropy" in o.results, arg_max="arg_max" in o.results,
             )  # fmt: skip
             parts = None if made.parts is None else made.parts.t()
             named = made.statistics._asdict() | {"logits": made.logits, "parts": parts}
             return {name: one for name, one in named.items() if one is not None}
 
         M, eagerly = rows.shape[0], o.backend == "eager"
-        of_slices = 1 + (o.label_smoothing > 0) + 2 * ("arg_max" in o.results)  # lse, wz, the largest and its class
+        # of slices: lse, wz, entropy, the largest and its class
+        of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
         per_token = 4 * p.slice_count(x, V) * of_slices
         if eagerly:
             per_token = V * (wide.itemsize * (3 if o.softcap else 2) + (x.dtype.itemsize if keep else 0))
@@ -124,13 +125,13 @@ class LinearCrossEntropy(Op):
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
         w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
-        gradients = sums.gradients(of_rows(dy, o.results), lse)
+        gradients = sums.gradients(of_rows(dy, o.results), lse, saved.get("entropy"))
         weights = all_weights if o.label_smoothing else None
 
         transient = M * dtype.itemsize
         if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
             narrow, saved_too = int(dtype != wide), int(logits is not None)  # a symbolic number takes no bool
-            held = max(narrow + saved_too, 3 if o.softcap else 0)
+            held = max(narrow + saved_too, 3 if o.softcap else 0) + ("entropy" in o.results)
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
         chunks = vocabulary_chunks(V, transient, o.workspace)
         widest = max((stop - start for start, stop in chunks), default=0)

@@ -14,23 +14,20 @@ from ...results import TokenGradients, TokenStatistics
 class TokenResults(NamedTuple):
     """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
 
-    log_probs: of the target. arg_max: the class of the largest logit, exact up to 2^24 classes; accuracy: is it the target?
+    log_probs: of the target. entropy: of the probabilities. arg_max: the class of the largest logit, exact up to 2^24 classes.
+    accuracy: is it the target?
     """
 
     loss: Tensor | None = None
     lse_squared: Tensor | None = None
     lse: Tensor | None = None
     log_probs: Tensor | None = None
+    entropy: Tensor | None = None
     accuracy: Tensor | None = None
     arg_max: Tensor | None = None
 
 
-DIFFERENTIABLE = (
-    "loss",
-    "lse_squared",
-    "lse",
-    "log_probs",
-)  # `Sums.gradients` reads their gradients; others are detached
+DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # those that `Sums.gradients` reads
 CLASSES = 2**24  # a class that is a result is a number of the wide type
 
 
@@ -62,18 +59,27 @@ class Sums:
         loss = self.share * (s.lse - s.z_t)
         if s.wz is not None:
             loss = loss + (self.all * s.lse - self.even * s.wz)
-        results = TokenResults(loss=loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=s.z_t - s.lse)
+        results = TokenResults(loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=s.z_t - s.lse, entropy=s.entropy)
         if s.arg_max is None:
             return results
         return results._replace(arg_max=s.arg_max, accuracy=(s.arg_max == self.target).to(s.lse.dtype))
 
-    def gradients(self, dy: TokenResults, lse: Tensor) -> TokenGradients:
-        """Those that the gradients of results give a token's dz (`TokenGradients`)."""
+    def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
+        """The coefficients of dz, of the gradients of results, by
+
+        d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
+        """
         of_loss = None if dy.loss is None else self.share * dy.loss
         smoothed = dy.loss is not None and self.even is not None
         of_square = None if dy.lse_squared is None else 2 * lse * dy.lse_squared
-        p = total(dy.lse, of_square, of_loss, self.all * dy.loss if smoothed else None, negative(dy.log_probs))
-        return TokenGradients(p, total(dy.log_probs, negative(of_loss)), -self.even * dy.loss if smoothed else None)
+        of_entropy = None if dy.entropy is None else dy.entropy * entropy
+        of_others = self.all * dy.loss if smoothed else None
+        return TokenGradients(
+            p=total(dy.lse, of_square, of_loss, of_others, negative(dy.log_probs), negative(of_entropy)),
+            z_t=total(dy.log_probs, negative(of_loss)),
+            wz=-self.even * dy.loss if smoothed else None,
+            p_log_p=negative(dy.entropy),
+        )
 
 
 def total(*terms: Tensor | None) -> Tensor | None:
@@ -98,6 +104,10 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
     whole = TokenStatistics(
         lse=torch.logsumexp(ranks.lse, 0), z_t=ranks.z_t.sum(0), wz=None if ranks.wz is None else ranks.wz.sum(0)
     )
+    if ranks.entropy is not None:  # of shares p of the whole: sum_ranks p (entropy - log p), 0 where p is 0
+        log_p = ranks.lse - whole.lse
+        parts_of_it = log_p.exp() * (ranks.entropy - log_p)
+        whole = whole._replace(entropy=parts_of_it.masked_fill(log_p == -torch.inf, 0).sum(0))
     if ranks.largest is not None:
         largest, rank = ranks.largest.max(0)
         whole = whole._replace(largest=largest, arg_max=ranks.arg_max.gather(0, rank[None])[0])
