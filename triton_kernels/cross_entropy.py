@@ -2,7 +2,8 @@
 
     u = scale (x w^T + b)  [M, V];  z = u, or c tanh(u / c) with softcap c;  float32
     cross_entropy_fwd       lse = log sum_v exp z_v,  z_t of the target t,  wz = sum_v w_v z_v    each [M], of class weights w
-                            entropy = -sum_v p_v log p_v,  the largest z_v and its v
+                            entropy = -sum_v p_v log p_v,  the largest z_v and its v;  z, if asked for, of which PyTorch
+                            ops take the k largest
                             saved, if asked for: 2^15 exp(z - lse of a slice of columns), or u with a softcap, in x's type
     cross_entropy_bwd       dz = (dp p + dp_log_p p log p + dz_t [v = t] + dwz w_v) du/d(x w^T),  p = exp(z - lse); db; for
                              some rows of w
@@ -88,7 +89,7 @@ def any_counts(targets, offs_m, M, V):
 
 
 @triton.jit
-def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, softcap, pid_m, M, V):
+def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_rows, scale, softcap, pid_m, M, V):
     parts_ptr, zt_ptr, wz_ptr, entropy_ptr, largest_ptr, class_ptr = statistics
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     column = target_columns(targets, offs_m, M, V)
@@ -96,6 +97,8 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, s
     z, _ = capped_logits(u, softcap)
     if saved_rows[0] is not None and softcap is not None:  # now, so that no register holds u beside z
         store_tile(saved_rows, offs_m, offs_v, mask, cast(u, saved_rows[0].dtype.element_ty))
+    if logits_rows[0] is not None:
+        store_tile(logits_rows, offs_m, offs_v, mask, z)
     inside = (offs_v < V)[None, :]
     z = tl.where(inside, z, NEG_INF)
     top = tl.max(z, axis=1)
@@ -126,8 +129,8 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, scale, s
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_fwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, statistics, saved_rows, first, ignore_index, M, V, K, scale, softcap,
-    PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
+    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, statistics, saved_rows, logits_rows, first, ignore_index, M, V, K, scale,
+    softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """statistics: float32, of `_fwd_store`'s order; all but z_t are [slices, M], a slice being BLOCK_N / SUB columns."""
@@ -139,7 +142,7 @@ def _cross_entropy_fwd_kernel(
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
         (acc,), pid_n * BLOCK_N, _fwd_store,
-        (b_ptr, cw_ptr, targets, statistics, saved_rows, scale, softcap, pid_m, M, V), SUB,
+        (b_ptr, cw_ptr, targets, statistics, saved_rows, logits_rows, scale, softcap, pid_m, M, V), SUB,
     )  # fmt: skip
 
 
@@ -311,7 +314,7 @@ def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tupl
 
 
 def cross_entropy_fwd(
-    x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, tile=None
+    x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, logits=False, tile=None
 ):  # fmt: skip
     """CrossEntropyForward.
 
@@ -330,18 +333,19 @@ def cross_entropy_fwd(
     )
     z_t = torch.zeros(M, **made)
     saved = torch.empty((M, V), dtype=x.dtype, device=x.device) if keep else None
+    z = torch.empty((M, -(-V // 256) * 256), **made)[:, :V] if logits else None
     if M and V:
         launch(
             _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target,
             (parts, z_t, wz, entropies, largest, classes),
-            matrix(saved), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
+            matrix(saved), matrix(z), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
             PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     lse, whole_entropy = combine(parts, True, entropies)
     wz, _ = combine(wz, False) if weighted else (None, None)
     largest, classes = of_largest(largest, classes, head.first) if arg_max else (None, None)
     statistics = TokenStatistics(lse, z_t, wz, entropy=whole_entropy, largest=largest, arg_max=classes)
-    return CrossEntropyForward(statistics, saved, parts if keep and not head.softcap else None)
+    return CrossEntropyForward(statistics, saved, parts if keep and not head.softcap else None, z)
 
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, *, db=False, tile=None):

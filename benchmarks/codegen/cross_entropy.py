@@ -27,10 +27,10 @@ def _fwd(case, given):
     keep = case.extras or case.activation == "saved"
     everything = case.activation == "everything"
     found = given.backend.cross_entropy_fwd(
-        *tensors, head, weighted=everything, keep=keep, entropy=everything, arg_max=everything
-    )
+        *tensors, head, weighted=everything, keep=keep, entropy=everything, arg_max=everything, logits=everything
+    )  # fmt: skip
     # what exponentials are relative to differs between backends
-    return *found.statistics, found.logits if head.softcap else None
+    return *found.statistics, found.logits if head.softcap else None, found.z
 
 
 def _bwd(case, given):

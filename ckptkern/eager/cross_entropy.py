@@ -72,7 +72,9 @@ def slice_count(x: Tensor, entries: int) -> int:
     return 1
 
 
-def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False):
+def cross_entropy_fwd(
+    x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, logits=False
+):
     u = uncapped_logits(x, w, b, head)
     z = capped(u, head)
     column, here = target_columns(target, head, w.shape[0])
@@ -88,19 +90,19 @@ def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, ke
         largest, of_largest = z.max(1) if w.shape[0] else (lse, z_t)
         of_largest = (of_largest + head.first).to(z.dtype)
     statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, largest=largest, arg_max=of_largest)
-    logits = parts = None
+    saved = parts = None
     exponentials = keep and not head.softcap
     if keep and head.softcap:
-        logits = u.to(x.dtype)
+        saved = u.to(x.dtype, copy=logits)
     if entropy or exponentials:
         shift = lse.masked_fill(lse == -math.inf, 0)
-        log_p = z.sub_(shift[:, None])
+        log_p = z - shift[:, None] if logits else z.sub_(shift[:, None])
         p = log_p.exp() if entropy else log_p.exp_()
         if entropy:
             statistics = statistics._replace(entropy=times_log(p, log_p).sum(1).neg_())
         if exponentials:
-            logits, parts = p.mul_(HEADROOM).to(x.dtype), shift[None]
-    return CrossEntropyForward(statistics, logits, parts)
+            saved, parts = p.mul_(HEADROOM).to(x.dtype), shift[None]
+    return CrossEntropyForward(statistics, saved, parts, z if logits else None)
 
 
 def times_log(p: Tensor, log_p: Tensor) -> Tensor:

@@ -333,7 +333,8 @@ def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
     weight = torch.linspace(0.5, 2.0, s.out)
     return _with({"reduction": "sum"}, weight=weight) | _alone(
         reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
-        return_log_probs=True, return_entropy=True, return_accuracy=True, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
+        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3,
+        group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
     )  # fmt: skip
 
 

@@ -46,12 +46,17 @@ def loss_of(target, t, *, weighted=False, classes=None, **options):
     V = classes or len(t["weight"])
     weight = torch.linspace(0.5, 2, V) if weighted else None
     found = lce(t["x"], t["weight"], target, linear_bias=t["bias"], weight=weight, **options)
-    return found._asdict() if isinstance(found, tuple) else {"loss": found}
+    if not isinstance(found, tuple):
+        return {"loss": found}
+    results = {name: one for name, one in found._asdict().items() if one is not None}
+    if top_k := results.pop("top_k", None):
+        results |= {f"top {name}": one for name, one in top_k._asdict().items()}
+    return results
 
 
 def gradients(run, t):
     leaves = {name: one.clone().requires_grad_() for name, one in t.items()}
-    results = {name: one for name, one in run(leaves).items() if one is not None}
+    results = run(leaves)
     y = torch.cat([one.reshape(-1) for one in results.values() if one.requires_grad])
     y.backward(torch.linspace(1, 2, y.numel()).to(y.dtype))
     values = {name: one.detach().to(y.dtype) for name, one in results.items()}

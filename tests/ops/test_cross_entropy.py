@@ -676,6 +676,9 @@ WRONG = {
     ),
     "z_loss": (dict(z_loss="much"), TypeError, "z_loss must be a number, not 'much'"),
     "return_lse": (dict(return_lse="sum"), TypeError, "return_lse must be a bool, not 'sum'"),
+    "no largest": (dict(top_k=0), ValueError, "top_k must be from 1 to 12, not 0"),
+    "more than all classes": (dict(top_k=13), ValueError, "top_k must be from 1 to 12, not 13"),
+    "a flag for a number": (dict(top_k=True), TypeError, "top_k must be an int or None, not True"),
     "workspace": (dict(workspace=-1), ValueError, "workspace must be a positive number of bytes"),
     "a place without a group": (
         dict(vocab_start=3),

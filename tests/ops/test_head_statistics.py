@@ -51,9 +51,13 @@ def test_every_statistic_with_every_option(reduction, mode, backend):
     target.view(-1)[::3] = IGNORED
     options = dict(EVERYTHING, weight=class_weights(600), reduction=reduction, recompute=mode, workspace=1)
     with ckptkern.backend(backend):
-        found = call(target, tensors, **options, **ALL)
+        found = call(target, tensors, **options, **ALL, top_k=5)
         alone = call(target, tensors, **options)
-    want = statistics_of(logits_of(tensors, 0.7, 3.0), target)
+    z = logits_of(tensors, 0.7, 3.0)
+    want, top = statistics_of(z, target), z.log_softmax(-1).topk(5)
+    counted = (target != IGNORED)[..., None]
+    assert torch.equal(found.top_k.indices, top.indices * counted)
+    torch.testing.assert_close(found.top_k.log_probs.double(), top.values * counted, rtol=1e-5, atol=1e-5)
     assert torch.equal(found.loss, alone)
     assert found.arg_max.dtype == torch.int64
     assert torch.equal(found.arg_max, want.pop("arg_max"))
@@ -64,12 +68,13 @@ def test_every_statistic_with_every_option(reduction, mode, backend):
     torch.testing.assert_close(found.accuracy.double(), accuracy)
     for name, value in want.items():
         torch.testing.assert_close(getattr(found, name).double(), value, rtol=1e-5, atol=1e-5)
-    assert not any(one.requires_grad for one in (found.accuracy, found.arg_max))
+    assert not any(one.requires_grad for one in (found.accuracy, found.arg_max, *found.top_k))
 
 
 def test_what_is_not_asked_for_is_none():
     tensors, target = make()
     assert isinstance(call(target, tensors), torch.Tensor)
+    assert call(target, tensors, top_k=12)._replace(loss=None, top_k=None) == (None,) * 7
     for name in ("lse", "log_probs", "entropy"):
         found = call(target, tensors, **{f"return_{name}": True})._asdict()
         assert [key for key, one in found.items() if one is not None] == ["loss", name]
@@ -90,6 +95,19 @@ def test_the_first_of_equal_logits_is_the_arg_max(backend):
     assert found.accuracy.tolist() == [1, 0, 0]
     assert last.arg_max.tolist() == [295] * 3
     assert last.accuracy == 1
+
+
+@each_backend
+def test_the_largest_of_no_tokens_and_of_one(backend):
+    """Shapes [..., k] of an input without tokens and of one without leading dimensions."""
+    with ckptkern.backend(backend):
+        for lead in ((0,), (2, 0), ()):
+            tensors, target = make(lead, ignore="none")
+            found = call(target, tensors, top_k=3, recompute="none").top_k
+            assert found.indices.shape == found.log_probs.shape == (*lead, 3)
+    top = logits_of(tensors).log_softmax(-1).topk(3)
+    assert torch.equal(found.indices, top.indices)
+    torch.testing.assert_close(found.log_probs.double(), top.values, rtol=1e-5, atol=1e-5)
 
 
 # -- the log-probabilities of tokens

@@ -37,7 +37,8 @@ def upstream_of(M, device, weighted=True, entropy=True, seed=1):
 
 def statistics(backend, tensors, head, **options):
     """Forward's results by name; 0 for ignored tokens, of which it gives anything."""
-    found = backend.cross_entropy_fwd(*tensors, head, **options).statistics._asdict()
+    made = backend.cross_entropy_fwd(*tensors, head, **options)
+    found = made.statistics._asdict() | {"z": None if made.z is None else made.z.t()}
     ignored = tensors[3] == head.ignore_index
     return {name: value.masked_fill(ignored, 0) for name, value in found.items() if value is not None}
 
@@ -64,7 +65,7 @@ def gradient(backend, tensors, lse, upstream, head, keep=False, db=True, start=0
 
 CASES = pairwise(
     dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0), arg_max=(False, True),
-    entropy=(True, False), scale=(1.0, 0.5), keep=(False, True), first=(0, 40),
+    entropy=(True, False), logits=(False, True), scale=(1.0, 0.5), keep=(False, True), first=(0, 40),
     size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
 )  # fmt: skip
 
@@ -77,7 +78,7 @@ def test_like_eager(case, device):
     head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])
     tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
     ours, eagers, exact = (
-        statistics(backend, given, head, weighted=case["weighted"], entropy=case["entropy"], arg_max=case["arg_max"])
+        statistics(backend, given, head, **{name: case[name] for name in ("weighted", "entropy", "arg_max", "logits")})
         for backend, given in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
     )
     assert_accurate(ours, eagers, exact, slack=4 * EPS)

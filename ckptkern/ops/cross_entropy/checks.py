@@ -9,6 +9,7 @@ from ...errors import DtypeError, ShapeError
 from ..dispatch.checks import check_number, check_tensor
 
 NAME = "linear_cross_entropy"
+TOP = 64  # log-probabilities of a token at most
 
 
 def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> None:
@@ -53,6 +54,15 @@ def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float,
         if not softcap > 0:
             raise ValueError(f"{NAME}: softcap must be positive or None, not {softcap}")
     return float(label_smoothing), float(logit_scale), float(softcap or 0.0), float(z_loss)
+
+
+def check_top_k(k: int, classes: int | None) -> None:
+    """classes: None if other ranks have some, too."""
+    if type(k) is not int:
+        raise TypeError(f"{NAME}: top_k must be an int or None, not {k!r}")
+    if not 1 <= k <= TOP or (classes is not None and k > classes):
+        most = TOP if classes is None else min(classes, TOP)
+        raise ValueError(f"{NAME}: top_k must be from 1 to {most}, not {k}; for more, compute the logits")
 
 
 def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool) -> None:

@@ -24,7 +24,13 @@ def scaled_and_capped(z: Tensor, scale: float, softcap: float) -> Tensor:
 
 
 def results_of_logits(
-    z: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, names: tuple[str, ...]
+    z: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    names: tuple[str, ...],
+    top_k: int = 0,
 ) -> TokenResults:
     """Those of these names, of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them
     ignored, whose log-probability is the expected one and whose class is the likeliest."""
@@ -46,6 +52,9 @@ def results_of_logits(
         log_p = z - lse[:, None]
         p_log_p = log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)  # 0 where z is -inf
         results = results._replace(entropy=p_log_p.sum(1).neg())
+    if top_k:
+        values, found = z.detach().topk(top_k, 1)
+        results = results._replace(top_k=torch.cat([values.t() - lse.detach(), found.t().to(z.dtype)]))
     if "arg_max" in names:
         arg_max = z.argmax(1)
         results = results._replace(arg_max=arg_max.to(z.dtype), accuracy=(arg_max == classes).to(z.dtype))

@@ -3,7 +3,7 @@ statistics of the logits, which are never stored."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,19 @@ from ..dispatch.choices import (
     compose,
     matmul_precision,
 )
-from .checks import NAME, check_class_weights, check_scalars, check_target, place_in
+from .checks import NAME, check_class_weights, check_scalars, check_target, check_top_k, place_in
 from .logits import reference_logits, results_of_logits
 from .op import LinearCrossEntropyOptions, apply
 from .statistics import CLASSES, DIFFERENTIABLE, TokenResults, of_rows
 
 SELECTED = "selected_log_probs"
+
+
+class TopK(NamedTuple):
+    """The largest log-probabilities float32 [..., k], in descending order, and their classes int64 [..., k]."""
+
+    log_probs: Tensor
+    indices: Tensor
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -40,6 +47,7 @@ class CrossEntropyOutput(NamedTuple):
     entropy: Tensor | None = None
     accuracy: Tensor | None = None
     arg_max: Tensor | None = None
+    top_k: TopK | None = None
 
 
 class TokenLogProbs(NamedTuple):
@@ -66,6 +74,7 @@ def linear_cross_entropy(
     return_log_probs: bool = False,
     return_entropy: bool = False,
     return_accuracy: bool = False,
+    top_k: int | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
     recompute: str = "full",
@@ -86,10 +95,13 @@ def linear_cross_entropy(
         whatever weight and label_smoothing are. return_entropy: also H = -sum_v p_v log p_v of the probabilities; saves 4 bytes
         a token more. These are differentiable (dH/dz_v = -p_v (log p_v + H)), and 0 where the target is ignored.
     return_accuracy: also how often the target has the largest logit, and the class that has it, 0 where the target is ignored.
+    top_k: also the k largest log-probabilities and their classes (k up to 64), without a gradient, 0 where the target is
+        ignored. The logits of a chunk of tokens are held for torch.topk, also by the kernels.
     group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
         on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token, 4 more with
-        label_smoothing, 4 with return_entropy and 8 with return_accuracy, and one all-reduce of input's gradient in float32.
+        label_smoothing, 4 with return_entropy, 8 with return_accuracy and 8 k with top_k,
+        and one all-reduce of input's gradient in float32.
     recompute: what is saved for backward besides the arguments, bytes a token, and the matmuls run, forward + backward:
 
         "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits; with a softcap logits, in
@@ -114,15 +126,18 @@ def linear_cross_entropy(
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
     ignore_index = -100 if ignore_index is None else ignore_index
+    if top_k is not None:
+        check_top_k(top_k, None if group is not None else linear_weight.shape[0])
     returned = [one.removeprefix("return_") for one, wanted in flags.items() if wanted]
     results = token_results(
         NAME, "target", input, linear_weight, linear_bias, target, weight,
-        ("loss", *(("lse_squared",) if z_loss else ()), *returned, *(("arg_max",) if return_accuracy else ())),
+        ("loss", *(("lse_squared",) if z_loss else ()), *returned, *(("arg_max",) if return_accuracy else ()),
+         *(("top_k",) if top_k else ())),
         group, vocab_start, workspace, recompute, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        logit_scale=logit_scale, softcap=softcap,
+        logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0,
     )  # fmt: skip
     loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
-    if not returned:
+    if not (returned or top_k):
         return loss
     found = public(results, input.shape[:-1])
     if return_accuracy and reduction != "none":
@@ -167,6 +182,7 @@ def selected_log_probs(
     results = token_results(
         SELECTED, "tokens", hidden, weight, bias, tokens, None, TokenLogProbs._fields[: 1 + return_entropy], group, vocab_start,
         workspace, recompute, ignore_index=ignore_index, label_smoothing=0.0, logit_scale=1.0 / temperature, softcap=0.0,
+        top_k=0,
     )  # fmt: skip
     found = public(results, hidden.shape[:-1])
     return TokenLogProbs(**found) if return_entropy else found["log_probs"]
@@ -192,8 +208,10 @@ def token_results(
     check_target(op, target_name, input, w, target, probabilities)
     name, size, first = place_in(op, group, w.shape[0], vocab_start)
     check_class_weights(weight, input, first + w.shape[0], split=group is not None)
-    if "arg_max" in names and first + w.shape[0] > CLASSES:
-        raise ValueError(f"{op}: return_accuracy takes up to 2^24 classes, not {first + w.shape[0]}; leave it out")
+    if not {"arg_max", "top_k"}.isdisjoint(names) and first + w.shape[0] > CLASSES:
+        raise ValueError(
+            f"{op}: return_accuracy and top_k take up to 2^24 classes, not {first + w.shape[0]}; leave them out"
+        )
     if not probabilities:
         o = LinearCrossEntropyOptions(
             **options, vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
@@ -206,14 +224,19 @@ def token_results(
     compose(op, "a target of probabilities needs all logits at once")
     with autocast_off(x):
         z = reference_logits(x, w, b, options["logit_scale"], options["softcap"])
-        return results_of_logits(z, target, weight, options["ignore_index"], options["label_smoothing"], names)
+        return results_of_logits(
+            z, target, weight, options["ignore_index"], options["label_smoothing"], names, options["top_k"]
+        )
 
 
-def public(results: TokenResults, lead: torch.Size) -> dict[str, Tensor]:
+def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
     """Those that are there, by name, of the leading shape; without a graph if nothing is computed of their gradients."""
     found = {}
     for name, one in results._asdict().items():
-        if one is not None:
+        if name == "top_k" and one is not None:
+            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in one.detach().chunk(2))
+            found[name] = TopK(log_probs, indices.to(torch.int64))
+        elif one is not None:
             one = one if name in DIFFERENTIABLE else one.detach()
             found[name] = (one.to(torch.int64) if name == "arg_max" else one).view(lead)
     return found

@@ -18,7 +18,7 @@ from ..registration.op import Op
 from ..registration.rows import cast_parameter, rows_2d, unflattened
 from .checks import NAME, check_equal_shards, check_targets
 from .logits import reference_logits, results_of_logits
-from .statistics import Sums, as_rows, gathered, of_rows
+from .statistics import Sums, as_rows, gathered, of_rows, top_of
 
 X, W, B, TARGET, CLASS_WEIGHT = range(5)
 COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
@@ -54,6 +54,7 @@ class LinearCrossEntropyOptions(NamedTuple):
     precision: str
     workspace: int
     results: tuple[str, ...]
+    top_k: int
 
 
 class LinearCrossEntropy(Op):
@@ -89,20 +90,26 @@ class LinearCrossEntropy(Op):
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             made = p.cross_entropy_fwd(
                 rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep,
-                entropy="entropy" in o.results, arg_max="arg_max" in o.results,
+                entropy="entropy" in o.results, arg_max="arg_max" in o.results, logits=o.top_k > 0,
             )  # fmt: skip
             parts = None if made.parts is None else made.parts.t()
-            named = made.statistics._asdict() | {"logits": made.logits, "parts": parts}
+            top_z, top_v = (None, None) if made.z is None else top_of(made.z, o.top_k, o.vocab_start)
+            named = made.statistics._replace(top_z=top_z, top_v=top_v)._asdict() | {
+                "logits": made.logits,
+                "parts": parts,
+            }
             return {name: one for name, one in named.items() if one is not None}
 
         M, eagerly = rows.shape[0], o.backend == "eager"
         # of slices: lse, wz, entropy, the largest and its class
         of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
-        per_token = 4 * p.slice_count(x, V) * of_slices
+        per_token = 4 * p.slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * (o.top_k > 0)
         if eagerly:
-            per_token = V * (wide.itemsize * (3 if o.softcap else 2) + (x.dtype.itemsize if keep else 0))
+            per_token = V * (
+                wide.itemsize * ((3 if o.softcap else 2) + (o.top_k > 0)) + (x.dtype.itemsize if keep else 0)
+            )
         # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
-        chunks = [(0, M)] if keep and not eagerly else token_chunks(M, per_token, o.workspace)
+        chunks = [(0, M)] if keep and not eagerly and not o.top_k else token_chunks(M, per_token, o.workspace)
         made = by_chunks(chunks, of_tokens)
         logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V
         statistics = TokenStatistics(**made)
@@ -183,7 +190,7 @@ class LinearCrossEntropy(Op):
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
         z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
         weight = None if class_weight is None else class_weight.detach()
-        results = results_of_logits(z, target, weight, o.ignore_index, o.label_smoothing, o.results)
+        results = results_of_logits(z, target, weight, o.ignore_index, o.label_smoothing, o.results, o.top_k)
         return as_rows(results, o.results, target.reshape(-1) == o.ignore_index)
 
 

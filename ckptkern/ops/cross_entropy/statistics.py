@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...results import TokenGradients, TokenStatistics
 
@@ -15,7 +17,7 @@ class TokenResults(NamedTuple):
     """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
 
     log_probs: of the target. entropy: of the probabilities. arg_max: the class of the largest logit, exact up to 2^24 classes.
-    accuracy: is it the target?
+    accuracy: is it the target? top_k: [2 k, M], the largest log-probabilities in descending order, then their classes.
     """
 
     loss: Tensor | None = None
@@ -25,6 +27,7 @@ class TokenResults(NamedTuple):
     entropy: Tensor | None = None
     accuracy: Tensor | None = None
     arg_max: Tensor | None = None
+    top_k: Tensor | None = None
 
 
 DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # those that `Sums.gradients` reads
@@ -33,12 +36,23 @@ CLASSES = 2**24  # a class that is a result is a number of the wide type
 
 def as_rows(results: TokenResults, names: tuple[str, ...], ignored: Tensor) -> Tensor:
     """y [rows, M]."""
-    return torch.stack([getattr(results, name) for name in names]).masked_fill(ignored, 0)
+    rows = [getattr(results, name) for name in names]
+    return torch.cat([one if one.dim() == 2 else one[None] for one in rows]).masked_fill(ignored, 0)
 
 
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
     """The inverse."""
-    return TokenResults(**dict(zip(names, y.unbind(0), strict=True)))
+    count = len(y) - len(names) + 1  # of top_k
+    parts = y.split([count if name == "top_k" else 1 for name in names])
+    named = zip(names, parts, strict=True)
+    return TokenResults(**{name: one if name == "top_k" else one[0] for name, one in named})
+
+
+def top_of(z: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
+    """(top_z, top_v) of logits [M, V] from class `first` on; -inf where there are fewer than k."""
+    values, classes = z.topk(min(k, z.shape[1]), 1)
+    beside = (0, k - values.shape[1])
+    return F.pad(values, beside, value=-math.inf), F.pad((classes + first).to(z.dtype), beside)
 
 
 class Sums:
@@ -60,6 +74,8 @@ class Sums:
         if s.wz is not None:
             loss = loss + (self.all * s.lse - self.even * s.wz)
         results = TokenResults(loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=s.z_t - s.lse, entropy=s.entropy)
+        if s.top_z is not None:
+            results = results._replace(top_k=torch.cat([s.top_z.t() - s.lse, s.top_v.t()]))
         if s.arg_max is None:
             return results
         return results._replace(arg_max=s.arg_max, accuracy=(s.arg_max == self.target).to(s.lse.dtype))
@@ -97,10 +113,12 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
     One collective; ranks are combined in their order, so that all of them have equal bits.
     """
     sent = {name: one for name, one in mine._asdict().items() if one is not None}
-    parts = torch.cat([*sent.values(), mine.lse.new_full((1,), entries)])
+    parts = torch.cat([*(one.reshape(-1) for one in sent.values()), mine.lse.new_full((1,), entries)])
     parts = torch.ops._c10d_functional.all_gather_into_tensor(parts, size, group)
     parts = torch.ops._c10d_functional.wait_tensor(parts).view(size, -1)
-    ranks = TokenStatistics(**dict(zip(sent, parts[:, :-1].view(size, len(sent), -1).unbind(1), strict=True)))
+    split = parts[:, :-1].split([one.numel() for one in sent.values()], 1)
+    theirs = zip(sent.items(), split, strict=True)
+    ranks = TokenStatistics(**{name: part.view(size, *one.shape) for (name, one), part in theirs})
     whole = TokenStatistics(
         lse=torch.logsumexp(ranks.lse, 0), z_t=ranks.z_t.sum(0), wz=None if ranks.wz is None else ranks.wz.sum(0)
     )
@@ -111,4 +129,8 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
     if ranks.largest is not None:
         largest, rank = ranks.largest.max(0)
         whole = whole._replace(largest=largest, arg_max=ranks.arg_max.gather(0, rank[None])[0])
+    if ranks.top_z is not None:
+        top_z, top_v = (one.movedim(0, 1).flatten(1) for one in (ranks.top_z, ranks.top_v))
+        top_z, places = top_z.topk(mine.top_z.shape[1], 1)
+        whole = whole._replace(top_z=top_z, top_v=top_v.gather(1, places))
     return whole, parts[:, -1].sum()
