@@ -97,8 +97,6 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
     z, _ = capped_logits(u, softcap)
     if saved_rows[0] is not None and softcap is not None:  # now, so that no register holds u beside z
         store_tile(saved_rows, offs_m, offs_v, mask, cast(u, saved_rows[0].dtype.element_ty))
-    if logits_rows[0] is not None:
-        store_tile(logits_rows, offs_m, offs_v, mask, z)
     inside = (offs_v < V)[None, :]
     z = tl.where(inside, z, NEG_INF)
     top = tl.max(z, axis=1)
@@ -125,6 +123,8 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
         tl.store(entropy_ptr + at, -tl.sum(times_log(p, log_p), axis=1), mask=mask_m)
     if saved_rows[0] is not None and softcap is None:
         store_tile(saved_rows, offs_m, offs_v, mask, cast(p * HEADROOM, saved_rows[0].dtype.element_ty))
+    if logits_rows[0] is not None:
+        store_tile(logits_rows, offs_m, offs_v, mask, z)
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])

@@ -76,33 +76,30 @@ def cross_entropy_fwd(
     x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, logits=False
 ):
     u = uncapped_logits(x, w, b, head)
-    z = capped(u, head)
-    column, here = target_columns(target, head, w.shape[0])
-    if w.shape[0]:
-        z_t = torch.where(here, z.gather(1, column), 0).squeeze(1)
-        lse = torch.logsumexp(z, 1)
-    else:
-        z_t, lse = z.new_zeros(x.shape[0]), z.new_full((x.shape[0],), -math.inf)
-    wz = largest = of_largest = None
+    z, V = capped(u, head), w.shape[0]
+    column, here = target_columns(target, head, V)
+    wz = of_largest = largest = None
+    z_t = torch.where(here, z.gather(1, column), 0).squeeze(1) if V else z.new_zeros(len(x))
+    top = z.amax(1) if V else z.new_full((len(x),), -math.inf)
     if weighted:
         wz = z.sum(1) if class_weight is None else z @ class_weight
     if arg_max:
-        largest, of_largest = z.max(1) if w.shape[0] else (lse, z_t)
-        of_largest = (of_largest + head.first).to(z.dtype)
-    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, largest=largest, arg_max=of_largest)
-    saved = parts = None
+        largest, of_largest = top, ((z.argmax(1) if V else z_t) + head.first).to(z.dtype)
+    saved = u.to(x.dtype, copy=logits) if keep and head.softcap else None
+
+    # then what overwrites the logits
+    top = top.masked_fill(top == -math.inf, 0)
+    log_e = z - top[:, None] if logits else z.sub_(top[:, None])
+    e = log_e.exp() if entropy else log_e.exp_()
+    total = e.sum(1)
+    lse, of_p = top + total.log(), None
+    if entropy:
+        of_p = torch.where(total > 0, total.log() - times_log(e, log_e).sum(1) / total, 0)
     exponentials = keep and not head.softcap
-    if keep and head.softcap:
-        saved = u.to(x.dtype, copy=logits)
-    if entropy or exponentials:
-        shift = lse.masked_fill(lse == -math.inf, 0)
-        log_p = z - shift[:, None] if logits else z.sub_(shift[:, None])
-        p = log_p.exp() if entropy else log_p.exp_()
-        if entropy:
-            statistics = statistics._replace(entropy=times_log(p, log_p).sum(1).neg_())
-        if exponentials:
-            saved, parts = p.mul_(HEADROOM).to(x.dtype), shift[None]
-    return CrossEntropyForward(statistics, saved, parts, z if logits else None)
+    if exponentials:
+        saved = e.mul_(HEADROOM).to(x.dtype)
+    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, entropy=of_p, largest=largest, arg_max=of_largest)
+    return CrossEntropyForward(statistics, saved, top[None] if exponentials else None, z if logits else None)
 
 
 def times_log(p: Tensor, log_p: Tensor) -> Tensor:
@@ -125,7 +122,9 @@ def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
         dz += even if class_weight is None else even * class_weight
     if head.softcap:
         dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
-    dz.mul_(head.scale).masked_fill_((target == head.ignore_index)[:, None], 0)
+    if head.scale != 1.0:
+        dz.mul_(head.scale)
+    dz.masked_fill_((target == head.ignore_index)[:, None], 0)
     if dz is not out:
         out.copy_(dz)
     return dz.sum(0) if db else None
@@ -139,7 +138,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
 
 
 def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
-    u = saved.to(lse.dtype, copy=True)
+    u = saved.to(lse.dtype, copy=saved is not out)
     if head.softcap:
         p = capped(u, head).sub_(lse[:, None]).exp_()
     else:

@@ -59,7 +59,7 @@ def joined(found):
     """The results that have a gradient, as one tensor."""
     if isinstance(found, torch.Tensor):
         return found
-    return torch.cat([one.reshape(-1) for one in found if one is not None and one.requires_grad])
+    return torch.cat([one.reshape(-1) for one in found if isinstance(one, torch.Tensor) and one.requires_grad])
 
 
 def ours(target, t, **options):

@@ -20,6 +20,7 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from .checks import NAME, check_class_weights, check_scalars, check_target, check_top_k, place_in
+from .in_forward import SumOfLosses, forms_in_forward
 from .logits import reference_logits, results_of_logits
 from .op import LinearCrossEntropyOptions, apply
 from .statistics import CLASSES, DIFFERENTIABLE, TokenResults, of_rows
@@ -134,7 +135,7 @@ def linear_cross_entropy(
         ("loss", *(("lse_squared",) if z_loss else ()), *returned, *(("arg_max",) if return_accuracy else ()),
          *(("top_k",) if top_k else ())),
         group, vocab_start, workspace, recompute, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0,
+        logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0, summed=reduction != "none",
     )  # fmt: skip
     loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
     if not (returned or top_k):
@@ -200,9 +201,11 @@ def check_arguments(
 
 def token_results(
     op: str, target_name: str, input: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weight: Tensor | None,
-    names: tuple[str, ...], group, vocab_start: int | None, workspace: int | str | None, recompute: str, **options,
+    names: tuple[str, ...], group, vocab_start: int | None, workspace: int | str | None, recompute: str, summed: bool = False,
+    **options,
 ) -> TokenResults:  # fmt: skip
-    """Those of these names, [M]; of checked arguments but for target and weight. options: fields of the op's options."""
+    """Those of these names, [M]; of checked arguments but for target and weight. summed: is only their sum read, so that it may
+    be the one value? options: fields of the op's options."""
     x = cast_input(op, input, w)
     probabilities = op == NAME and isinstance(target, Tensor) and target.is_floating_point()
     check_target(op, target_name, input, w, target, probabilities)
@@ -218,6 +221,8 @@ def token_results(
             recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
             workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS), results=names,
         )  # fmt: skip
+        if summed and forms_in_forward(o, x, w, b, target):
+            return TokenResults(loss=SumOfLosses.apply(o, x, w, b, target, weight)[None])
         return of_rows(apply(o, x, w, b, target, weight), names)
     if group is not None:
         raise ValueError(f"{op}: targets that are probabilities cannot be split over a process group")

@@ -105,9 +105,8 @@ class LinearCrossEntropy(Op):
         of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
         per_token = 4 * p.slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * (o.top_k > 0)
         if eagerly:
-            per_token = V * (
-                wide.itemsize * ((3 if o.softcap else 2) + (o.top_k > 0)) + (x.dtype.itemsize if keep else 0)
-            )
+            buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + (o.top_k > 0)
+            per_token = V * (wide.itemsize * buffers + (x.dtype.itemsize if keep else 0))
         # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
         chunks = [(0, M)] if keep and not eagerly and not o.top_k else token_chunks(M, per_token, o.workspace)
         made = by_chunks(chunks, of_tokens)
