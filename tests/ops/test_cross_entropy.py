@@ -196,11 +196,11 @@ def test_another_ignore_index():
 def test_every_subset_of_frozen_inputs(frozen, mode):
     """The others' gradients have the same bits, and no matmul is run for what is frozen."""
     tensors, target = make()
-    full = gradients(functools.partial(ours, target, recompute=mode), tensors)
+    full = gradients(functools.partial(ours, target, recompute=mode, reduction="none"), tensors)
     for t, off in zip(tensors.values(), frozen, strict=True):
         t.requires_grad_(not off)
     with Watch() as watch:
-        part = gradients(functools.partial(ours, target, recompute=mode), tensors)
+        part = gradients(functools.partial(ours, target, recompute=mode, reduction="none"), tensors)
     assert_same(part, {name: full[name] for name in part})
     matmuls = 1 + (mode == "full") + (not frozen[0]) + (not frozen[1])
     assert watch.flops == watch.registered == matmuls * 2 * 15 * 7 * 12
@@ -247,7 +247,7 @@ def test_saved_bytes(dtype, softcap):
     slices = 0 if softcap else 4  # the eager backend has one
     logits = CLASSES * dtype.itemsize + slices + 4 + 4
     for mode in ("none", "selective"):
-        assert saved_by(target, tensors, recompute=mode, softcap=softcap, reduction="sum") == TOKENS * logits
+        assert saved_by(target, tensors, recompute=mode, softcap=softcap, reduction="none") == TOKENS * logits
 
 
 def test_saved_bytes_of_the_kernels():
@@ -291,7 +291,7 @@ def test_a_frozen_weight_lets_go_of_the_input():
     tensors, target = make()
     tensors["weight"].requires_grad_(False)
     with saved_tensors(exclude=[tensors["weight"], tensors["bias"], target]) as saved:
-        ours(target, tensors, recompute="none", reduction="sum")
+        ours(target, tensors, recompute="none", reduction="none")
     assert saved.bytes == 15 * (4 * 12 + 4 + 4 + 4)
 
 
@@ -393,9 +393,10 @@ def test_second_order():
     (dx,) = torch.autograd.grad(ours(target, tensors), tensors["x"], create_graph=True)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(dx.square().sum(), list(tensors.values())))
     tensors["weight"].requires_grad_(False)
-    loss = ours(target, tensors, recompute="none")
-    with pytest.raises(RuntimeError, match="second-order gradients need the input"):
-        torch.autograd.grad(loss, tensors["x"], create_graph=True)
+    for reduction in ("none", "mean"):
+        loss = ours(target, tensors, recompute="none", reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="second-order gradients need the input"):
+            torch.autograd.grad(loss, tensors["x"], create_graph=True)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])

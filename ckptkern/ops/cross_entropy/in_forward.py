@@ -17,7 +17,7 @@ from ..dispatch.choices import choose_mode, primitives
 from ..registration.gradients import main_grad_of, token_chunks
 from ..registration.rows import cast_parameter, rows_2d
 from .checks import check_targets
-from .op import LinearCrossEntropyOptions, apply
+from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply
 from .statistics import Sums, TokenResults
 
 
@@ -44,7 +44,9 @@ class SumOfLosses(torch.autograd.Function):
         with torch._C._DisableAutocast():
             loss, *grads = loss_and_gradients(o, tensors, needs)
         ctx.options, ctx.precision, ctx.weight = o, state.Precision(), tensors[1]
-        ctx.save_for_backward(*tensors, *grads)
+        ctx.dtypes = [None if one is None else one.dtype for one in tensors[:3]]
+        x, *others = tensors
+        ctx.save_for_backward(x if needs[1] else None, *others, *grads)  # a frozen weight lets go of x
         return loss
 
     @staticmethod
@@ -52,27 +54,26 @@ class SumOfLosses(torch.autograd.Function):
         tensors, grads = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         needs = ctx.needs_input_grad[1:4]
         if torch.is_grad_enabled():
+            if tensors[0] is None:
+                LinearCrossEntropy.missing_input(dy, tensors, ctx.options)
             with ctx.precision:
                 return (None, *differentiable(ctx.options, tensors, needs, dy), None, None)
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
-        scale = dy / unit_of(ctx.options, tensors[0], tensors[4])
+        scale = dy / unit_of(ctx.options, ctx.dtypes[0], tensors[4])
         found = []
-        for need, tensor, grad in zip(needs, (tensors[0], ctx.weight, tensors[2]), grads, strict=True):
-            main = main_grad_of(tensor) if need and tensor is ctx.weight else None
-            if main is not None:
-                main.addcmul_(grad, scale.to(grad.dtype))
-                tensor.grad_added_to_main_grad = True
-            scaled = need and main is None
-            found.append(
-                cast_parameter(grad.mul_(scale) if is_last else grad * scale, tensor.dtype) if scaled else None
-            )
+        main = main_grad_of(ctx.weight) if needs[1] else None
+        if main is not None:
+            main.addcmul_(grads[1], scale.to(grads[1].dtype))
+            ctx.weight.grad_added_to_main_grad = True
+        for grad, dtype, wanted in zip(grads, ctx.dtypes, (needs[0], main is None and needs[1], needs[2]), strict=True):
+            found.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if wanted else None)
         return (None, *found, None, None)
 
 
-def unit_of(o: LinearCrossEntropyOptions, x: Tensor, class_weight: Tensor | None) -> float:
+def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tensor | None) -> float:
     """What gradients are formed times: in float16 up to 2^10, so that probabilities down to 6e-8 have all their digits. The
     largest is then 2^10 times the scale of logits, less than 2^11; class weights, of any size, use up that room themselves."""
-    if x.dtype != torch.float16 or class_weight is not None:
+    if dtype != torch.float16 or class_weight is not None:
         return 1.0
     return 2.0 ** (10 - math.ceil(math.log2(max(abs(o.logit_scale), 1.0))))
 
@@ -106,7 +107,7 @@ def loss_and_gradients(
         made = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
         sums, s = Sums(mine, weights, o.ignore_index, o.label_smoothing, V), made.statistics
         losses[start:stop] = sums.results(s).loss.masked_fill_(sums.ignored, 0)
-        units = torch.full_like(s.lse, unit_of(o, x, class_weight))
+        units = torch.full_like(s.lse, unit_of(o, x.dtype, class_weight))
         gradients = sums.gradients(TokenResults(loss=units), s.lse, None)
         given = made.logits, made.parts, s.z_t, 0, mine, per_class, s.lse, gradients, head
         part = p.cross_entropy_saved_bwd(*given, made.logits, db=needs[2])
