@@ -56,8 +56,10 @@ def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float,
     return float(label_smoothing), float(logit_scale), float(softcap or 0.0), float(z_loss)
 
 
-def check_top_k(k: int, classes: int | None) -> None:
+def check_top_k(k: int | None, classes: int | None) -> None:
     """classes: None if other ranks have some, too."""
+    if k is None:
+        return
     if type(k) is not int:
         raise TypeError(f"{NAME}: top_k must be an int or None, not {k!r}")
     if not 1 <= k <= TOP or (classes is not None and k > classes):

@@ -3,7 +3,7 @@ statistics of the logits, which are never stored."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def linear_cross_entropy(
     """Computes F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...) and never holds all logits.
 
     input [..., d], linear_weight [V, d], linear_bias [V], target int64 [...] -> the loss in float32 (float64 for float64): a
-    scalar, or [...] for reduction "none"; a CrossEntropyOutput, if one of the return_ arguments is True. float16, bfloat16,
+    scalar, or [...] for reduction "none"; with a return_ argument or top_k a CrossEntropyOutput. float16, bfloat16,
     float32, float64; autocast's type inside torch.autocast. Logits are float32 and never rounded.
     torch.nn.functional.linear_cross_entropy has these names, and weight, reduction, ignore_index and label_smoothing as here:
 
@@ -100,19 +100,18 @@ def linear_cross_entropy(
         ignored. The logits of a chunk of tokens are held for torch.topk, also by the kernels.
     group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
-        on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token, 4 more with
-        label_smoothing, 4 with return_entropy, 8 with return_accuracy and 8 k with top_k,
-        and one all-reduce of input's gradient in float32.
+        on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token (label_smoothing and
+        return_entropy 4 more, return_accuracy 8, top_k 8 k) and one all-reduce of input's gradient in float32.
     recompute: what is saved for backward besides the arguments, bytes a token, and the matmuls run, forward + backward:
 
-        "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits; with a softcap logits, in
-                                                                        input's type
+        "none", "selective"  2 V and V/16 more (float32: 4 V)    3      exponentials of logits, or with a softcap logits
         "full"               4                                   4      log(Z)
+
+        Where they are fewer bytes (4 V d and input's), "none" saves gradients of a scalar loss that eager forward formed.
 
     workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 128
         at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
-        linear_weight's gradient are final, rounded once; input's gradient is summed over chunks in float32, which is not
-        counted.
+        linear_weight's gradient are final, rounded once; the float32 sum of input's gradient is not counted.
 
     A floating-point target of shape [..., V] holds class probabilities; it runs in PyTorch ops on all logits, log_probs are
     expected ones, and the likeliest class is the target of accuracy. Inside torch.utils.checkpoint the mode is "none": the
@@ -127,26 +126,43 @@ def linear_cross_entropy(
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
     ignore_index = -100 if ignore_index is None else ignore_index
-    if top_k is not None:
-        check_top_k(top_k, None if group is not None else linear_weight.shape[0])
+    check_top_k(top_k, None if group is not None else linear_weight.shape[0])
     returned = [one.removeprefix("return_") for one, wanted in flags.items() if wanted]
+    beside = {"lse_squared": z_loss, "arg_max": return_accuracy, "top_k": top_k}
     results = token_results(
         NAME, "target", input, linear_weight, linear_bias, target, weight,
-        ("loss", *(("lse_squared",) if z_loss else ()), *returned, *(("arg_max",) if return_accuracy else ()),
-         *(("top_k",) if top_k else ())),
+        ("loss", *returned, *(one for one, wanted in beside.items() if wanted)),
         group, vocab_start, workspace, recompute, ignore_index=ignore_index, label_smoothing=label_smoothing,
         logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0, summed=reduction != "none",
     )  # fmt: skip
     loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
-    if not (returned or top_k):
-        return loss
-    found = public(results, input.shape[:-1])
-    if return_accuracy and reduction != "none":
-        count = len(results.loss) if target.is_floating_point() else (target != ignore_index).sum()
+    return output(loss, results, target, reduction, ignore_index) if returned or top_k else loss
+
+
+def output(
+    loss: Tensor, results: TokenResults, target: Tensor, reduction: str, ignore_index: int
+) -> CrossEntropyOutput:
+    """What was asked for beside the loss, each of the leading shape, but for a mean of accuracies."""
+    classes = not target.is_floating_point()
+    found = public(results, target.shape if classes else target.shape[:-1])
+    if results.accuracy is not None and reduction != "none":
+        count = (target != ignore_index).sum() if classes else len(results.loss)
         found["accuracy"] = found["accuracy"].sum() / count
     return CrossEntropyOutput(loss, *(found.get(one) for one in CrossEntropyOutput._fields[1:]))
 
 
+@overload
+def selected_log_probs(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, *, bias: Tensor | None = ..., temperature: float = ...,
+    return_entropy: Literal[False] = ..., ignore_index: int = ..., group: torch.distributed.ProcessGroup | None = ...,
+    vocab_start: int | None = ..., recompute: str = ..., workspace: int | str | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def selected_log_probs(
+    hidden: Tensor, weight: Tensor, tokens: Tensor, *, bias: Tensor | None = ..., temperature: float = ...,
+    return_entropy: Literal[True], ignore_index: int = ..., group: torch.distributed.ProcessGroup | None = ...,
+    vocab_start: int | None = ..., recompute: str = ..., workspace: int | str | None = ...,
+) -> TokenLogProbs: ...  # fmt: skip
 def selected_log_probs(
     hidden: Tensor,
     weight: Tensor,
