@@ -122,15 +122,15 @@ def test_second_order(runs):
 
 
 def test_float16_keeps_small_probabilities(runs):
-    """Of 60,000 classes most have a probability of 2e-5, of which float16 has 8 bits. A mean, under a loss scale."""
-    tensors, target = make((64,), 8, 60000, torch.float16, bias=False, ignore="none")
+    """Of 200,000 classes most have a probability of 5e-6, of which float16 has 6 bits. A mean, under a loss scale."""
+    tensors, target = make((64,), 8, 200_000, torch.float16, bias=False, ignore="none")
     exact = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     unfused(target, exact).backward()
     (ours(target, tensors, recompute="none") * 65536.0).backward()
     assert runs
-    rare = torch.ones(60000, dtype=torch.bool).index_fill(0, target, False)  # rows without a target
+    rare = torch.ones(200_000, dtype=torch.bool).index_fill(0, target, False)  # rows without a target
     found, want = tensors["weight"].grad[rare].double() / 65536, exact["weight"].grad[rare]
-    assert (found - want).norm() < 1e-3 * want.norm()
+    assert ((found - want).norm(dim=1) / want.norm(dim=1)).mean() < 6e-4
 
 
 def test_units_do_not_overflow(runs):
