@@ -321,4 +321,5 @@ def test_the_workspace_counts_what_a_pass_holds(case, backend, monkeypatch):
         return forward.peak - forward.bytes[-1], backward.bytes - sum(grad.nbytes for grad in grads)
 
     for i, least in enumerate(transient(1)):
-        assert transient(4 * least)[i] <= 4 * least, ("forward", "backward")[i]
+        if least > 0:  # a backward that scales the gradients that forward formed holds less than these
+            assert transient(4 * least)[i] <= 4 * least, ("forward", "backward")[i]

@@ -201,13 +201,11 @@ def test_ignored_tokens_and_infinities(keep, device):
 def test_empty(M, V, device):
     tensors = inputs_of(torch.float32, device, M=M, V=V)
     head = eager.Head(1.0, 0.0, IGNORED)
-    lse, *others = triton_kernels.cross_entropy_fwd(
-        *tensors, head, weighted=True, entropy=True, arg_max=True
-    ).statistics
-    assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
-    *others, largest, _ = others
-    assert torch.equal(largest, lse)
-    assert not any(one.any() for one in others if one is not None)
+    made = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
+    lse = made.lse
+    for one in (lse, made.largest):
+        assert torch.equal(one, torch.full((M,), float("-inf"), device=device))
+    assert not any(one.any() for one in (made.z_t, made.wz, made.entropy, made.arg_max))
     found = gradient(triton_kernels, tensors, lse, upstream_of(M, device), head)
     assert found["db"].shape == (V,)
     assert not found["db"].any()
