@@ -21,6 +21,7 @@ from .ops import (
     moe_block,
     moe_mlp,
     scaled_dot_product_attention,
+    selected_log_probs,
     split_backward,
     transformer_layer,
     varlen_attn,
@@ -40,6 +41,6 @@ __all__ = [
     "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "delay_weight_gradients", "dropout",
     "errors", "frontier", "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy",
     "linear_stack", "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts",
-    "report", "revert", "saved_decisions", "scaled_dot_product_attention", "split_backward", "storage", "tiled",
-    "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
+    "report", "revert", "saved_decisions", "scaled_dot_product_attention", "selected_log_probs", "split_backward", "storage",
+    "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip

@@ -42,17 +42,37 @@ class GatedGradient(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Of each token, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class."""
+    """Of each token, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class; the entropy of
+    its probabilities; the largest logit, and arg_max, its class, which float32 holds up to 2^24; the k largest logits [M, k] in
+    descending order, and their classes."""
 
     lse: Tensor
     z_t: Tensor
     wz: Tensor | None = None
+    entropy: Tensor | None = None
+    largest: Tensor | None = None
+    arg_max: Tensor | None = None
+    top_z: Tensor | None = None
+    top_v: Tensor | None = None
+
+
+class TokenGradients(NamedTuple):
+    """Of each token, float32 [M], the coefficients of its gradient: of a logit z_v with the probability p_v
+
+    dz_v = p p_v + p_log_p p_v log p_v + z_t [v = target] + wz w_v
+    """
+
+    p: Tensor
+    z_t: Tensor
+    wz: Tensor | None = None
+    p_log_p: Tensor | None = None
 
 
 class CrossEntropyForward(NamedTuple):
     """The statistics, and what "none" saves: logits [M, V] or their exponentials in x's dtype, and of those, parts [slices, M],
-    what each slice of columns was divided by."""
+    what each slice of columns was divided by. z: the logits [M, V] in float32."""
 
     statistics: TokenStatistics
     logits: Tensor | None
     parts: Tensor | None
+    z: Tensor | None

@@ -6,9 +6,10 @@ from .launchers import precision_of
 
 
 def _head(case, given):
-    """(x, w, b, target, class weights) of an LM head with its loss, its scalars and dstats: with all options for
+    """(x, w, b, target, class weights) of an LM head with its loss, its scalars and TokenGradients: with all options for
     "everything"."""
     from ckptkern.eager import Head
+    from ckptkern.results import TokenGradients
 
     everything, wide = case.activation == "everything", given.dtype("float32")
     M, K, V = (given.sizes(case)[letter] for letter in "MKN")
@@ -17,32 +18,35 @@ def _head(case, given):
     target, weights = given(M, dtype=given.dtype("int64")), given(V, dtype=wide) if everything else None
     ignored = -100 if case.op == "cross_entropy_fwd" else 3  # forward gives something for ignored tokens, too
     head = Head(0.5, 5.0 * everything, given.first_row + ignored, given.first_row, precision_of(case))
-    dstats = (given(M, dtype=wide), given(M, dtype=wide), given(M, dtype=wide) if everything else None)
-    return (x, w, bias, target, weights), head, dstats
+    gradients = TokenGradients(*(given(M, dtype=wide) if one else None for one in (True, True, everything, everything)))
+    return (x, w, bias, target, weights), head, gradients
 
 
 def _fwd(case, given):
     tensors, head, _ = _head(case, given)
     keep = case.extras or case.activation == "saved"
-    found = given.backend.cross_entropy_fwd(*tensors, head, weighted=case.activation == "everything", keep=keep)
+    everything = case.activation == "everything"
+    found = given.backend.cross_entropy_fwd(
+        *tensors, head, weighted=everything, keep=keep, entropy=everything, arg_max=everything, logits=everything
+    )  # fmt: skip
     # what exponentials are relative to differs between backends
-    return *found.statistics, found.logits if head.softcap else None
+    return *found.statistics, found.logits if head.softcap else None, found.z
 
 
 def _bwd(case, given):
-    (x, w, *others), head, dstats = _head(case, given)
+    (x, w, *others), head, gradients = _head(case, given)
     dz, lse = given(len(x), len(w), dtype=x.dtype), given(len(x), dtype=given.dtype("float32"))
-    return dz, given.backend.cross_entropy_bwd(x, w, *others, lse, dstats, head, dz, db=case.extras)
+    return dz, given.backend.cross_entropy_bwd(x, w, *others, lse, gradients, head, dz, db=case.extras)
 
 
 def _saved_bwd(case, given):
-    (x, w, _, *others), head, dstats = _head(case, given)
+    (x, w, _, *others), head, gradients = _head(case, given)
     M, V, wide = len(x), len(w), given.dtype("float32")
     saved, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
     lse, z_t, part = (given(M, dtype=wide) for _ in range(3))
     parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()
     db = given.backend.cross_entropy_saved_bwd(
-        saved, parts, z_t, given.first_row % 1024, *others, lse, dstats, head, dz, db=case.extras
+        saved, parts, z_t, given.first_row % 1024, *others, lse, gradients, head, dz, db=case.extras
     )  # fmt: skip
     return dz, db
 

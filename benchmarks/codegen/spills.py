@@ -30,6 +30,7 @@ DEFAULT_SPILLS: dict[str, tuple[int, int]] = {
         104,
     ),
     r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": (16, 0),
+    r"cross_entropy_fwd/sm_120/bfloat16/everything\+aligned\+extras _cross_entropy_fwd_kernel": (16, 16),
     r"cross_entropy_bwd/sm_89/float32/everything\+aligned\+extras _cross_entropy_bwd_kernel": (8, 8),
     r"attn_bwd/sm_90/bfloat16/d128\+bool\+causal\+dropout _attn_dkdv_kernel": (8, 0),
     r"attn_bwd/sm_80/bfloat16/d(40|64)\+causal\+dropout _attn_dkdv_kernel": (8, 0),

@@ -21,6 +21,7 @@ from .. import ops, state
 from ..ops.dispatch.choices import cast_input
 from ..subclasses import PLAIN
 from .reading import ADD, DIVIDE, MULTIPLY
+from .token_statistics import normalized_dtype, statistic
 from .trace import is_in_place, leaves_of, mapped
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
@@ -279,6 +280,7 @@ class Logits(Tensor):
     cap: float | None = None
     bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
+    normalized: bool = False  # is log_softmax of that what they are?
     source: Logits | None = None  # what the last step was called with
     made: list[Tensor]  # its values, if there are any; shared with its node
 
@@ -314,6 +316,10 @@ class Logits(Tensor):
             found = self.loss(step) if function is F.cross_entropy else self.followed(step)
             if found is not None:
                 return found
+        if matmul.log is None and len(given) == 1 and not matmul.is_shown:
+            found = statistic(step, self)
+            if found is not None:
+                return found
         if matmul.log is not None:
             matmul.log.append(Wanted(self, step, False))
         if step.is_in_place or step.name in SHOWING:  # copies that are still to be made are those of before
@@ -339,6 +345,12 @@ class Logits(Tensor):
 
     def followed(self, step: Step) -> Logits | None:
         scale, cap, bias = self.scale, self.cap, self.bias
+        if self.normalized and step.name not in VIEWS | COPIES | {"unbind"}:
+            return None
+        if step.name == "unbind":  # which __iter__ calls
+            return self.unbound(step)
+        if step.name == "log_softmax":
+            return self.normal(step)
         tokens = self.with_added(step) if step.name in ADD else self.tokens.after(step)
         if tokens is None:
             return None
@@ -355,8 +367,25 @@ class Logits(Tensor):
             if number is None:
                 return None
             scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
-        fields = {"matmul": self.matmul, "tokens": tokens, "scale": scale, "cap": cap, "bias": bias, "source": self}
-        return _LazyLogits.apply(fields | {"steps": (*self.steps, step)}, *self.matmul.tensors)
+        return self.next(step, tokens, scale=scale, cap=cap, bias=bias)
+
+    def next(self, step: Step, tokens: Tokens, **changed: Any) -> Logits:
+        """What they are after this step."""
+        fields = {name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "normalized")} | changed
+        fields |= {"tokens": tokens, "source": self, "steps": (*self.steps, step)}
+        return _LazyLogits.apply(fields, *self.matmul.tensors)
+
+    def normal(self, step: Step) -> Logits | None:
+        """log_softmax of them, outside of the example's call."""
+        dtype = None if self.matmul.log is not None else normalized_dtype(step, self)
+        tokens = None if dtype is None else self.tokens.copied(self.shape, dtype)
+        return None if tokens is None else self.next(step, tokens, normalized=True)
+
+    def unbound(self, step: Step) -> Any:
+        """The parts along the first dimension, if that is one of tokens."""
+        if step.args[1:] not in ((), (0,)) or step.kwargs or 0 not in (self.tokens.others() or ()):
+            return None
+        return tuple(self[i] for i in range(len(self)))
 
     def with_added(self, step: Step) -> Tokens | None:
         """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
@@ -371,6 +400,21 @@ class Logits(Tensor):
             return self.tokens.copied(self.shape, one.dtype)
         return None
 
+    def cross_entropy(self, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of them and targets of their tokens, in any shape; None if it is not of these."""
+        if self.cap is not None and self.cap <= 0:
+            return None
+        matmul, rows = self.matmul, self.tokens.shown()
+        matmul.check()
+        rows = rows if rows.dim() > 1 else rows[None]
+        scale = self.scale * (1.0 if self.cap is None else self.cap)
+        bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
+        with matmul.precision:
+            return ops.linear_cross_entropy(
+                rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, logit_scale=scale, softcap=self.cap,
+                recompute=matmul.mode, workspace=matmul.workspace, **options,
+            )  # fmt: skip
+
     def loss(self, step: Step) -> Tensor | None:
         """F.cross_entropy without logits; None for what linear_cross_entropy does not compute."""
         names = (
@@ -380,25 +424,18 @@ class Logits(Tensor):
         target, weight, others = given["target"], given.get("weight"), self.tokens.others()
         options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in given}
         covered = (
-            isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
+            not self.normalized and isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
             and PLAIN.issuperset((type(target), type(weight)))
             and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
-            and given.get("size_average") is None and given.get("reduce") is None and (self.cap is None or self.cap > 0)
+            and given.get("size_average") is None and given.get("reduce") is None
             and others == [i for i in range(self.dim()) if i != min(self.dim() - 1, 1)]
             and target.shape == torch.Size(self.shape[i] for i in others)
         )  # fmt: skip
         if not covered:
             return None
-        matmul, rows = self.matmul, self.tokens.shown()
-        matmul.check()
-        rows = rows if rows.dim() > 1 else rows[None]
-        scale = self.scale * (1.0 if self.cap is None else self.cap)
-        bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
-        with matmul.precision:
-            loss = ops.linear_cross_entropy(
-                rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, weight=weight,
-                logit_scale=scale, softcap=self.cap, recompute=matmul.mode, workspace=matmul.workspace, **options,
-            )  # fmt: skip
+        matmul, loss = self.matmul, self.cross_entropy(target, weight=weight, **options)
+        if loss is None:
+            return None
         matmul.has_loss = True
         if matmul.log is not None:
             matmul.log.append(Wanted(self, step, True))

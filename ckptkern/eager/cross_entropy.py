@@ -72,52 +72,73 @@ def slice_count(x: Tensor, entries: int) -> int:
     return 1
 
 
-def cross_entropy_fwd(x, w, b, target, class_weight, head, *, weighted=False, keep=False):
+def cross_entropy_fwd(
+    x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, logits=False
+):
     u = uncapped_logits(x, w, b, head)
-    z = capped(u, head)
-    column, here = target_columns(target, head, w.shape[0])
-    if w.shape[0]:
-        z_t = torch.where(here, z.gather(1, column), 0).squeeze(1)
-        lse = torch.logsumexp(z, 1)
-    else:
-        z_t, lse = z.new_zeros(x.shape[0]), z.new_full((x.shape[0],), -math.inf)
-    wz = None
+    z, V = capped(u, head), w.shape[0]
+    column, here = target_columns(target, head, V)
+    wz = of_largest = largest = None
+    z_t = torch.where(here, z.gather(1, column), 0).squeeze(1) if V else z.new_zeros(len(x))
+    top = z.amax(1) if V else z.new_full((len(x),), -math.inf)
     if weighted:
         wz = z.sum(1) if class_weight is None else z @ class_weight
-    statistics, logits, parts = TokenStatistics(lse=lse, z_t=z_t, wz=wz), None, None
-    if keep and head.softcap:
-        logits = u.to(x.dtype)
-    elif keep:
-        shift = lse.masked_fill(lse == -math.inf, 0)
-        logits, parts = z.sub_(shift[:, None]).exp_().mul_(HEADROOM).to(x.dtype), shift[None]
-    return CrossEntropyForward(statistics, logits, parts)
+    if arg_max:
+        largest, of_largest = top, ((z.argmax(1) if V else z_t) + head.first).to(z.dtype)
+    saved = u.to(x.dtype, copy=logits) if keep and head.softcap else None
+
+    # then what overwrites the logits
+    top = top.masked_fill(top == -math.inf, 0)
+    log_e = z - top[:, None] if logits else z.sub_(top[:, None])
+    e = log_e.exp() if entropy else log_e.exp_()
+    total = e.sum(1)
+    lse, of_p = top + total.log(), None
+    if entropy:
+        of_p = torch.where(total > 0, total.log() - times_log(e, log_e).sum(1) / total, 0)
+    exponentials = keep and not head.softcap
+    if exponentials:
+        saved = e.mul_(HEADROOM).to(x.dtype)
+    statistics = TokenStatistics(lse=lse, z_t=z_t, wz=wz, entropy=of_p, largest=largest, arg_max=of_largest)
+    return CrossEntropyForward(statistics, saved, top[None] if exponentials else None, z if logits else None)
 
 
-def _write_gradient(p, u, target, class_weight, dstats, head, out, db):
-    """out = dz of probabilities p, which it overwrites; returns the sum of its rows."""
+def times_log(p: Tensor, log_p: Tensor) -> Tensor:
+    """p log p, which is 0 where p is, in the memory of log_p."""
+    return log_p.clamp_(min=torch.finfo(p.dtype).min).mul_(p)
+
+
+def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db):
+    """out = dz (`TokenGradients`) of probabilities p, which it overwrites; returns the sum of its rows. log_p, if the gradients
+    need it, is overwritten too."""
     column, here = target_columns(target, head, out.shape[1])
-    dlse, dz_t, dwz = dstats
-    dz = p.mul_(dlse[:, None])
+    if gradients.p_log_p is None:
+        dz = p.mul_(gradients.p[:, None])
+    else:
+        dz = times_log(p, log_p).mul_(gradients.p_log_p[:, None]).addcmul_(p, gradients.p[:, None])
     if out.shape[1]:
-        dz.scatter_add_(1, column, torch.where(here, dz_t[:, None], 0))
-    if dwz is not None:
-        dz += dwz[:, None] if class_weight is None else dwz[:, None] * class_weight
+        dz.scatter_add_(1, column, torch.where(here, gradients.z_t[:, None], 0))
+    if gradients.wz is not None:
+        even = gradients.wz[:, None]
+        dz += even if class_weight is None else even * class_weight
     if head.softcap:
         dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
-    dz.mul_(head.scale).masked_fill_((target == head.ignore_index)[:, None], 0)
+    if head.scale != 1.0:
+        dz.mul_(head.scale)
+    dz.masked_fill_((target == head.ignore_index)[:, None], 0)
     if dz is not out:
         out.copy_(dz)
     return dz.sum(0) if db else None
 
 
-def cross_entropy_bwd(x, w, b, target, class_weight, lse, dstats, head, out, *, db=False):
+def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, *, db=False):
     u = uncapped_logits(x, w, b, head, None if head.softcap else out)
-    p = capped(u, head).sub_(lse[:, None]).exp_()
-    return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
+    log_p = capped(u, head).sub_(lse[:, None])
+    p = log_p.exp_() if gradients.p_log_p is None else log_p.exp()
+    return _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
 
 
-def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, dstats, head, out, *, db=False):
-    u = saved.to(lse.dtype, copy=True)
+def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
+    u = saved.to(lse.dtype, copy=saved is not out)
     if head.softcap:
         p = capped(u, head).sub_(lse[:, None]).exp_()
     else:
@@ -125,4 +146,5 @@ def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse,
     column, here = target_columns(target, head, out.shape[1])
     if out.shape[1]:
         p.scatter_(1, column, torch.where(here, (z_t - lse).exp()[:, None], p.gather(1, column)))
-    return _write_gradient(p, u, target, class_weight, dstats, head, out, db)
+    log_p = None if gradients.p_log_p is None else p.clamp_min(torch.finfo(p.dtype).tiny).log_()
+    return _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)

@@ -10,7 +10,9 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
 from ..errors import ShapeError
-from ..ops.cross_entropy import check_scalars, reduced, results_of_logits, scaled_and_capped
+from ..ops.cross_entropy.checks import check_scalars
+from ..ops.cross_entropy.logits import results_of_logits, scaled_and_capped
+from ..ops.cross_entropy.loss import reduced
 from ..ops.dispatch.checks import check_choice, check_mode
 from ..ops.dispatch.choices import parse_bytes
 from .share import check_kind, share
@@ -109,7 +111,8 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
             target = target.movedim(1, -1) if target.is_floating_point() else target
         z = scaled_and_capped(z.to(eager.wide_of(z.dtype)), self.logit_scale, self.softcap or 0.0)
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing)
+        names = "loss", "lse_squared"
+        results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing, names)
         return reduced(results, target, self.weight, self.reduction, ignored, self.z_loss)
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 from .attention.block import attention_block
 from .attention.latent import latent_attention_block
 from .attention.sdpa import scaled_dot_product_attention, varlen_attn
-from .cross_entropy import linear_cross_entropy
+from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from .dispatch.checks import ACTIVATIONS
 from .dispatch.choices import backend, workspace
 from .experts import grouped_gated_mlp, moe_mlp
@@ -22,6 +22,6 @@ from .transformer_layer import transformer_layer
 __all__ = [
     "ACTIVATIONS", "LoRA", "accumulate_in_place", "attention_block", "backend", "delay_weight_gradients", "dropout",
     "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack", "mlp",
-    "mlp_block", "moe_block", "moe_mlp", "scaled_dot_product_attention", "split_backward", "transformer_layer",
-    "varlen_attn", "workspace",
+    "mlp_block", "moe_block", "moe_mlp", "scaled_dot_product_attention", "selected_log_probs", "split_backward",
+    "transformer_layer", "varlen_attn", "workspace",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Every op once, for whoever runs all of them: `selftest`, `autotune`, benchmarks and tests.
 
 An entry has example inputs of any sizes, and for each option one value that differs from its default, with the arguments that
-go with it. What is saved for backward and how many GEMMs run follow from the op's description, on meta tensors.
+go with it. What is saved for backward follows from the op's description, on meta tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..memory import saved_tensors
 from .attention.block import AttentionBlock, attention_block
 from .attention.latent import LatentAttentionBlock, latent_attention_block
 from .attention.sdpa import Attention, scaled_dot_product_attention, varlen_attn
-from .cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
+from .cross_entropy.op import LinearCrossEntropy
 from .dispatch.checks import MODES
 from .dispatch.choices import backend
 from .experts import Experts, grouped_gated_mlp, moe_mlp
@@ -333,8 +333,19 @@ def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
     weight = torch.linspace(0.5, 2.0, s.out)
     return _with({"reduction": "sum"}, weight=weight) | _alone(
         reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
+        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3,
         group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
     )  # fmt: skip
+
+
+def _selected(s: Sizes) -> Arguments:
+    given = _cross_entropy(s)
+    hidden, weight, tokens, bias = given.values()
+    return dict(hidden=hidden, weight=weight, tokens=tokens, bias=bias)
+
+
+def _selected_options(s: Sizes) -> dict[str, Arguments]:
+    return _alone(temperature=1.5, return_entropy=True, ignore_index=1, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS)
 
 
 def _of_probabilities(s: Sizes) -> Arguments:
@@ -407,6 +418,7 @@ OPS = {
             lambda s: _alone(activation="gelu", row_weights=_normal(s.tokens)),
         ),
         Entry(linear_cross_entropy, LinearCrossEntropy, _cross_entropy, _cross_entropy_options),
+        Entry(selected_log_probs, LinearCrossEntropy, _selected, _selected_options),
         Entry(dropout, Dropout, lambda s: {"x": _normal(*s.lead, s.features)}, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip
@@ -485,14 +497,3 @@ def saved_bytes(entry: Entry, arguments: Arguments, dtype: torch.dtype, **option
     with backend("eager"), saved_tensors(exclude=[t for name, t in leaves.items() if name != first]) as saved:
         call(entry, arguments, leaves, **options)
     return saved.bytes
-
-
-def matmul_count(entry: Entry, **options: Any) -> float:
-    """GEMMs of forward and backward with everything trained, in units of [tokens, d] x [d, d]; the core of attention has two
-    such in forward."""
-    d = 2 * HEAD_DIM
-    arguments = entry.inputs(Sizes((1, d), d, d, d, 2))
-    leaves = _meta_leaves(arguments, torch.float32)
-    with backend("eager"), FlopCounterMode(display=False) as counter:
-        call(entry, arguments, leaves, **options).sum().backward()
-    return counter.get_total_flops() / (2 * d**3)

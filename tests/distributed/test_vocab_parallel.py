@@ -45,15 +45,22 @@ def make(V: int, dtype: torch.dtype, seed: int = 3):
 def loss_of(target, t, *, weighted=False, classes=None, **options):
     V = classes or len(t["weight"])
     weight = torch.linspace(0.5, 2, V) if weighted else None
-    loss = lce(t["x"], t["weight"], target, linear_bias=t["bias"], weight=weight, **options)
-    return torch.cat([one.reshape(-1) for one in loss]) if isinstance(loss, tuple) else loss
+    found = lce(t["x"], t["weight"], target, linear_bias=t["bias"], weight=weight, **options)
+    if not isinstance(found, tuple):
+        return {"loss": found}
+    results = {name: one for name, one in found._asdict().items() if one is not None}
+    if top_k := results.pop("top_k", None):
+        results |= {f"top {name}": one for name, one in top_k._asdict().items()}
+    return results
 
 
 def gradients(run, t):
     leaves = {name: one.clone().requires_grad_() for name, one in t.items()}
-    y = run(leaves)
-    y.backward(torch.linspace(1, 2, y.numel()).view(y.shape).to(y.dtype))
-    return {"y": y.detach(), **{name: one.grad for name, one in leaves.items()}}
+    results = run(leaves)
+    y = torch.cat([one.reshape(-1) for one in results.values() if one.requires_grad])
+    y.backward(torch.linspace(1, 2, y.numel()).to(y.dtype))
+    values = {name: one.detach().to(y.dtype) for name, one in results.items()}
+    return values | {f"d{name}": one.grad for name, one in leaves.items()}
 
 
 def shard_of(t, sizes, rank):
@@ -62,7 +69,7 @@ def shard_of(t, sizes, rank):
 
 
 def _check(rank: int, sizes, options: dict, dtype: torch.dtype, mode: str, backend: str) -> None:
-    """Loss, lse and x's gradient are the whole vocabulary's, the parameters' are their rows; all ranks have equal bits."""
+    """Results and x's gradient are the whole vocabulary's, the parameters' are their rows; all ranks have equal bits."""
     if backend == "triton":
         quicken()
     t, target = make(sum(sizes), dtype)
@@ -72,14 +79,14 @@ def _check(rank: int, sizes, options: dict, dtype: torch.dtype, mode: str, backe
     with ckptkern.backend(backend):
         found = gradients(functools.partial(loss_of, target, workspace=1, **given), mine)
     whole = gradients(functools.partial(loss_of, target, recompute="full", **options), t)
-    for name in ("weight", "bias"):
+    for name in ("dweight", "dbias"):
         whole[name] = whole[name][place]
     if dtype == torch.float32:
         assert_same_within_rounding(found, whole)
     else:
         for name, one in whole.items():
             assert (found[name].float() - one.float()).norm() <= 2 * torch.finfo(dtype).eps * one.float().norm(), name
-    for name in ("y", "x"):
+    for name in found.keys() - {"dweight", "dbias"}:
         everyones = [torch.empty_like(found[name]) for _ in sizes]
         dist.all_gather(everyones, found[name])
         assert all(torch.equal(one, found[name]) for one in everyones), name
@@ -121,7 +128,7 @@ def _check_collectives(rank: int) -> None:
     mine, _ = shard_of(t, (20, 20), rank)
     leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
     with Sent() as sent, saved_tensors([*leaves.values(), target]) as saved:
-        loss = loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum")
+        loss = loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum")["loss"]
     assert sent.found == [("all_gather_into_tensor", 4 * (3 * M + 1))]
     assert saved.bytes == 4 * M + 4
     with Sent() as sent:
@@ -143,7 +150,7 @@ def _check_errors(rank: int) -> None:
     with pytest.raises(IndexError, match="Target 40 is out of bounds"):
         loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)
     target[1] = 39
-    loss = loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)
+    loss = loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)["loss"]
     (dx,) = torch.autograd.grad(loss, leaves["x"], create_graph=True)
     with pytest.raises(NotImplementedError, match="no second-order gradients"):
         dx.sum().backward()

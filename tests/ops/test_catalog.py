@@ -14,13 +14,15 @@ import pytest
 import torch
 from support.cases import MODES, SEED, assert_same_within_rounding, output_gradient, seeded
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops import catalog
 from ckptkern.ops.catalog import IN_TORCH_OPS, OPS, OTHER_OPS, Entry, Sizes
+from ckptkern.ops.cross_entropy.op import LinearCrossEntropy
 from ckptkern.ops.registration import codec
 from ckptkern.ops.registration.needs import joined, needed
 from ckptkern.ops.registration.op import run_forward
@@ -29,6 +31,11 @@ SIZES = Sizes()
 TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
 OF_OPS = (*OPS.values(), *OTHER_OPS)
 ALL = (*OF_OPS, *IN_TORCH_OPS)
+
+
+def tensors_of(found) -> tuple[torch.Tensor, ...]:
+    """What a function returns, without what was not asked for."""
+    return tuple(one for one in tree_leaves(found) if one is not None)
 
 
 class Case(NamedTuple):
@@ -50,8 +57,7 @@ class Case(NamedTuple):
 
     def results(self, leaves: dict, **more) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(SEED)
-        found = catalog.call(self.entry, self.arguments, leaves, **more)
-        return found if isinstance(found, tuple) else (found,)
+        return tensors_of(catalog.call(self.entry, self.arguments, leaves, **more))
 
     def function(self, leaves: dict, **more) -> torch.Tensor:
         """Those that have a graph."""
@@ -103,10 +109,22 @@ FIGURES = (Path(__file__).resolve().parents[2] / "docs" / "figures.md").read_tex
 ROWS = re.findall(r"^\| `(\w+)`[^|]*\|[^|]*\|[^|]*\|[^|]*\| ([0-9k, ]+?) \| (\w+) \|$", FIGURES, re.MULTILINE)
 
 
+def matmul_count(entry: Entry, **options) -> float:
+    """GEMMs of forward and backward with everything trained, in units of [tokens, d] x [d, d]; the core of attention has two
+    such in forward."""
+    d = 2 * catalog.HEAD_DIM
+    arguments = entry.inputs(Sizes((1, d), d, d, d, 2))
+    shapes = catalog.input_shapes(arguments)
+    leaves = {name: torch.empty(shape, device="meta", requires_grad=True) for name, shape in shapes.items()}
+    with ckptkern.backend("eager"), FlopCounterMode(display=False) as counter:
+        catalog.call(entry, arguments, leaves, **options).sum().backward()
+    return counter.get_total_flops() / (2 * d**3)
+
+
 @pytest.mark.parametrize(("name", "matmuls", "default"), ROWS)
 def test_the_documentations_matmuls_and_default(name, matmuls, default):
     entry, experts = OPS[name], 2  # of a token, in the example
-    counts = [catalog.matmul_count(entry, recompute=mode) for mode in MODES]
+    counts = [matmul_count(entry, recompute=mode) for mode in MODES]
     assert matmuls == ", ".join(f"{count / experts:.0f}k" if "k" in matmuls else f"{count:.0f}" for count in counts)
     assert default == entry.modes[0]
 
@@ -233,8 +251,7 @@ def test_compiled_equals_eager(case):
         return dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), output_gradient(y)), strict=True))
 
     def call(leaves):
-        found = catalog.call(case.entry, case.arguments, leaves)
-        return [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+        return [one for one in tensors_of(catalog.call(case.entry, case.arguments, leaves)) if one.requires_grad]
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same_within_rounding(gradients(seeded(compiled)), gradients(seeded(call)))
@@ -246,21 +263,23 @@ MANY = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as ar
 @pytest.mark.parametrize("case", cases(0, -1))
 def test_kernels_compute_what_eager_does(case):
     """Every result, with a graph or without, and the gradients."""
-    case = case._replace(sizes=MANY if case.entry.function is ckptkern.linear_cross_entropy else TILED)
+    case = case._replace(sizes=MANY if case.entry.op is LinearCrossEntropy else TILED)
     leaves = case.make(torch.float32)
 
     def found() -> dict[str, torch.Tensor]:
         results = case.results(leaves)
         y = torch.cat([one.reshape(-1) for one in results if one.requires_grad])
         grads = torch.autograd.grad(y, list(leaves.values()), output_gradient(y))
-        return {str(i): one.detach() for i, one in enumerate(results)} | dict(zip(leaves, grads, strict=True))
+        values = {str(i): one.detach() if one.is_floating_point() else one.double() for i, one in enumerate(results)}
+        return values | dict(zip(leaves, grads, strict=True))
 
     with ckptkern.backend("triton"):
         ours = found()
     assert_same_within_rounding(ours, found())
 
 
-BOUNDED = {"linear_cross_entropy": Sizes((640,), 16, 16, 2048)}  # scaled_dot_product_attention: test_query_blocks.py
+HEADS = ("linear_cross_entropy", "selected_log_probs")
+BOUNDED = dict.fromkeys(HEADS, Sizes((640,), 16, 16, 2048))  # scaled_dot_product_attention: test_query_blocks.py
 BOUNDED |= dict.fromkeys(
     (
         "attention_block",
@@ -302,4 +321,5 @@ def test_the_workspace_counts_what_a_pass_holds(case, backend, monkeypatch):
         return forward.peak - forward.bytes[-1], backward.bytes - sum(grad.nbytes for grad in grads)
 
     for i, least in enumerate(transient(1)):
-        assert transient(4 * least)[i] <= 4 * least, ("forward", "backward")[i]
+        if least > 0:  # a backward that scales the gradients that forward formed holds less than these
+            assert transient(4 * least)[i] <= 4 * least, ("forward", "backward")[i]

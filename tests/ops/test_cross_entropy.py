@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 import ckptkern
 from ckptkern import eager
 from ckptkern.memory import peak_memory, saved_tensors
-from ckptkern.ops.cross_entropy import vocabulary_chunks
+from ckptkern.ops.cross_entropy.op import vocabulary_chunks
 
 IGNORED = -100
 lce = ckptkern.linear_cross_entropy
@@ -55,18 +55,21 @@ def class_weights(classes, dtype=torch.float32):
     return torch.linspace(0.5, 2.0, classes, dtype=torch.float64).to(dtype)
 
 
-def joined(loss, lse, return_lse):
-    return torch.cat([loss.reshape(-1), lse.reshape(-1)]) if return_lse else loss
+def joined(found):
+    """The results that have a gradient, as one tensor."""
+    if isinstance(found, torch.Tensor):
+        return found
+    return torch.cat([one.reshape(-1) for one in found if isinstance(one, torch.Tensor) and one.requires_grad])
 
 
 def ours(target, t, **options):
-    result = lce(t["x"], t["weight"], target, linear_bias=t.get("bias"), **options)
-    return joined(*result, True) if options.get("return_lse") else result
+    return joined(lce(t["x"], t["weight"], target, linear_bias=t.get("bias"), **options))
 
 
 def unfused(
     target, t, *, weight=None, reduction="mean", ignore_index=IGNORED, label_smoothing=0.0, logit_scale=1.0, softcap=None,
-    z_loss=0.0, return_lse=False, recompute=None, workspace=None,
+    z_loss=0.0, return_lse=False, return_log_probs=False, return_entropy=False, return_accuracy=False,
+    recompute=None, workspace=None,
 ):  # fmt: skip
     z = F.linear(t["x"], t["weight"], t.get("bias"))
     z = (z if z.dtype == torch.float64 else z.float()) * logit_scale
@@ -83,7 +86,13 @@ def unfused(
         loss = loss + z_loss * (
             squares if reduction == "none" else squares.sum() / (counted.sum() if reduction == "mean" else 1)
         )
-    return joined(loss.view(t["x"].shape[:-1]) if reduction == "none" else loss, lse, return_lse)
+    log_probs = z.gather(1, target.masked_fill(~counted, 0)[:, None])[:, 0] * counted - lse
+    loss = loss.view(t["x"].shape[:-1]) if reduction == "none" else loss
+    log_p = z.log_softmax(1)
+    entropy = -(log_p.exp() * log_p.clamp_min(-1e30)).sum(1) * counted
+    wanted = zip((lse, log_probs, entropy), (return_lse, return_log_probs, return_entropy), strict=True)
+    found = loss, *(one for one, asked in wanted if asked)
+    return joined(found) if len(found) > 1 or return_accuracy else loss
 
 
 def check(target, tensors, **options):
@@ -98,7 +107,8 @@ def check(target, tensors, **options):
 OPTIONS = pairwise(
     dtype=DTYPES, recompute=MODES, reduction=("mean", "sum", "none"), bias=(True, False), weighted=(False, True),
     label_smoothing=(0.0, 0.1, 1.0), softcap=(None, 5.0), logit_scale=(1.0, 0.5), z_loss=(0.0, 0.02),
-    return_lse=(False, True), workspace=(None, 1), ignore=("none", "some", "all but one"), classes=(40, 300),
+    return_lse=(False, True), return_log_probs=(False, True), return_entropy=(False, True), return_accuracy=(False, True),
+    workspace=(None, 1), ignore=("none", "some", "all but one"), classes=(40, 300),
 )  # fmt: skip
 
 
@@ -186,11 +196,11 @@ def test_another_ignore_index():
 def test_every_subset_of_frozen_inputs(frozen, mode):
     """The others' gradients have the same bits, and no matmul is run for what is frozen."""
     tensors, target = make()
-    full = gradients(functools.partial(ours, target, recompute=mode), tensors)
+    full = gradients(functools.partial(ours, target, recompute=mode, reduction="none"), tensors)
     for t, off in zip(tensors.values(), frozen, strict=True):
         t.requires_grad_(not off)
     with Watch() as watch:
-        part = gradients(functools.partial(ours, target, recompute=mode), tensors)
+        part = gradients(functools.partial(ours, target, recompute=mode, reduction="none"), tensors)
     assert_same(part, {name: full[name] for name in part})
     matmuls = 1 + (mode == "full") + (not frozen[0]) + (not frozen[1])
     assert watch.flops == watch.registered == matmuls * 2 * 15 * 7 * 12
@@ -237,7 +247,7 @@ def test_saved_bytes(dtype, softcap):
     slices = 0 if softcap else 4  # the eager backend has one
     logits = CLASSES * dtype.itemsize + slices + 4 + 4
     for mode in ("none", "selective"):
-        assert saved_by(target, tensors, recompute=mode, softcap=softcap, reduction="sum") == TOKENS * logits
+        assert saved_by(target, tensors, recompute=mode, softcap=softcap, reduction="none") == TOKENS * logits
 
 
 def test_saved_bytes_of_the_kernels():
@@ -281,7 +291,7 @@ def test_a_frozen_weight_lets_go_of_the_input():
     tensors, target = make()
     tensors["weight"].requires_grad_(False)
     with saved_tensors(exclude=[tensors["weight"], tensors["bias"], target]) as saved:
-        ours(target, tensors, recompute="none", reduction="sum")
+        ours(target, tensors, recompute="none", reduction="none")
     assert saved.bytes == 15 * (4 * 12 + 4 + 4 + 4)
 
 
@@ -383,9 +393,10 @@ def test_second_order():
     (dx,) = torch.autograd.grad(ours(target, tensors), tensors["x"], create_graph=True)
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(dx.square().sum(), list(tensors.values())))
     tensors["weight"].requires_grad_(False)
-    loss = ours(target, tensors, recompute="none")
-    with pytest.raises(RuntimeError, match="second-order gradients need the input"):
-        torch.autograd.grad(loss, tensors["x"], create_graph=True)
+    for reduction in ("none", "mean"):
+        loss = ours(target, tensors, recompute="none", reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="second-order gradients need the input"):
+            torch.autograd.grad(loss, tensors["x"], create_graph=True)
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -666,6 +677,9 @@ WRONG = {
     ),
     "z_loss": (dict(z_loss="much"), TypeError, "z_loss must be a number, not 'much'"),
     "return_lse": (dict(return_lse="sum"), TypeError, "return_lse must be a bool, not 'sum'"),
+    "no largest": (dict(top_k=0), ValueError, "top_k must be from 1 to 12, not 0"),
+    "more than all classes": (dict(top_k=13), ValueError, "top_k must be from 1 to 12, not 13"),
+    "a flag for a number": (dict(top_k=True), TypeError, "top_k must be an int or None, not True"),
     "workspace": (dict(workspace=-1), ValueError, "workspace must be a positive number of bytes"),
     "a place without a group": (
         dict(vocab_start=3),

@@ -28,6 +28,8 @@ def functions() -> None:
     assert_type(ckptkern.grouped_gated_mlp(x, x, weight, weight, row_weights=x), Tensor)
     assert_type(ckptkern.mlp_block(x, weight, None, weight, None, norm="rms", norm_weight=bias), Tensor)
     assert_type(ckptkern.dropout(x, 0.5), Tensor)
+    assert_type(ckptkern.selected_log_probs(x, weight, torch.arange(4), bias=bias, temperature=0.7), Tensor)
+    assert_type(ckptkern.selected_log_probs(x, weight, torch.arange(4), return_entropy=True).entropy, Tensor)
     assert_type(ckptkern.scaled_dot_product_attention(heads, heads, heads, is_causal=True), Tensor)
     assert_type(ckptkern.attention_block(x, [weight] * 3, [bias, None, bias], weight, None, 2, rotary=1e4), Tensor)
     assert_type(ckptkern.latent_attention_block(x, weight, weight, weight, weight, 2, rotary=(x, x)), Tensor)

@@ -6,6 +6,7 @@ from support.drop_ins import pairwise
 from support.kernel_cases import DTYPES, EPS, assert_accurate
 
 from ckptkern import eager, triton_kernels
+from ckptkern.results import TokenGradients
 from ckptkern.triton_kernels.cross_entropy import combine
 from ckptkern.triton_kernels.tile import Tile
 
@@ -27,14 +28,17 @@ def wide(tensors):
     return [t if t is None or t.dtype == torch.int64 else t.double() for t in tensors]
 
 
-def dstats_of(M, device, weighted=True, seed=1):
+def upstream_of(M, device, weighted=True, entropy=True, seed=1):
     torch.manual_seed(seed)
-    return tuple(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted))
+    return TokenGradients(
+        *(torch.randn(M, device=device) if wanted else None for wanted in (True, True, weighted, entropy))
+    )
 
 
 def statistics(backend, tensors, head, **options):
     """Forward's results by name; 0 for ignored tokens, of which it gives anything."""
-    found = backend.cross_entropy_fwd(*tensors, head, **options).statistics._asdict()
+    made = backend.cross_entropy_fwd(*tensors, head, **options)
+    found = made.statistics._asdict() | {"z": None if made.z is None else made.z.t()}
     ignored = tensors[3] == head.ignore_index
     return {name: value.masked_fill(ignored, 0) for name, value in found.items() if value is not None}
 
@@ -43,7 +47,7 @@ def lse_of(backend, tensors, head):
     return backend.cross_entropy_fwd(*tensors, head).statistics.lse
 
 
-def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
+def gradient(backend, tensors, lse, upstream, head, keep=False, db=True, start=0):
     """(dz, db) of the rows of w from `start` on, recomputed or from what forward saves."""
     x, w, b, target, weights = tensors
     head = head._replace(first=head.first + start)
@@ -52,16 +56,17 @@ def gradient(backend, tensors, lse, dstats, head, keep=False, db=True, start=0):
     if keep:
         made = backend.cross_entropy_fwd(*tensors, head._replace(first=head.first - start), keep=True)
         saved = made.logits[:, start:], made.parts, made.statistics.z_t
-        given = *saved, start, target, part[2], lse, dstats, head
+        given = *saved, start, target, part[2], lse, upstream, head
         total = backend.cross_entropy_saved_bwd(*given, out, db=db)
     else:
-        total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, dstats, head, out, db=db)
+        total = backend.cross_entropy_bwd(x, part[0], part[1], target, part[2], lse, upstream, head, out, db=db)
     return {"dz": out} | ({"db": total} if db else {})
 
 
 CASES = pairwise(
-    dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0),
-    scale=(1.0, 0.5), keep=(False, True), first=(0, 40), size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
+    dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0), arg_max=(False, True),
+    entropy=(True, False), logits=(False, True), scale=(1.0, 0.5), keep=(False, True), first=(0, 40),
+    size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
 )  # fmt: skip
 
 
@@ -73,18 +78,18 @@ def test_like_eager(case, device):
     head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])
     tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
     ours, eagers, exact = (
-        statistics(backend, given, head, weighted=case["weighted"])
+        statistics(backend, given, head, **{name: case[name] for name in ("weighted", "entropy", "arg_max", "logits")})
         for backend, given in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
     )
     assert_accurate(ours, eagers, exact, slack=4 * EPS)
-    dstats = dstats_of(M, device, case["weighted"])
+    upstream = upstream_of(M, device, case["weighted"], case["entropy"])
     lse = exact["lse"].float()
     ours, eagers, exact = (
         gradient(backend, given, *statistics_, head, keep=case["keep"])
         for backend, given, statistics_ in (
-            (triton_kernels, tensors, (lse, dstats)),
-            (eager, tensors, (lse, dstats)),
-            (eager, wide(tensors), (lse.double(), wide(dstats))),
+            (triton_kernels, tensors, (lse, upstream)),
+            (eager, tensors, (lse, upstream)),
+            (eager, wide(tensors), (lse.double(), TokenGradients(*wide(upstream)))),
         )
     )
     assert_accurate(ours, {name: t.to(ours[name].dtype) for name, t in eagers.items()}, exact, slack=4 * EPS)
@@ -98,13 +103,13 @@ def test_backward_recomputes_the_logits_of_forward(dtype, device):
         head = eager.Head(0.7, softcap, IGNORED)
         z_t = triton_kernels.cross_entropy_fwd(*tensors, head).statistics.z_t
         ones = torch.ones_like(z_t)
-        dz = gradient(triton_kernels, tensors, z_t, (ones, torch.zeros_like(ones), None), head, db=False)["dz"]
+        dz = gradient(triton_kernels, tensors, z_t, TokenGradients(ones, torch.zeros_like(ones)), head, db=False)["dz"]
         assert (dz[target == IGNORED] == 0).all()
-        dz = gradient(triton_kernels, tensors, z_t, (ones, -ones, None), head, db=False)["dz"]
+        dz = gradient(triton_kernels, tensors, z_t, TokenGradients(ones, -ones), head, db=False)["dz"]
         rows = ((target >= 0) & (target < 75)).nonzero().squeeze(1)
         assert len(rows) > 20
         assert (dz[rows, target[rows]] == 0).all()
-        slipped = gradient(triton_kernels, tensors, z_t + 1e-5, (ones, -ones, None), head, db=False)["dz"]
+        slipped = gradient(triton_kernels, tensors, z_t + 1e-5, TokenGradients(ones, -ones), head, db=False)["dz"]
         assert (slipped[rows, target[rows]] != 0).all()
 
 
@@ -113,9 +118,9 @@ def test_softcapped_logits_that_are_saved_give_the_bits_of_recomputed_ones(devic
     tensors = inputs_of(torch.float32, device, weights=True)
     head = eager.Head(0.7, 3.0, IGNORED)
     lse = lse_of(triton_kernels, tensors, head)
-    dstats = dstats_of(37, device)
+    upstream = upstream_of(37, device)
     recomputed, saved = (
-        gradient(triton_kernels, tensors, lse, dstats, head, keep=keep)["dz"] for keep in (False, True)
+        gradient(triton_kernels, tensors, lse, upstream, head, keep=keep)["dz"] for keep in (False, True)
     )
     target = tensors[3]
     here = (target >= 0) & (target < 75)
@@ -129,8 +134,8 @@ def test_chunks_of_the_vocabulary_have_the_bits_of_the_whole(dtype, keep, device
     tensors = inputs_of(dtype, device, V=300, weights=True)
     head = eager.Head(1.0, 0.0, IGNORED)
     lse = lse_of(triton_kernels, tensors, head)
-    dstats = dstats_of(37, device)
-    whole, part = (gradient(triton_kernels, tensors, lse, dstats, head, keep, start=start) for start in (0, 256))
+    upstream = upstream_of(37, device)
+    whole, part = (gradient(triton_kernels, tensors, lse, upstream, head, keep, start=start) for start in (0, 256))
     assert torch.equal(whole["dz"][:, 256:], part["dz"])
 
 
@@ -140,9 +145,15 @@ def test_slices_are_combined(slices, device):
     parts = (torch.randn(slices, 50) * 20).to(device)
     parts[: slices // 2, 3:6] = float("-inf")
     parts[slices // 2 :, 5:9] = float("-inf")
-    torch.testing.assert_close(combine(parts, True), torch.logsumexp(parts.double(), 0).float(), rtol=1e-6, atol=1e-5)
+    entropies = torch.rand(slices, 50, device=device)
+    lse, entropy = combine(parts, True, entropies)
+    whole = torch.logsumexp(parts.double(), 0)
+    torch.testing.assert_close(lse, whole.float(), rtol=1e-6, atol=1e-5)
+    share = (parts.double() - whole).exp()
+    spread = (share * entropies + torch.special.entr(share)).sum(0)
+    torch.testing.assert_close(entropy, spread.nan_to_num(0.0).float(), rtol=1e-5, atol=1e-6)
     finite = parts.clamp_min(-50)
-    torch.testing.assert_close(combine(finite, False), finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(combine(finite, False)[0], finite.double().sum(0).float(), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("row", ["16", "unaligned"])
@@ -153,14 +164,16 @@ def test_any_tile(row, interpreted):
     tile = Tile(16, 64, 16, 4, 1, 2) if row == "16" else Tile(64, 32, 64, 4, 1)
     tensors = inputs_of(torch.float32, V=150)
     head = eager.Head(1.0, 0.0, IGNORED)
-    ours = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, tile=tile).statistics
-    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
+    ours = triton_kernels.cross_entropy_fwd(
+        *tensors, head, weighted=True, entropy=True, arg_max=True, tile=tile
+    ).statistics
+    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
     for one, other in zip(ours, default, strict=True):
         if one is not None:
             torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
     out = torch.empty(37, 150)
-    db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, dstats_of(37, "cpu"), head, out, db=True, tile=tile)
-    expected = gradient(triton_kernels, tensors, default.lse, dstats_of(37, "cpu"), head)
+    db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, upstream_of(37, "cpu"), head, out, db=True, tile=tile)
+    expected = gradient(triton_kernels, tensors, default.lse, upstream_of(37, "cpu"), head)
     torch.testing.assert_close(out, expected["dz"], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(db, expected["db"], rtol=1e-5, atol=1e-5)
 
@@ -176,7 +189,7 @@ def test_ignored_tokens_and_infinities(keep, device):
     lse = lse_of(triton_kernels, tensors, head)
     counted = target != IGNORED
     torch.testing.assert_close(lse[counted], lse_of(eager, tensors, head)[counted])
-    found = gradient(triton_kernels, tensors, lse, dstats_of(37, device, False), head, keep)
+    found = gradient(triton_kernels, tensors, lse, upstream_of(37, device, False), head, keep)
     here = torch.zeros(37, 100, dtype=torch.bool, device=device)
     here[counted & (target < 100), target[counted & (target < 100)]] = True
     assert not found["dz"][~counted].any()
@@ -188,10 +201,12 @@ def test_ignored_tokens_and_infinities(keep, device):
 def test_empty(M, V, device):
     tensors = inputs_of(torch.float32, device, M=M, V=V)
     head = eager.Head(1.0, 0.0, IGNORED)
-    lse, *others = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True).statistics
-    assert torch.equal(lse, torch.full((M,), float("-inf"), device=device))
-    assert not any(one.any() for one in others if one is not None)
-    found = gradient(triton_kernels, tensors, lse, dstats_of(M, device), head)
+    made = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
+    lse = made.lse
+    for one in (lse, made.largest):
+        assert torch.equal(one, torch.full((M,), float("-inf"), device=device))
+    assert not any(one.any() for one in (made.z_t, made.wz, made.entropy, made.arg_max))
+    found = gradient(triton_kernels, tensors, lse, upstream_of(M, device), head)
     assert found["db"].shape == (V,)
     assert not found["db"].any()
 
@@ -201,9 +216,9 @@ def test_the_same_bits_again(device, repeats):
     head = eager.Head(1.0, 5.0, IGNORED)
 
     def run():
-        found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True)
+        found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True, entropy=True, arg_max=True)
         counted, lse = tensors[3] != IGNORED, found.statistics.lse
-        gradients = gradient(triton_kernels, tensors, lse, dstats_of(37, device), head)
+        gradients = gradient(triton_kernels, tensors, lse, upstream_of(37, device), head)
         statistics = [one[counted] for one in found.statistics if one is not None]
         return [*statistics, found.logits, *gradients.values()]
 

@@ -89,16 +89,16 @@ def check_flags(op: str, **flags: bool) -> None:
             raise TypeError(f"{op}: {name} must be a bool, not {value!r}")
 
 
-def check_input(op: str, x: Tensor, *, jagged: bool = False) -> None:
+def check_input(op: str, x: Tensor, name: str = "input", *, jagged: bool = False) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: input must be a Tensor, not {type(x).__name__}")
+        raise TypeError(f"{op}: {name} must be a Tensor, not {type(x).__name__}")
     if not x.is_floating_point():
-        raise DtypeError(f"{op}: input must be floating point, not {x.dtype}")
+        raise DtypeError(f"{op}: {name} must be floating point, not {x.dtype}")
     if x.dim() == 0:
-        raise ShapeError(f"{op}: input must have at least one dimension, (..., in_features), but is a scalar")
+        raise ShapeError(f"{op}: {name} must have at least one dimension, (..., in_features), but is a scalar")
     layout = x.layout
     if (layout is not torch.strided or x.is_nested) and not (jagged and layout is torch.jagged):
-        raise LayoutError(f"{op}: input must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
+        raise LayoutError(f"{op}: {name} must be a dense tensor, not {'nested' if x.is_nested else x.layout}")
 
 
 def check_weight(

@@ -1,0 +1,196 @@
+"""The op linear_cross_entropy: what softmax(x w^T + b) gives each token, its loss first, without logits that are stored."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import eager
+from ...results import TokenStatistics
+from ..dispatch.choices import primitives
+from ..registration.functions import build
+from ..registration.gradients import by_chunks, main_grad_of, token_chunks
+from ..registration.needs import flags, needed
+from ..registration.op import Op
+from ..registration.rows import cast_parameter, rows_2d, unflattened
+from .checks import NAME, check_equal_shards, check_targets
+from .logits import reference_logits, results_of_logits
+from .statistics import Sums, as_rows, gathered, of_rows, top_of
+
+X, W, B, TARGET, CLASS_WEIGHT = range(5)
+COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
+
+
+def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
+    """[start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as equal as
+    multiples of COLUMNS can be. Without a workspace, one range."""
+    units = -(-entries // COLUMNS)
+    count = min(units, 1) if workspace is None else -(-units // max(workspace // max(bytes_per_entry, 1) // COLUMNS, 1))
+    bounds = [i * units // count * COLUMNS for i in range(count)]
+    return list(itertools.pairwise([*bounds, entries]))
+
+
+def all_reduced(x: Tensor, group: str) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
+
+
+class LinearCrossEntropyOptions(NamedTuple):
+    """vocab_start: class of w's first row; group, size: of the ranks that share the vocabulary, "" for none; equal_shards: was
+    vocab_start taken for granted? results: the names of y's rows."""
+
+    label_smoothing: float
+    logit_scale: float
+    softcap: float
+    ignore_index: int
+    vocab_start: int
+    group: str
+    size: int
+    equal_shards: bool
+    recompute: str
+    backend: str
+    precision: str
+    workspace: int
+    results: tuple[str, ...]
+    top_k: int
+
+
+class LinearCrossEntropy(Op):
+    name = NAME
+    Options = LinearCrossEntropyOptions
+    constants = frozenset({TARGET, CLASS_WEIGHT})
+
+    @staticmethod
+    def saves(o):
+        always = ("lse", *(("entries",) if o.group else ()), *(("entropy",) if "entropy" in o.results else ()))
+        if o.recompute == "full":
+            return always
+        return (*always, "z_t", "logits") if o.softcap else (*always, "z_t", "logits", "parts")
+
+    @staticmethod
+    def reads_x(o, needs):
+        return o.recompute == "full" or needed(needs, W)
+
+    @staticmethod
+    def forward(tensors, o):
+        x, w, b, target, class_weight = tensors
+        p, rows, target, V = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape[0]
+        w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype)
+        head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start, o.precision)
+        all_weights = cast_parameter(class_weight, wide)
+        weights = None
+        if class_weight is not None and o.label_smoothing:
+            weights = all_weights[o.vocab_start : o.vocab_start + V].contiguous()
+        keep = o.recompute != "full"
+        if not o.group:
+            check_targets(target, V, o.ignore_index)
+
+        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+            made = p.cross_entropy_fwd(
+                rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep,
+                entropy="entropy" in o.results, arg_max="arg_max" in o.results, logits=o.top_k > 0,
+            )  # fmt: skip
+            parts = None if made.parts is None else made.parts.t()
+            top_z, top_v = (None, None) if made.z is None else top_of(made.z, o.top_k, o.vocab_start)
+            named = made.statistics._replace(top_z=top_z, top_v=top_v)._asdict() | {
+                "logits": made.logits,
+                "parts": parts,
+            }
+            return {name: one for name, one in named.items() if one is not None}
+
+        M, eagerly = rows.shape[0], o.backend == "eager"
+        # of slices: lse, wz, entropy, the largest and its class
+        of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
+        per_token = 4 * p.slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * (o.top_k > 0)
+        if eagerly:
+            buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + (o.top_k > 0)
+            per_token = V * (wide.itemsize * buffers + (x.dtype.itemsize if keep else 0))
+        # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
+        chunks = [(0, M)] if keep and not eagerly and not o.top_k else token_chunks(M, per_token, o.workspace)
+        made = by_chunks(chunks, of_tokens)
+        logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V
+        statistics = TokenStatistics(**made)
+        if o.group:
+            statistics, entries = gathered(statistics, V, o.group, o.size)
+            check_targets(target, entries, o.ignore_index)
+            if o.equal_shards:
+                check_equal_shards(entries, V, o.size)
+        sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries)
+        saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
+        return as_rows(sums.results(statistics), o.results, sums.ignored), saved | statistics._asdict()
+
+    @staticmethod
+    def backward(dy, tensors, saved, o, needs):
+        x, w, b, target, class_weight = tensors
+        lse, logits, parts, z_t = (saved.get(name) for name in ("lse", "logits", "parts", "z_t"))
+        p, (V, d), targets = primitives(o.backend), w.shape, target
+        need_dx, need_dw, need_db = flags(needs, 3)
+        dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
+        rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
+        w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
+        sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
+        gradients = sums.gradients(of_rows(dy, o.results), lse, saved.get("entropy"))
+        weights = all_weights if o.label_smoothing else None
+
+        transient = M * dtype.itemsize
+        if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
+            narrow, saved_too = int(dtype != wide), int(logits is not None)  # a symbolic number takes no bool
+            held = max(narrow + saved_too, 3 if o.softcap else 0) + ("entropy" in o.results)
+            transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
+        chunks = vocabulary_chunks(V, transient, o.workspace)
+        widest = max((stop - start for start, stop in chunks), default=0)
+        workspace_rows = lse.new_empty((M, -(-widest // COLUMNS) * COLUMNS), dtype=dtype)
+        summed = len(chunks) != 1 or bool(o.group)  # then dx is a sum of several matmuls, in the wide type
+        dx = lse.new_empty((M, d), dtype=wide if summed else dtype) if need_dx else None
+        main = main_grad_of(w) if need_dw else None
+        dw = main if main is not None else torch.empty_like(w) if need_dw else None
+        db = torch.empty_like(b) if need_db else None
+
+        def of_entries(start: int, stop: int) -> None:
+            dz = workspace_rows[:, : stop - start]
+            here = slice(o.vocab_start + start, o.vocab_start + stop)
+            given = (target, None if weights is None else weights[here], lse, gradients)
+            head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
+            if logits is None:
+                part = w_[start:stop], None if b_ is None else b_[start:stop]
+                total = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
+            else:
+                of_chunk = logits[:, start:stop], parts, z_t, start
+                total = p.cross_entropy_saved_bwd(*of_chunk, *given, head, dz, db=need_db)
+            if need_db:
+                db[start:stop] = total
+            if need_dw:
+                eager.upcast_matmul(dz.t(), rows, out=dw[start:stop], add=main is not None)
+            if need_dx:
+                eager.upcast_matmul(dz, w_[start:stop], out=dx, add=start > 0)
+
+        for start, stop in chunks:
+            of_entries(start, stop)
+        if need_dx:
+            dx = dx if chunks else dx.zero_()
+            dx = cast_parameter(all_reduced(dx, o.group) if o.group else dx, dtype)
+        if main is not None:
+            w.grad_added_to_main_grad = True
+        return unflattened(dx, targets[..., None]) if need_dx else None, dw if main is None else None, db, None, None
+
+    @staticmethod
+    def made_on_meta(x, made, o):
+        if made["parts"] is not None:
+            M, V = made["logits"].shape
+            made["parts"] = made["parts"].new_empty((primitives(o.backend).slice_count(x, V), M))
+        return made
+
+    @staticmethod
+    def reference(tensors, o):
+        x, w, b, target, class_weight = tensors
+        if o.group:
+            raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
+        z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
+        weight = None if class_weight is None else class_weight.detach()
+        results = results_of_logits(z, target, weight, o.ignore_index, o.label_smoothing, o.results, o.top_k)
+        return as_rows(results, o.results, target.reshape(-1) == o.ignore_index)
+
+
+apply = build(LinearCrossEntropy)
