@@ -471,12 +471,14 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None
 
 def check_not_split(op: str, model: nn.Module) -> None:
     """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
-    if any(hasattr(m.__dict__.get("forward"), "shard") for m in model.modules()):
-        raise ValueError(f"{op}: the model is already sharded by TensorParallel: convert first, then shard")
+    for module in model.modules():
+        for name, style in (("shard", "TensorParallel"), ("context", "ContextParallel")):
+            if hasattr(module.__dict__.get("forward"), name):
+                raise ValueError(f"{op}: the model is already sharded by {style}: convert first, then shard")
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs the forward that it had. Returns the model. Raises ValueError after TensorParallel."""
+    """Undoes convert: every module runs the forward that it had. Returns the model. ValueError after a parallel style."""
     check_not_split("revert", model)
     masks.give_back(model)
     for module in model.modules():

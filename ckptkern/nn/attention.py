@@ -13,7 +13,7 @@ from ..ops.attention.masks import diagonal_of
 from ..ops.attention.sdpa import attention_with_weights
 from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import autocast_dtype, parse_bytes
-from ..ops.dispatch.shard import refuse_shard
+from ..ops.dispatch.shard import ranks_of_rows, refuse_shard
 from ..subclasses import PLAIN, own_dispatch
 from .share import check_kind, share
 from .unmodified import composed, dense, strided
@@ -31,7 +31,7 @@ def without_bias(
     if attn_mask is None or type(attn_mask) in PLAIN:
         return attn_mask, is_causal
     rows = 1 if batch_first and query.dim() == 3 else 0
-    L, S = query.shape[rows], key.shape[rows]
+    L, S = (one.shape[rows] * ranks_of_rows() for one in (query, key))
     diagonal = diagonal_of(op, attn_mask, L, S)
     if diagonal is None:
         return attn_mask, is_causal
@@ -175,7 +175,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             return False
         if isinstance(self.dropout_p, (int, float)) and self.dropout_p > 1:
             return False
-        L, S = query.shape[rows], key.shape[rows]
+        L, S = (one.shape[rows] * ranks_of_rows() for one in (query, key))
         added = []  # the dtypes that torch adds together
         for mask, shapes in (
             (key_padding_mask, ((B, S) if batched else (S,),)),
@@ -278,7 +278,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         is_causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """forward, with projections and core as ops of their own."""
-        refuse_shard(f"{type(self).__name__} computes need_weights=True and other keys than values by ops of their own")
+        refuse_shard(
+            f"{type(self).__name__} computes need_weights=True, add_bias_kv and other keys than values by ops of their own"
+        )
         swapped = query.dim() == 3 and not self.batch_first
         q, k, v = self._heads(query, key, value)
         extra = k.shape[2] - key.shape[0 if swapped or key.dim() == 2 else 1]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -38,7 +39,7 @@ def context_parallel(
     """Makes attention_block, transformer_layer, and the layers that call them take x [..., S/n, d] as this rank's rows of
     sequences that lie on the n ranks of a group. order, exchange, errors: as in ContextParallel.
 
-    Of one rank's thread. Backward of an activation checkpoint runs forward again: call it inside, too.
+    ckptkern.checkpoint's recompute in backward runs in it, too; torch.utils.checkpoint's does not: call backward inside then.
     """
     outer, ACTIVE.context = ACTIVE.context, _context(mesh, order, exchange)
     try:
@@ -70,6 +71,10 @@ def unshard_sequence(
     """Returns all rows, of the x that each rank has of them: the opposite of shard_sequence. Without gradients."""
     context = _context(mesh, order)
     rows = x.detach().movedim(dim, 0)[None]
+    if context.zigzag and rows.shape[1] % 2:
+        raise ValueError(
+            f"unshard_sequence: zigzag order takes an even number of rows on each rank, not {rows.shape[1]}"
+        )
     parts = _c10d.wait_tensor(context.gathering(rows)).view(context.size, *rows.shape)
     return context.joined(parts)[0].movedim(0, dim)
 
@@ -83,16 +88,18 @@ class OnPart:
 
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
-            self.check_rows(next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)))
-            self.checked = True
+            self.check_rows(next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None))
         outer, ACTIVE.context = ACTIVE.context, self.context
         try:
             return (self.inner or functools.partial(type(self.module).forward, self.module))(*args, **kwargs)
         finally:
             ACTIVE.context = outer
 
-    def check_rows(self, x: Tensor) -> None:
+    def check_rows(self, x: Tensor | None) -> None:
         """Of the first call: the ranks compare their shapes. A later call with other shapes fails in its collective."""
+        if x is None or x.is_meta or isinstance(x, FakeTensor):
+            return
+        self.checked = True
         shape = torch.tensor(x.shape, device=x.device)
         shapes = _c10d.wait_tensor(self.context.gathering(shape)).view(self.context.size, -1).tolist()
         if any(one != shapes[0] for one in shapes):

@@ -16,6 +16,7 @@ from support.timeline import Timeline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.bias import causal_upper_left
 
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
@@ -335,6 +336,54 @@ def test_blocks_of_ckptkern_nn(n, ranks):
     on_mesh(ranks, n, _check_blocks)
 
 
+def _check_torchs_masks(mesh: DeviceMesh) -> None:
+    """Masks of all rows in the arguments of torch's modules, True = hidden."""
+    S = 6 * mesh.size()
+    x, ct = noise(B, S, WIDTH, seed=1), noise(B, S, WIDTH, seed=2)
+    mask, padding = noise(S, S, seed=3) > 1.0, noise(B, S, seed=4) > 1.0
+    torch.manual_seed(0)
+    attention = ckptkern.nn.MultiheadAttention(WIDTH, 4, batch_first=True, dtype=torch.float64)
+    calls = (
+        (BLOCKS["encoder"](), lambda layer, rows: layer(rows, src_mask=mask, src_key_padding_mask=padding)),
+        (attention, lambda layer, x: layer(x, x, x, attn_mask=mask, key_padding_mask=padding, need_weights=False)[0]),
+        (
+            copy.deepcopy(attention),
+            lambda layer, x: layer(x, x, x, attn_mask=causal_upper_left(S, S), need_weights=False)[0],
+        ),
+    )
+    for layer, call in calls:
+        whole, part = x.clone().requires_grad_(), own(x, mesh, "zigzag").clone().requires_grad_()
+        y = call(layer, whole)
+        y.backward(ct)
+        layer.zero_grad()
+        parallelize_module(layer, mesh, split(order="zigzag"))
+        z = call(layer, part)
+        z.backward(own(ct, mesh, "zigzag"))
+        torch.testing.assert_close(z, own(y, mesh, "zigzag"))
+        torch.testing.assert_close(part.grad, own(whole.grad, mesh, "zigzag"))
+
+
+def test_masks_of_torchs_modules_are_of_all_rows(ranks):
+    on_mesh(ranks, 2, _check_torchs_masks)
+
+
+def _check_waits(mesh: DeviceMesh) -> None:
+    """A backward that needs no keys leaves no collective that nothing waits for."""
+    x = noise(B, 8, WIDTH, seed=1)
+    weights, out = [noise(h * D, WIDTH, seed=h) for h in (HEADS, KV_HEADS, KV_HEADS)], noise(WIDTH, HEADS * D, seed=5)
+    for exchange, name in itertools.product(("gather", "heads"), ("sinks", "gate_weight")):
+        trained = CALLS["sinks, gate"](8)[name].requires_grad_()
+        with in_context(mesh, "contiguous", exchange)():
+            y = ckptkern.attention_block(x, weights, None, out, None, HEADS, KV_HEADS, **{name: trained})
+        y.sum().backward()
+        assert trained.grad is not None
+        assert torch._C._distributed_c10d._get_work_registry_size() == 0, (exchange, name)
+
+
+def test_every_collective_is_waited_for(ranks):
+    on_mesh(ranks, 2, _check_waits)
+
+
 def _check_converted(mesh: DeviceMesh) -> None:
     """A model of transformers, with its loss over this rank's tokens."""
     S, order = 8 * mesh.size(), "contiguous"
@@ -502,6 +551,8 @@ def _check_errors(mesh: DeviceMesh) -> None:
         r"dropout_p with cu_seqlens .* exchange='heads'",
         lambda: call(odd[0], options=dict(cu_seqlens=cu, dropout_p=0.1)),
     )
+    refused(ValueError, "max_seqlen=13 must not be below the longest sequence",
+            lambda: call(odd[0], options=dict(cu_seqlens=cu, max_seqlen=13)))  # fmt: skip
     refused(
         ValueError,
         "a window that sees later rows",
@@ -530,6 +581,12 @@ def _check_errors(mesh: DeviceMesh) -> None:
         ContextParallel(order="ring")
     with pytest.raises(TypeError, match="MLP is not a fused block with self-attention"):
         parallelize_module(ckptkern.nn.MLP(8, 8), mesh, split())
+    stock = nn.TransformerEncoderLayer(WIDTH, 4, 40, 0.0, batch_first=True).double()
+    ckptkern.convert(stock, x)
+    parallelize_module(stock, mesh, split())
+    for again in (ckptkern.revert, lambda model: ckptkern.convert(model, x)):
+        with pytest.raises(ValueError, match="already sharded by ContextParallel"):
+            again(stock)
     layer = parallelize_module(_llama(), mesh, split())
     with pytest.raises(ValueError, match="are split already"):
         parallelize_module(layer, mesh, split())

@@ -285,7 +285,9 @@ def gather(
     probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
     drops, reason = training and dropout_p > 0.0, head_dim_not_covered(D)
     if context is not None:
-        given = dict(key_value=key_value, cu_seqlens=cu_seqlens, alibi_slopes=slopes, attn_mask=mask)
+        given = dict(
+            key_value=key_value, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, alibi_slopes=slopes, attn_mask=mask
+        )
         reason = check_context(op, context, x, H, H_kv, left, right, drops, **given) or reason
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size

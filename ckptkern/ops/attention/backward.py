@@ -117,6 +117,7 @@ class AttentionSublayer(AttentionForward):
                 grad if grad is None else grad.transpose(1, 2)
                 for grad in heads.grads(self.p, do, out, lse, self.core, **options)
             ]
+            heads.close()
             return made, buffer
         *made, dmask, _ = attention_grads(
             self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,

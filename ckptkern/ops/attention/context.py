@@ -130,7 +130,8 @@ class Context(NamedTuple):
 
 def check_context(
     op: str, context: Context, x: Tensor, H: int, H_kv: int, left: int | None, right: int | None, drops: bool, *,
-    key_value: Tensor | None, cu_seqlens: Tensor | None, alibi_slopes: Tensor | None, attn_mask: Tensor | None,
+    key_value: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, alibi_slopes: Tensor | None,
+    attn_mask: Tensor | None,
 ) -> str | None:  # fmt: skip
     """Why this call runs in PyTorch ops, if it does. Raises ValueError for what a split sequence does not cover."""
     S = x.shape[-2]
@@ -149,6 +150,8 @@ def check_context(
             )
         return None
     if cu_seqlens is not None:
+        if max_seqlen is not None and max_seqlen < S * context.size:
+            check_longest(op, cu_seqlens, max_seqlen)
         if drops or alibi_slopes is not None:
             given = "dropout_p" if drops else "alibi_slopes"
             raise ValueError(f"{op}: {given} with cu_seqlens on several ranks needs exchange='heads'")
@@ -159,6 +162,16 @@ def check_context(
     if drops and (S // 2 if context.zigzag else S) % 16:
         return f"the kernels draw masks of multiples of 16 rows, not of {S} rows of a rank"
     return None
+
+
+def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
+    """A ValueError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+    message = f"{op}: on several ranks max_seqlen={max_seqlen} must not be below the longest sequence; leave it out"
+    fits = (cu_seqlens.diff() <= max_seqlen).all()
+    if not fits.is_cpu or torch.compiler.is_compiling():
+        torch._assert_async(fits, message)
+    elif not fits:
+        raise ValueError(message)
 
 
 class GatheredHeads:
@@ -176,6 +189,12 @@ class GatheredHeads:
         parts, self.pending = _c10d.wait_tensor(self.pending), None
         k, v = self.context.joined(parts.view(size, B, S, 2 * H_kv, D)).transpose(1, 2).chunk(2, 1)
         return k, v
+
+    def close(self) -> None:
+        """Waits for what nothing has read: no gradient that needs it was asked for."""
+        if self.pending is not None:
+            _c10d.wait_tensor(self.pending)
+            self.pending = None
 
     def parts(self, core: eager.AttentionCore) -> Iterator[tuple[Rows, int, eager.AttentionCore]]:
         """(rows of q, how many columns they may see, their core) of neighbouring rows."""
@@ -286,6 +305,8 @@ class ExchangedHeads:
     def qkv(self) -> tuple[Tensor, ...]:
         pending, self.pending = self.pending, None
         return self.arrived(pending, self.counts)
+
+    close = GatheredHeads.close
 
     def core(self, core: eager.AttentionCore) -> eager.AttentionCore:
         """`core` of this rank's heads."""

@@ -35,11 +35,17 @@ def refuse_context(reason: str) -> None:
     """Raises RuntimeError on a part of a sequence: what follows would attend to this rank's rows as if they were all."""
     if ACTIVE.context is not None:
         raise RuntimeError(
-            f"ContextParallel: {reason}, which would attend to this rank's rows alone; leave the module out"
+            f"ContextParallel: {reason}, which would attend to this rank's rows alone. Give it no mask of these rows and, of a "
+            "transformers model, neither attention_mask nor position_ids that jump; or leave the module out"
         )
+
+
+def ranks_of_rows() -> int:
+    """Over how many ranks the rows of a sequence are split."""
+    count = ACTIVE.shard.size if ACTIVE.shard is not None and ACTIVE.shard.sequence else 1
+    return count if ACTIVE.context is None else count * ACTIVE.context.size
 
 
 def whole_rows(x: Tensor) -> int:
     """The rows of a sample of x [..., S, d] on all ranks together."""
-    rows = x.shape[-2] if ACTIVE.shard is None else ACTIVE.shard.whole_rows(x)
-    return rows if ACTIVE.context is None else rows * ACTIVE.context.size
+    return x.shape[-2] * ranks_of_rows()
