@@ -581,12 +581,12 @@ def _check_errors(mesh: DeviceMesh) -> None:
         ContextParallel(order="ring")
     with pytest.raises(TypeError, match="MLP is not a fused block with self-attention"):
         parallelize_module(ckptkern.nn.MLP(8, 8), mesh, split())
-    stock = nn.TransformerEncoderLayer(WIDTH, 4, 40, 0.0, batch_first=True).double()
-    ckptkern.convert(stock, x)
-    parallelize_module(stock, mesh, split())
+    built = nn.TransformerEncoderLayer(WIDTH, 4, 40, 0.0, batch_first=True).double()
+    ckptkern.convert(built, x)
+    parallelize_module(built, mesh, split())
     for again in (ckptkern.revert, lambda model: ckptkern.convert(model, x)):
         with pytest.raises(ValueError, match="already sharded by ContextParallel"):
-            again(stock)
+            again(built)
     layer = parallelize_module(_llama(), mesh, split())
     with pytest.raises(ValueError, match="are split already"):
         parallelize_module(layer, mesh, split())
