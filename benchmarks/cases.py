@@ -210,6 +210,11 @@ def lm_head_loss(model: LMHeadLoss, mode: str, workspace: int | str | None = Non
     )
 
 
+def selected_log_probs(model: LMHeadLoss, mode: str) -> Function:
+    head = model.linear
+    return lambda x: ops.selected_log_probs(x, head.weight, model.targets(x), bias=head.bias, recompute=mode)
+
+
 def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Dropout by the mask that y shows, since every variant samples its own. Raises if the rate of saved elements is off."""
     saved = y != 0

@@ -32,6 +32,7 @@ from .models import (
     MLPBlock,
     MoE,
     RoutedMoE,
+    SelectedLogProbs,
 )  # fmt: skip
 
 FEATURES = {"cuda": 1024, "cpu": 128}
@@ -267,6 +268,11 @@ OPS = {
         lambda v: LMHeadLoss(v.features, v.classes, v.bias, v.softcap or None),
         lambda v, model, mode: cases.lm_head_loss(model, mode), ("none", "full"),
         _head_baselines,
+    ),
+    "selected_log_probs": Op(
+        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "bias": False},
+        lambda v: SelectedLogProbs(v.features, v.classes, v.bias),
+        lambda v, model, mode: cases.selected_log_probs(model, mode), ("none", "full"),
     ),
     "mlp": Op(
         {**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, baselines=_mlp_baselines

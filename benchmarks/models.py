@@ -384,3 +384,10 @@ class LMHeadLoss(nn.Module):
         z = z if z.dtype == torch.float64 else z.float()
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
         return F.cross_entropy(z, self.targets(x), reduction="none")
+
+
+class SelectedLogProbs(LMHeadLoss):
+    """The log-probability of each row's target."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).neg()

@@ -16,7 +16,7 @@ MOST = {
     "_stack_fwd_kernel": (12, 8), "_stack_bwd_kernel": (17, 8),
     "_norm_fwd_kernel": (13, 6), "_norm_bwd_kernel": (15, 8), "_sum_rows_kernel": (6, 4),
     "_heads_fwd_kernel": (20, 11), "_heads_bwd_kernel": (25, 11),
-    "_attn_fwd_kernel": (46, 13), "_attn_dkdv_kernel": (50, 14), "_attn_dq_kernel": (46, 14),
+    "_attn_fwd_kernel": (48, 13), "_attn_dkdv_kernel": (52, 14), "_attn_dq_kernel": (48, 14),
 }  # fmt: skip
 
 
