@@ -249,9 +249,13 @@ class AttentionForward(Sublayer):
         def queries() -> Tensor:
             return (self.rotated(q, t.q_norm, t.q_norm_bias, save_raw) if rotates else q).transpose(1, 2)
 
-        k = (self.rotated(k, t.k_norm, t.k_norm_bias, save_raw) if rotates else k).transpose(1, 2)
+        def keys() -> Tensor:
+            return (self.rotated(k, t.k_norm, t.k_norm_bias, save_raw) if rotates else k).transpose(1, 2)
+
         v = v.transpose(1, 2)
-        return (queries(), k, v) if self.o.context is None else self.o.context.spread(queries, k, v)
+        if self.o.context is None:
+            return queries(), keys(), v
+        return self.o.context.spread(queries, keys(), v)
 
     def attended(self, heads: Heads, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """(o, lse, delta) of what `heads` gave."""
