@@ -424,8 +424,10 @@ def attn_bwd(
 def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | None = None):
     """The gradient float32 [B or 1, H or 1, Sq or 1, Sk or 1] of what was added to the scores.
 
-    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
+    shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks. q has all rows.
     """
+    if core.row_base:
+        raise ValueError(f"attn_dmask: q must have all rows of a sequence, not those from {core.row_base} on")
     q, k, v, do, core = rows_of(q), rows_of(k), rows_of(v), rows_of(do), _with_plain_vectors(core)
     lse, delta = lse.contiguous(), delta.contiguous()  # both are read with lse's strides
     dmask = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -437,7 +439,7 @@ def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | No
         launch(
             _attn_dmask_kernel, (shape[0] * shape[1] * tiles,), _heads(q, False), _heads(k, False), _heads(v, False),
             _mask(core.mask), _slopes(core.slopes), core.dropout[0], _heads(do, False), lse, delta, dmask, Sq, Sk, H, tiles,
-            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window,
+            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window[:2],
             lse.stride(0), lse.stride(1), B // shape[0], H // shape[1], **flags, ROWS=rows, COLUMNS=columns,
             **tile.launch_options(),
         )  # fmt: skip

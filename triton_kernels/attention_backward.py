@@ -322,8 +322,7 @@ def _attn_dq_kernel(
 @triton.jit(do_not_specialize=[*DYNAMIC, "samples", "heads"])
 def _attn_dmask_kernel(
     q_heads, k_heads, v_heads, mask, slopes, state_ptr, do_heads, lse_ptr, delta_ptr, dmask_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
-    stride_lseb, stride_lseh, samples, heads,
+    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh, samples, heads,
     D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -334,7 +333,7 @@ def _attn_dmask_kernel(
     tiles: those of a plane of dmask.
     """
     slopes_ptr, stride_slopeb = slopes
-    window = (left, right, row_base)
+    window = (left, right, 0)  # a mask that trains has all rows
     pid = tl.program_id(0)
     plane = pid // tiles
     tile = pid % tiles
@@ -372,7 +371,7 @@ def _attn_dmask_kernel(
             lse_ptr + b * stride_lseb + h * stride_lseh, delta_ptr + b * stride_lseb + h * stride_lseh, m, n, Sq, Sk, scale,
             slopes_ptr if slopes_ptr is None else tl.load(slopes_ptr + b * stride_slopeb + h), mask,
             mask_offset_of(mask, b, h), window,
-            (state_ptr, threshold, first_block_of(plane_base, b, h, planes, plane_rows, row_base)),
+            (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq, 0)),
             D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if state_ptr is not None:
