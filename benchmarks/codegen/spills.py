@@ -38,6 +38,7 @@ DEFAULT_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_bwd/sm_10[03]/bfloat16/d256\+additive\+causal\+dropout _attn_dkdv_kernel": (24, 24),
     r"attn_bwd/sm_120/bfloat16/d64\+causal\+dropout _attn_dkdv_kernel": (40, 40),
     # Triton 3.6 alone
+    r"cross_entropy_fwd/sm_90/bfloat16/everything\+aligned\+extras _cross_entropy_fwd_kernel": (0, 88),
     r"experts_act_grad/sm_\d+/float32/gelu\+ieee\+aligned\+extras _experts_act_grad_kernel": (0, 16),
     r"attn_dmask/sm_90/bfloat16/d(96|128)\+causal\+dropout _attn_dmask_kernel": (0, 8),
     r"attn_dmask/sm_80/float32/d128\+ieee\+causal\+dropout _attn_dmask_kernel": (0, 8),
