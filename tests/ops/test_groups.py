@@ -19,6 +19,7 @@ from support.cases import (
 from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
+from ckptkern import eager as _eager
 from ckptkern.memory import memory_timeline, peak_memory, saved_tensors
 from ckptkern.ops.attention import latent_sublayer as _latent_sublayer
 from ckptkern.ops.attention import sublayer as _sublayer
@@ -299,5 +300,7 @@ def test_peak(name, mode, dtype, monkeypatch):
     assert least < 0.6 * whole
     # of a group whose core attention runs at once: with less, it runs in blocks, which take less
     floor = max(least, *transient(name, dtype, mode, int(1.3 * least)))
+    # float32 copies by which some processors multiply bfloat16 are counted to within a tenth
+    room = 1.1 if _eager.upcasts(dtype) else 1.0
     for workspace in (int(1.3 * floor), int(2 * floor), int(3 * floor)):
-        assert max(transient(name, dtype, mode, workspace)) <= workspace
+        assert max(transient(name, dtype, mode, workspace)) <= room * workspace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -496,6 +497,12 @@ class Saved(TorchDispatchMode):
         if func.namespace == "ckptkern" and func._schema.name.endswith("_fwd"):
             self.bytes.append(sum(t.nbytes for t in out[1:]))
         return out
+
+
+def with_copies(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
+    """Lets a CPU multiply every 16-bit type through float32 copies, or none, whatever this processor multiplies."""
+    for module in ("eager.linear", "ops.registration.gradients"):
+        monkeypatch.setattr(sys.modules[f"ckptkern.{module}"], "upcasts", lambda dtype: copies and dtype.itemsize == 2)
 
 
 def live_tensors() -> int:

@@ -174,27 +174,35 @@ def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
         raise ValueError(message)
 
 
-class GatheredHeads:
+class SpreadHeads:
+    """What comes from other ranks: `pending` until it is first read."""
+
+    pending: Tensor | None
+
+    def arrived(self) -> Tensor:
+        parts, self.pending = _c10d.wait_tensor(self.pending), None
+        return parts
+
+    def close(self) -> None:
+        """Waits for what nothing has read: no gradient that needs it was asked for."""
+        if self.pending is not None:
+            self.arrived()
+
+
+class GatheredHeads(SpreadHeads):
     """This rank's rows of q, and k and v of all rows."""
 
     def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
         self.context, self.kv_shape = context, k.shape
-        self.pending: Tensor | None = context.gathering(torch.cat((k.transpose(1, 2), v.transpose(1, 2)), 2))
+        self.pending = context.gathering(torch.cat((k.transpose(1, 2), v.transpose(1, 2)), 2))
         self.q = queries()
 
     @functools.cached_property
     def kv(self) -> tuple[Tensor, Tensor]:
         """[B, H_kv, n S, D]"""
         (B, H_kv, S, D), size = self.kv_shape, self.context.size
-        parts, self.pending = _c10d.wait_tensor(self.pending), None
-        k, v = self.context.joined(parts.view(size, B, S, 2 * H_kv, D)).transpose(1, 2).chunk(2, 1)
+        k, v = self.context.joined(self.arrived().view(size, B, S, 2 * H_kv, D)).transpose(1, 2).chunk(2, 1)
         return k, v
-
-    def close(self) -> None:
-        """Waits for what nothing has read: no gradient that needs it was asked for."""
-        if self.pending is not None:
-            _c10d.wait_tensor(self.pending)
-            self.pending = None
 
     def parts(self, core: eager.AttentionCore) -> Iterator[tuple[Rows, int, eager.AttentionCore]]:
         """(rows of q, how many columns they may see, their core) of neighbouring rows."""
@@ -275,7 +283,7 @@ class GatheredHeads:
         return sink_gradient(p, do, o, lse, self.context.core_of_rows(core), delta)
 
 
-class ExchangedHeads:
+class ExchangedHeads(SpreadHeads):
     """All rows of this rank's part of the heads."""
 
     def __init__(self, context: Context, queries: Callable[[], Tensor], k: Tensor, v: Tensor):
@@ -283,16 +291,16 @@ class ExchangedHeads:
         self.context, self.counts = context, [one.shape[1] // context.size for one in (q, k, v)]
         self.out: Tensor | None = None
         self.of_o: tuple[Tensor, ...] | None = None
-        self.pending: Tensor | None = self.sent(q, k, v)
+        self.pending = self.sent(q, k, v)
 
     def sent(self, *rows: Tensor) -> Tensor:
         """Starts the way of [B, heads, S, D] to the ranks of their heads."""
         parts = [one.unflatten(1, (self.context.size, -1)) for one in rows]
         return self.context.exchanging(torch.cat(parts, 2).movedim(1, 0).transpose(2, 3))
 
-    def arrived(self, pending: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
+    def whole(self, parts: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
         """[B, heads of this rank, n S, D] of each that was sent."""
-        return self.context.joined(_c10d.wait_tensor(pending)).transpose(1, 2).split(counts, 1)
+        return self.context.joined(parts).transpose(1, 2).split(counts, 1)
 
     def back(self, *heads: Tensor) -> tuple[Tensor, ...]:
         """The opposite: [B, heads, S, D] of this rank's rows, of each."""
@@ -303,10 +311,7 @@ class ExchangedHeads:
 
     @functools.cached_property
     def qkv(self) -> tuple[Tensor, ...]:
-        pending, self.pending = self.pending, None
-        return self.arrived(pending, self.counts)
-
-    close = GatheredHeads.close
+        return self.whole(self.arrived(), self.counts)
 
     def core(self, core: eager.AttentionCore) -> eager.AttentionCore:
         """`core` of this rank's heads."""
@@ -330,7 +335,7 @@ class ExchangedHeads:
         """(do, o) of this rank's heads."""
         if self.of_o is None:
             sent = (do, o) if self.out is None else (do,)  # o is here if it has just been recomputed
-            arrived = self.arrived(self.sent(*sent), len(sent) * self.counts[:1])
+            arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
             self.of_o = arrived if self.out is None else (*arrived, self.out)
         do, o = self.of_o
         return do, o
