@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-layers cost-model exits convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -67,6 +67,9 @@ bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.che
 
 bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
 	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
+
+bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, beside torch's in chunks. ARGS="--rounds 5"
+	$(PY) -m benchmarks.dev.head --out benchmarks/results/cpu/head.csv --page docs/how-to/linear-cross-entropy.md $(ARGS)
 
 bench-layers: $(STAMP) ## one layer of each family, counted on meta tensors, not measured; 45 minutes of two cores. ARGS="--only llama"
 	$(PY) -m benchmarks.dev.layers --out benchmarks/results/convert/layers.csv --page docs/how-to/convert.md --picture docs/how-to/layers.png $(ARGS)

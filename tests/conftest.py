@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="only the first case of every test function, and no long test"
     )
+    parser.addoption("--all", action="store_true", help="what is marked `repeated`, too")
     parser.addoption(
         "--sample", action="store_true", help="of the default tiles, what `make test` runs on the emulator"
     )
@@ -105,6 +106,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in first.values() if "long" not in item.keywords]
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = reversed(chosen)
+    elif not config.option.all:
+        repeated = [item for item in items if "repeated" in item.keywords]
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if "repeated" not in item.keywords]
     if not gpu_run:
         items.sort(key=lambda item: "long" not in item.keywords)  # first: the others fill the other cores meanwhile
     if not torch.cuda.is_available():

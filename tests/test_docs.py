@@ -9,6 +9,7 @@ examples/ is left to tests/test_recipes.py, which runs the file.
 """
 
 import contextlib
+import csv
 import io
 import os
 import re
@@ -87,12 +88,39 @@ def test_every_block_of_python_is_one_that_runs(page):
     assert {fence.strip() for fence in fences} <= {"```python"}
 
 
-def test_the_readme_is_short_and_gives_the_figures_that_were_counted():
+def test_the_readme_is_short_and_gives_the_figures_that_were_counted_and_measured():
     readme, figures = (ROOT / "README.md").read_text(), (ROOT / "docs/figures.md").read_text()
-    assert len(readme) < 8000
+    assert len(readme) < 7000
     counted = re.findall(r"(\d+\.\d) GiB saved +matmuls (\d\.\d\d)$", figures, re.MULTILINE)
-    assert len(counted) == 8
-    assert re.findall(r"\| (\d+\.\d) GiB \| (\d\.\d\d) \|", readme) == counted
+    assert len(counted) == 9
+    given = re.findall(r"\| (\d+\.\d) GiB \| (\d\.\d\d) \|", readme)
+    assert len(given) == 7
+    assert set(given) <= set(counted)
+    peaks = re.findall(r"\| ([\d,]+) MiB \| [\d,]+ \| (\d\.\d\d) \|", readme)
+    assert len(peaks) == 8
+    assert {(int(peak.replace(",", "")), float(time)) for peak, time in peaks} <= frontier_of_a_llama()
+
+
+def frontier_of_a_llama() -> set[tuple[int, float]]:
+    """(MiB at 4,096 tokens, ratio of time at 2,048) of each way."""
+    peaks, times = {}, {}
+    with (ROOT / "benchmarks/results/cpu/frontier.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["model"].startswith("Llama, 8 layers"):
+                if row["tokens"] == "4096":
+                    peaks[row["variant"]] = round(int(row["peak_bytes"]) / 2**20)
+                elif row["ratio"]:
+                    times[row["variant"]] = round(float(row["ratio"]), 2)
+    return {(peak, times[name]) for name, peak in peaks.items()}
+
+
+def test_the_readme_names_families_whose_layers_were_all_replaced():
+    with (ROOT / "benchmarks/results/convert/families.csv").open(newline="") as file:
+        whole = {row["name"] for row in csv.DictReader(file) if row["verdict"] == "whole"}
+    table = (ROOT / "README.md").read_text().split("<!-- families:begin -->")[1].split("<!-- families:end -->")[0]
+    first = re.findall(r"(?<=[|,] )`?([A-Z][\w-]*(?: \d)?|nn\.Transformer)", table)
+    assert len(first) > 30
+    assert [name for name in first if not any(one.startswith(name) for one in whole)] == []
 
 
 def test_the_table_of_times_is_that_of_the_results():

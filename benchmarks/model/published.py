@@ -81,6 +81,7 @@ CCE = functools.partial(Figure, "arXiv 2411.09009, table 1")
 TRL = functools.partial(Figure, "huggingface/trl#6858")
 LIGER_EXPERTS = functools.partial(Figure, "linkedin/Liger-Kernel#1294", note="the highest of several sizes")
 VEOMNI = functools.partial(Figure, "ByteDance-Seed/VeOmni#460")
+TRL_LOG_PROBS = functools.partial(Figure, "huggingface/trl#7244")
 GIB = 1024
 
 
@@ -100,6 +101,10 @@ GROUPS = (
     _of_head("h100", STEP, (16384, 2048, 248320), 3, [
         TRL("eager, 16-bit logits", 137.00, mib=47.55 * GIB), TRL("chunks of tokens", 224.39, mib=19.67 * GIB),
         TRL("Liger", 321.16, mib=6.05 * GIB), TRL("CCE", 92.55, mib=3.09 * GIB, note="skips small gradients"),
+    ]),
+    _of_head("h100", STEP, (8192, 4096, 151936), 3, [
+        TRL_LOG_PROBS("eager", 59, mib=19.9 * GIB), TRL_LOG_PROBS("chunks of tokens", 167, mib=13.1 * GIB),
+        TRL_LOG_PROBS("Liger", 192, mib=6.1 * GIB),
     ]),
     _of_head("h200", BACKWARD, (8192, 2048, 65536), 3, _backward(661.4, 375.2)),
     _of_head("h200", BACKWARD, (2048, 4096, 131072), 3, _backward(767.9, 445.2)),

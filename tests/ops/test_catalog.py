@@ -70,16 +70,23 @@ def alone(entry: Entry) -> list[str]:
     return ["", *(name for name in chosen if catalog.ACROSS_RANKS not in chosen[name].values())]
 
 
-def cases(*modes: int, entries=OF_OPS) -> list:
-    """pytest parameters: every option of these entries, at the modes in these places, the default's first."""
+def cases(*modes: int, entries=OF_OPS, once: bool = False) -> list:
+    """pytest parameters: every option of these entries, at the modes in these places, the default's first. once: an option is
+    `repeated` where an entry before has one of its name."""
     found = []
     for entry in entries:
         chosen = [entry.modes[i] for i in modes] if entry.modes else [""]
         for option in alone(entry):
             own = [""] if option == "recompute" else chosen
             found += [Case(entry, option, mode) for mode in own]
+    first = {(one.option, one.mode): one for one in reversed(found)}
     return [
-        pytest.param(one, id="-".join(filter(None, (one.entry.name, one.option or "none", one.mode)))) for one in found
+        pytest.param(
+            one,
+            id="-".join(filter(None, (one.entry.name, one.option or "none", one.mode))),
+            marks=[pytest.mark.repeated] if once and one.option and first[one.option, one.mode] is not one else [],
+        )
+        for one in found
     ]
 
 
@@ -219,7 +226,7 @@ def test_results_that_have_a_graph_have_gradients(case):
     assert torch.autograd.gradcheck(function, tuple(leaves.values()), fast_mode=True)
 
 
-@pytest.mark.parametrize("case", cases(0, entries=ALL))
+@pytest.mark.parametrize("case", cases(0, entries=ALL, once=True))
 def test_second_order(case):
     leaves = case.make()
 
@@ -241,7 +248,7 @@ def test_fakes_of_what_kernels_save_in_other_shapes(case):
         test_fakes(case._replace(sizes=TILED))
 
 
-@pytest.mark.parametrize("case", cases(0, entries=ALL))
+@pytest.mark.parametrize("case", cases(0, entries=ALL, once=True))
 def test_compiled_equals_eager(case):
     torch._dynamo.reset()
     leaves = case.make(torch.float32)
@@ -260,7 +267,7 @@ def test_compiled_equals_eager(case):
 MANY = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as are combined at once
 
 
-@pytest.mark.parametrize("case", cases(0, -1))
+@pytest.mark.parametrize("case", cases(0, -1, once=True))
 def test_kernels_compute_what_eager_does(case):
     """Every result, with a graph or without, and the gradients."""
     case = case._replace(sizes=MANY if case.entry.op is LinearCrossEntropy else TILED)
