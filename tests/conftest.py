@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 import torch
@@ -24,11 +25,24 @@ sys.path.append(
 )  # benchmarks.codegen and others that are not installed; last, so that an installed ckptkern is tested
 
 
+SAMPLES = pytest.StashKey[bool]()
+
+
+def samples(config: pytest.Config) -> bool:
+    """Does this run take half of what is marked `sampled`? A run of everything does; what is named runs whole."""
+    is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    return is_whole and not config.option.all and not gpu_runs.is_gpu_run(config)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help="only the first case of every test function, and no long test"
     )
-    parser.addoption("--all", action="store_true", help="what is marked `repeated`, too")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="every case of what is marked `sampled`, of which a run of everything takes half",
+    )
     parser.addoption(
         "--sample", action="store_true", help="of the default tiles, what `make test` runs on the emulator"
     )
@@ -72,6 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     results, worker = config.option.results, getattr(config, "workerinput", None)
+    config.stash[SAMPLES] = samples(config) if worker is None else worker["samples"]
     if worker is None:
         config.stash[gpu_runs.PASSED] = gpu_runs.passed_in(results) if results else frozenset()
         if results:
@@ -84,6 +99,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node) -> None:
     """pytest-xdist's: all workers leave out the same tests, also one that starts later in place of another."""
     node.workerinput["passed"] = [*node.config.stash[gpu_runs.PASSED]]
+    node.workerinput["samples"] = node.config.stash[SAMPLES]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -106,10 +122,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = [item for item in first.values() if "long" not in item.keywords]
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = reversed(chosen)
-    elif not config.option.all:
-        repeated = [item for item in items if "repeated" in item.keywords]
-        config.hook.pytest_deselected(items=repeated)
-        items[:] = [item for item in items if "repeated" not in item.keywords]
+    elif config.stash[SAMPLES]:
+        left = [item for item in items if "sampled" in item.keywords and crc32(item.nodeid.encode()) % 2]
+        config.hook.pytest_deselected(items=left)
+        left_out = set(left)
+        items[:] = [item for item in items if item not in left_out]
     if not gpu_run:
         items.sort(key=lambda item: "long" not in item.keywords)  # first: the others fill the other cores meanwhile
     if not torch.cuda.is_available():

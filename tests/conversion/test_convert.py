@@ -44,6 +44,7 @@ by_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 # -- what is converted computes what it did
 
 
+@pytest.mark.sampled
 @by_architecture
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_loss_and_gradients_are_those_of_the_original(name: str, autocast: torch.dtype | None) -> None:

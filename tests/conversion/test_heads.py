@@ -128,6 +128,7 @@ COVERED: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("loss", COVERED)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_loss_without_logits(loss: str, bias: bool) -> None:

@@ -38,6 +38,7 @@ def transient(layer, arguments, x, mode, workspace) -> list[int]:
     return [forward.bytes - saved.bytes - y.nbytes, backward.bytes - sum(one.nbytes for one in grads)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_peak_of_a_converted_layer(name, mode):

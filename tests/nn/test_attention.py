@@ -178,6 +178,7 @@ def test_wrong_input_raises_torchs_error(wrong, need_weights):
     assert raised(lambda: wrong(ours, x)) == expected is not None
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize("masked", ["attn_mask", "key_padding_mask", "both", "hint"])
 @pytest.mark.parametrize("case", ["float32", "float64", "bfloat16", "autocast", "autocast of float64"])

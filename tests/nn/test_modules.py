@@ -142,6 +142,7 @@ def test_same_state_dict_and_initialisation(name, bias):
     assert_same(third.state_dict(), ours.state_dict())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("mode", MODES)
 @every_layer
@@ -224,6 +225,7 @@ def saved_and_loaded(module: nn.Module) -> nn.Module:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("name", [name for name in ckptkern.nn.__all__ if isinstance(getattr(ckptkern.nn, name), type)])
 def test_every_module_is_copied_with_its_settings(name, copied):

@@ -83,6 +83,7 @@ def test_nested_tensors_are_for_inference(kind):
         kind.call(ours, x)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("kind", "options", "path"),

@@ -68,6 +68,7 @@ def lead_and_batch(layout):
     return ((), 1) if layout == "unbatched" else ((B,), B)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", pairwise(**FACTORS))
 def test_encoder_layer_equals_torch(case):
     lead, batch = lead_and_batch(case["layout"])

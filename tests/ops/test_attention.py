@@ -59,6 +59,7 @@ def torchs(**options):
     return lambda t: F.scaled_dot_product_attention(t["q"], t["k"], t["v"], **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", [None, 0.2])
 @pytest.mark.parametrize("mask", [None, "causal", *MASKS])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

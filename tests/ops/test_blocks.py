@@ -71,11 +71,13 @@ SAVED_CASES = [(one, torch.float32) for one in blocks() + variants()]
 SAVED_CASES += [(one, torch.bfloat16) for one in in_turn(ALL)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("block", "dtype"), with_dtypes(SAVED_CASES))
 def test_saved_bytes_are_the_tables(block, dtype):
     assert saved_by(block, block.make(dtype)) == block.saved_bytes(dtype.itemsize, dtype.itemsize)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", in_turn(ALL, shift=1))
 def test_autocast_saves_no_cast_weight(block):
     """float32 x and weights under bf16 autocast: x itself is saved, the rest in two bytes per element."""
@@ -83,6 +85,7 @@ def test_autocast_saves_no_cast_weight(block):
         assert saved_by(block, block.make()) == block.saved_bytes(4, 2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", in_turn(ALL))
 def test_autocast(block):
     """Results are float32 if there is a residual, gradients are float32, and the error is not above autocast's own."""
@@ -107,12 +110,14 @@ def test_autocast(block):
 EXACT_CASES = [(one, dtype) for shift, dtype in enumerate(DTYPES) for one in in_turn(ALL, shift=shift)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("block", "dtype"), with_dtypes(EXACT_CASES))
 def test_gradients_are_as_exact_as_torchs(block, dtype):
     samples = [block.make(dtype, seed=seed) for seed in range(SAMPLES)]
     assert_as_exact(*map(joined_biases, over_samples(block.fused, block.unfused, samples)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("lead", [(0, 5), (2, 0), (LENGTH,), (1, 1)], ids=str)
 @pytest.mark.parametrize(
     "block",
@@ -192,6 +197,7 @@ def watched(block, tensors) -> Watch:
 WITHOUT_DROPOUT = [one.without_dropout().with_(name=f"{one.name} without dropout") for one in ALL]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", blocks() + variants() + in_turn(WITHOUT_DROPOUT))
 def test_number_of_matmuls(block):
     """No matmul that the mode does not recompute; the registered FLOPs are those that run, and torch's counter's."""
@@ -204,6 +210,7 @@ def test_number_of_matmuls(block):
     assert by_op == {f"{block.op}_fwd", f"{block.op}_bwd"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", in_turn(ALL))
 def test_subsets_of_frozen_inputs(block):
     """Gradients have the bits that they have if everything is trained, and no matmul runs besides the registered FLOPs."""

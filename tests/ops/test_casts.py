@@ -79,6 +79,7 @@ def test_a_gated_mlp_casts_what_its_matmuls_read(monkeypatch, mode, needs_dx):
     assert made == (once(*t), once(*read))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("kind", ["attention", "latent", "mlp", "gated", "low rank", "layer", "cross"])

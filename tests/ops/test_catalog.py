@@ -72,7 +72,7 @@ def alone(entry: Entry) -> list[str]:
 
 def cases(*modes: int, entries=OF_OPS, once: bool = False) -> list:
     """pytest parameters: every option of these entries, at the modes in these places, the default's first. once: an option is
-    `repeated` where an entry before has one of its name."""
+    `sampled` where an entry before has one of its name."""
     found = []
     for entry in entries:
         chosen = [entry.modes[i] for i in modes] if entry.modes else [""]
@@ -84,7 +84,7 @@ def cases(*modes: int, entries=OF_OPS, once: bool = False) -> list:
         pytest.param(
             one,
             id="-".join(filter(None, (one.entry.name, one.option or "none", one.mode))),
-            marks=[pytest.mark.repeated] if once and one.option and first[one.option, one.mode] is not one else [],
+            marks=[pytest.mark.sampled] if once and one.option and first[one.option, one.mode] is not one else [],
         )
         for one in found
     ]

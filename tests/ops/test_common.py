@@ -63,6 +63,7 @@ def multiplied_in(dtype: torch.dtype) -> torch.dtype:
     return FP32 if eager.upcasts(dtype) else dtype
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("around", [None, BF16, FP16], ids=["no autocast", "bf16 autocast", "fp16 autocast"])
 @pytest.mark.parametrize(
     ("x_dtype", "weight_dtype"), list(itertools.product((FP32, BF16, FP16, FP64), repeat=2)), ids=str
@@ -294,6 +295,7 @@ BOUNDED = setups(HELD, ("selective", "full"), dropout=(0.0, P), ops=("linear_sta
 BOUNDED += setups([name for name in ACTIVATIONS if name not in HELD], ("full",), ops=("gated_mlp",))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("setup", BOUNDED)
 def test_workspace_bounds_the_memory_of_backward(setup, dtype, monkeypatch):

@@ -136,6 +136,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("shape", SHAPES)

@@ -109,6 +109,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__.removeprefix("test_"))
 def test_promise_of_every_op(promise, setup):

@@ -71,6 +71,7 @@ def in_groups(block: Block) -> Block:
     return block.with_(workspace=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("block", in_turn(GROUPED) + in_turn(GROUPED, shift=1) + in_turn(GROUPED, shift=2))
 @pytest.mark.usefixtures("few_rows")
 def test_groups_change_rounding_alone(block, counts):
@@ -82,6 +83,7 @@ def test_groups_change_rounding_alone(block, counts):
     assert block.attention.kv_heads in counts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("block", "dtype"),
     [

@@ -24,6 +24,7 @@ def layers_of(t: dict) -> tuple[list, list]:
     return [t[f"w{i}"] for i in range(depth)], [t[f"b{i}"] for i in range(depth)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)

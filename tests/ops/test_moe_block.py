@@ -129,6 +129,7 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", SETUPS)
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__.removeprefix("test_"))
 def test_promise_of_every_op(promise, setup):
@@ -177,6 +178,7 @@ def tensors_of(variant: str, dtype: torch.dtype, lead=(50,), d=24, h=20, shared=
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("sizes", [((50,), 24, 20, 36), ((3, 5), 7, 9, 1)], ids=str)
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -66,6 +66,7 @@ def expected_bytes(setup: Setup, sizes: Sizes, itemsize: int) -> int:
     return sizes.tokens * (elements * itemsize + mask_bytes) + (16 if setup.dropout_p else 0)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(0.0, P)))
 def test_saved_bytes_are_the_tables(setup):
     assert saved_by(setup, make(setup)) == expected_bytes(setup, Sizes(), 4)
@@ -102,6 +103,7 @@ def test_nothing_is_saved_without_a_gradient(setup):
 # -- first order ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("setup", each_activation((0.0, P)))
 def test_gradients_are_as_exact_as_torchs(setup, dtype):
@@ -124,6 +126,7 @@ UNALIGNED_CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("setup", "sizes", "bias"), UNALIGNED_CASES)
 def test_unaligned_and_empty_shapes(setup, sizes, bias):
     """No tokens, no features, sizes of one. Deterministic mode fills what torch.empty gives with NaN."""
@@ -148,6 +151,7 @@ def leading_dims_swapped(t: torch.Tensor) -> torch.Tensor:
 LAYOUTS = (transposed, every_other, inside_a_larger, leading_dims_swapped)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)) + in_turn() + calls())
 def test_strided_inputs_and_output_gradients(setup, layout):
@@ -161,6 +165,7 @@ def test_strided_inputs_and_output_gradients(setup, layout):
     assert_same_within_rounding(gradients(setup.fused, strided, layout(dy)), gradients(setup.fused, dense, dy))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)) + in_turn() + calls())
 def test_expanded_output_gradients(setup):
     """.sum() sends strides (0, 0), a broadcast one dimension of stride 0."""
@@ -195,6 +200,7 @@ def test_gradient_strides_are_the_parameters(setup):
         assert t.grad.stride() == t.stride(), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", each_activation((P,)) + in_turn() + calls())
 def test_gradcheck(setup):
     tensors = make(setup, Sizes((2, 2), 3, 4, 2), torch.float64)
@@ -208,6 +214,7 @@ def test_gradcheck(setup):
 SAVING = ("selective", "full")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, SAVING, (P,)) + blocks(SAVING) + variants(SAVING))
 def test_every_mode_gives_the_same_bits(setup):
     """The modes differ in what they keep, not in any result: what is recomputed equals what forward computed."""
@@ -249,6 +256,7 @@ def subsets(names: list[str]):
         yield from itertools.combinations(names, size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)) + calls())
 def test_every_subset_of_frozen_inputs(setup):
     """The gradients of a subset, also of a stack's lists, have the bits that they have if all are trained."""
@@ -302,6 +310,7 @@ def partial_flops(function, tensors: dict, part: tuple[str, ...]) -> int:
     return watch.flops
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS) + in_turn() + calls())
 def test_matmuls_of_a_partial_backward(setup):
     """torch.autograd.grad of some inputs runs what backward runs where the others are frozen."""
@@ -320,6 +329,7 @@ def test_a_partial_backward_without_recompute_runs_autograds_matmuls(setup):
         assert ours == theirs, part
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)) + in_turn() + calls())
 def test_a_partial_backward_has_the_bits_of_a_whole_one(setup):
     """Also as two passes over one graph: the input's gradient first, the weights' later (zero-bubble pipelines)."""
@@ -360,6 +370,7 @@ def test_flop_counter(setup):
 # -- second order ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", each_activation((P,)) + in_turn(TWICE, ("full",)) + calls())
 def test_gradgradcheck(setup):
     """Second-order gradients are right or an error, never silently wrong (pytorch#76185)."""
@@ -432,6 +443,7 @@ def test_third_order(setup):
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn() + calls())
 def test_second_backward_through_a_retained_graph(setup):
     """A second backward through a retained graph gives what the first gave (axolotl#3892)."""
@@ -482,6 +494,7 @@ def test_output_changed_in_place(setup):
         assert_same(changed, gradients(lambda t: setup.fused(t) * 3, tensors, dy))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)) + in_turn(modes=("none", "full")))
 def test_nothing_saved_or_given_is_overwritten(setup):
     """exp saves its result, which is the op's input; dy belongs to the caller."""
@@ -502,6 +515,7 @@ def test_nothing_saved_or_given_is_overwritten(setup):
     assert_same_within_rounding(ours, theirs)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn() + calls())
 def test_memory_is_flat_without_the_garbage_collector(setup):
     """Steps leave no tensor behind, not even with the garbage collector off (pytorch#5569, pytorch#84413)."""
@@ -534,6 +548,7 @@ def test_inference_mode_then_training(setup):
     assert_same(gradients(setup.fused, tensors), expected)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn() + calls())
 def test_saved_tensors_on_the_cpu(setup):
     """Saved tensors go through hooks: save_on_cpu stores copies, and backward works from them."""
@@ -596,6 +611,7 @@ def modes_of(watch: Watch) -> list[str]:
     return [mode for mode in watch.strings if mode in (*MODES, "forward")]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reentrant", [False, True, None], ids=["non-reentrant", "reentrant", "ours"])
 @pytest.mark.parametrize(
     "setup", setups(dropout=(P,)) + in_turn() + variants(("full",), ("learned bias", "low-rank llama")) + calls()

@@ -114,6 +114,7 @@ def unfused(case: Case):
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kv_heads", "dtype"), [(4, torch.float32), (2, torch.float32), (1, torch.bfloat16), (2, torch.float16)], ids=str
 )

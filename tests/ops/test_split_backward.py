@@ -48,6 +48,7 @@ def two(tensors) -> list[tuple[str, ...]]:
     return [(first,), tuple(others)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", [one for one in ALL if "x" in make(one.values[0])])
 def test_two_passes_run_what_one_runs(setup):
     tensors = make(setup)

@@ -69,6 +69,7 @@ EXPORTED += [(one, "eager") for one in in_turn(modes=("selective", "full"))]
 EXPORTED += [(one, "triton") for one in blocks(("full",), names=("llama",))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("setup", "backend"), [pytest.param(*one.values, backend, id=f"{one.id}-{backend}") for one, backend in EXPORTED]
 )
@@ -93,6 +94,7 @@ def compiled(setup: Setup, backend: str = "aot_eager", **options):
     return run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", STEPS + in_turn() + in_turn(COMPILED))
 def test_compiled_equals_eager(setup):
     """One graph forward, one backward, the same bits and the same mask."""
@@ -264,6 +266,7 @@ def loss_of(setup: Setup, names: list[str], dy: torch.Tensor):
     return loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(dropout=(P,)) + in_turn() + LEARNED + calls())
 def test_grad(setup):
     tensors = make(setup)
@@ -351,6 +354,7 @@ def test_jacobian(setup):
     torch.testing.assert_close(jacobian(setup.call), jacobian(setup.unfused))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("setup", setups(dropout=(0.0, P)))
 def test_batched_gradients(setup, create_graph):

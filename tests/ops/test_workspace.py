@@ -218,6 +218,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
@@ -391,6 +392,7 @@ def test_the_attribute_of_a_drop_in_replacement(replacement):
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_change_no_mask_and_no_gradient(name, mode):

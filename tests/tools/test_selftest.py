@@ -121,6 +121,7 @@ def test_the_rule(found, right):
     assert (ratio <= 2) == right
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("name", "activation"), [(name, act) for name in selftest.PLAIN for act in selftest.activations_of(name)]

@@ -165,6 +165,7 @@ LARGE_CAP = Case(softcap=200.0)  # an error of tanh near 0 grows by so much
 PAIRS = [Case(*options) for options in (one.values[0].values() for one in pairwise(has_meaning, **OPTIONS))]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [*PAIRS, *WIDE_HEADS, LARGE_CAP], ids=str)
 def test_like_eager_and_as_exact(case, device):
     check(case, device)

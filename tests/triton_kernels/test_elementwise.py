@@ -68,6 +68,7 @@ def assert_accurate_in_every_binade(ours, eagers, exact, z):
     assert (worst <= bound).all(), f"errors of z near {z[((worst > bound)[binade])][:3].tolist()}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_whole_range(activation, dtype, device, interpreted):
@@ -192,6 +193,7 @@ def test_relu_backward_of_special_values(dtype, saved, device):
     assert torch.equal(db.isnan(), expected.float().sum(0).isnan())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shape", [(1, 1), (65, 33), (130, 70), (0, 5), (7, 3, 11)], ids=str)
 @pytest.mark.parametrize(
     "wanted", [(torch.bfloat16,), (torch.bfloat16, True), (True, torch.float16), (True, True)], ids=str
@@ -247,6 +249,7 @@ def test_bias_gradient_is_a_float32_sum_of_the_stored_rows(dtype, device):
     torch.testing.assert_close(ours["db"], ours["dz"].double().sum(0).float(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("forward", ["linear_fwd", "gated_fwd"])
@@ -259,6 +262,7 @@ def test_h_of_a_stored_z_has_the_bits_of_forward(forward, activation, dtype, dev
     assert torch.equal(triton_kernels.dropout(h, *dropped["dropout"], row_base=128), saved["h"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [0.3, 1 / 65536, 1.0])
 @pytest.mark.parametrize("row_base", [0, 5, 48])

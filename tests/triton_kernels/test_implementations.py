@@ -44,6 +44,7 @@ def on(impl: str, setup, tensors, dy=None) -> dict:
         return gradients(setup.fused, tensors, dy)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "setup",
@@ -105,6 +106,7 @@ def tiles(monkeypatch) -> set[tuple]:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,), ops=("linear_act", "mlp", "gated_mlp")))
 @pytest.mark.parametrize("impl", ["triton:128x128", "dual:128x64", "persistent:128x256"])
 def test_backward_takes_the_tiles_of_forward(impl, setup, device, architecture, tiles):
@@ -188,6 +190,7 @@ def test_the_table():
         _impls.size_class(2**62 + 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("gpu", "family"), [((9, 0), 90), ((8, 0), 80), ((8, 6), 80), ((12, 0), 80)])
 @pytest.mark.parametrize("size", range(len(_impls.SIZES)))
 def test_rows_are_few_where_the_tile_table_says_so(gpu, family, size):

@@ -51,6 +51,7 @@ def assert_like_eager(launcher, tensors, activation, tile=None, **options):
     return ours
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", pairwise(launcher=tuple(LAUNCHERS), activation=ACTIVATIONS, dtype=DTYPES))
 def test_dtype_and_activation(case, device):
     launcher = LAUNCHERS[case["launcher"]]
@@ -112,6 +113,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "-".join(f"{k}{v}" for k, v in sizes.items()))
 def test_sizes(launcher, sizes, device):
@@ -137,6 +139,7 @@ def test_epilogue_slices(launcher, device):
         assert_equal(kernel(launcher, tensors, "relu", tile=tile, **options), whole)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=str)
 @pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda f: f.__name__)
 def test_strides(launcher, layout, device):
@@ -147,6 +150,7 @@ def test_strides(launcher, layout, device):
     assert_equal(kernel(launcher, strided, "gelu"), kernel(launcher, tensors, "gelu"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("launcher", [one for one in LAUNCHERS.values() if {"dy", "dh"} & one.inputs.keys()], ids=str)
 @pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)], ids=str)
 def test_expanded_gradient(launcher, dims, device):

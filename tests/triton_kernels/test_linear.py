@@ -11,6 +11,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
+@pytest.mark.sampled
 @each_activation
 @each_dtype
 def test_backward_recomputes_the_z_of_forward(activation, dtype, device):
@@ -23,6 +24,7 @@ def test_backward_recomputes_the_z_of_forward(activation, dtype, device):
     torch.testing.assert_close(recomputed["db"], db, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.sampled
 @each_activation
 @each_dtype
 def test_h_is_recomputed_from_z(activation, dtype, device):

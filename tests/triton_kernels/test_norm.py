@@ -70,6 +70,7 @@ def norm_of_rows(x, kind, eps):
     return eager.norm_fwd(x, None, None, eps, kind, x.dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("M", "D"), SHAPES)

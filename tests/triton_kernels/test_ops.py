@@ -97,6 +97,7 @@ UNALIGNED_CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("setup", "sizes", "bias"), UNALIGNED_CASES)
 def test_unaligned_and_empty_shapes(setup, sizes, bias):
     """Empty batches, sizes of one, features of zero (attention-gym#260, mamba#387)."""
@@ -156,6 +157,7 @@ MODES_AND_DTYPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("setup", "dtype"), MODES_AND_DTYPES)
 def test_every_mode_gives_the_same_bits(setup, dtype, device):
     """y and all gradients are those of mode "none", which recomputes nothing."""
@@ -349,6 +351,7 @@ def test_every_single_trained_input(setup, device):
         assert_same(alone, {one: everything[one] for one in ("y", name)})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(("relu", "gelu"), dropout=(P,)))
 def test_nothing_saved_or_given_is_overwritten(setup, device):
     """A second backward of one graph repeats the first, and inputs keep their values."""

@@ -78,6 +78,7 @@ def assert_like_eager(t, interleaved, eps=EPS):
     assert_close(dweight, reference_dweight, exact_dweight, (dz * wide["x"] * r).abs().sum((0, 1, 2)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", pairwise(shape=SHAPES, dtype=DTYPES, interleaved=(False, True), weight=(False, True)))
 def test_against_eager(case, device):
     assert_like_eager(inputs(*case["shape"], case["dtype"], device, case["weight"]), case["interleaved"])

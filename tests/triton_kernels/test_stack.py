@@ -64,6 +64,7 @@ def assert_like_layers(x, weights, biases, dy, activation, **options):
     return ours
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtype_and_activation(activation, dtype, device):
@@ -75,6 +76,7 @@ def test_dtype_and_activation(activation, dtype, device):
 CHAINS = [[1, 1], [32, 32, 32], [33, 64, 40], [64, 64], [5, 0, 3], [0, 4, 4], [6, 5, 0]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("widths", CHAINS, ids=str)
 @pytest.mark.parametrize("rows", [45, 1, 0])
 @pytest.mark.parametrize("activation", ["relu", "silu"])
