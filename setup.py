@@ -23,7 +23,8 @@ TORCH_RANGE = "torch>=2.11,<2.16"
 # torch is no build requirement: an isolated build would fetch gigabytes of another torch and build against that.
 NO_TORCH = """
 ckptkern builds its C++ extension against the torch that will run it, and this Python has none to import ({error}).
-Install torch first (2.11 to 2.15, CPU or CUDA: https://pytorch.org/get-started/locally), then:
+Install torch first (2.11 to 2.15, CPU or CUDA: https://pytorch.org/get-started/locally), then `pip install .`, which finds it.
+Front ends that build in another Python than they install into (uv, build), and a torch outside of a virtual environment, need:
     pip install setuptools wheel
     pip install --no-build-isolation .
 """
