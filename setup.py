@@ -111,7 +111,9 @@ def build_arguments() -> dict:
 
         def run(self):
             """Compiles the extension."""
-            self.announce(f"compiling ckptkern._C for torch {torch.__version__} in {Path(torch.__file__).parent}", logging.INFO)
+            self.announce(
+                f"compiling ckptkern._C for torch {torch.__version__} in {Path(torch.__file__).parent}", logging.INFO
+            )
             super().run()
 
     release = ".".join(torch.__version__.split(".")[:2])

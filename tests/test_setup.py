@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_architecture import ROOT
 
-import ckptkern
-
+# in the tree: an installed one may end in its commit
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ckptkern/__init__.py").read_text(), re.MULTILINE)[1]
 RELEASE = ".".join(torch.__version__.split(".")[:2])
 WITHOUT_TORCH = "sys.modules['torch'] = None"
 # what pip's build isolation does to the path: the environment's packages are not on it
@@ -62,12 +62,11 @@ def sdist(tree: Path) -> None:
     (tree / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: ckptkern\nVersion: 7.8.9\n")
 
 
-VERSION = re.escape(ckptkern.__version__)
 VERSIONS = {
-    "a tarball": (lambda tree: None, VERSION),
-    "a commit": (commit, VERSION + r"\.dev0\+g[0-9a-f]{8}"),
-    "its tag": (lambda tree: commit(tree, "other", f"v{ckptkern.__version__}"), VERSION),
-    "git refuses": (refused, VERSION + r"\.dev0"),
+    "a tarball": (lambda tree: None, re.escape(VERSION)),
+    "a commit": (commit, re.escape(VERSION) + r"\.dev0\+g[0-9a-f]{8}"),
+    "its tag": (lambda tree: commit(tree, "other", f"v{VERSION}"), re.escape(VERSION)),
+    "git refuses": (refused, re.escape(VERSION) + r"\.dev0"),
     "an sdist": (sdist, r"7\.8\.9"),
 }
 
@@ -84,13 +83,13 @@ def test_a_tag_of_another_version_is_an_error_that_names_both(tree):
     commit(tree, "v99.1.0")
     result = setup(tree, "--version", "sdist", before=WITHOUT_TORCH)
     assert result.returncode == 1
-    assert f"HEAD has the tag v99.1.0, and ckptkern/__init__.py says {ckptkern.__version__}" in result.stderr
+    assert f"HEAD has the tag v99.1.0, and ckptkern/__init__.py says {VERSION}" in result.stderr
 
 
 WHEELS = {
-    "for this environment": ({}, ckptkern.__version__, {"torch<2.16,>=2.11"}),
+    "for this environment": ({}, VERSION, {"torch<2.16,>=2.11"}),
     "to hand on": (
-        {"CKPTKERN_TORCH_IN_VERSION": "1"}, f"{ckptkern.__version__}+torch{RELEASE}", {f"torch=={RELEASE}.*"},
+        {"CKPTKERN_TORCH_IN_VERSION": "1"}, f"{VERSION}+torch{RELEASE}", {f"torch=={RELEASE}.*"},
     ),
 }  # fmt: skip
 
@@ -109,6 +108,8 @@ def test_pip_reads_for_which_torch_a_wheel_is_and_finds_it_in_an_isolated_build(
 
 def test_the_releases_of_the_wheels_are_the_range_that_is_required():
     text = (ROOT / "setup.py").read_text()
-    minors = [int(minor) for minor in re.findall(r'"2\.(\d+)"', re.search(r"^TORCH_RELEASES = .*$", text, re.MULTILINE)[0])]
+    minors = [
+        int(minor) for minor in re.findall(r'"2\.(\d+)"', re.search(r"^TORCH_RELEASES = .*$", text, re.MULTILINE)[0])
+    ]
     oldest, beyond = re.search(r'^TORCH_RANGE = "torch>=2\.(\d+),<2\.(\d+)"$', text, re.MULTILINE).groups()
     assert minors == [*range(int(oldest), int(beyond))]
