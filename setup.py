@@ -111,9 +111,9 @@ def build_arguments() -> dict:
 
         def run(self):
             """Compiles the extension."""
-            self.announce(
-                f"compiling ckptkern._C for torch {torch.__version__} in {Path(torch.__file__).parent}", logging.INFO
-            )
+            built_for = f"torch {torch.__version__} in {Path(torch.__file__).parent}"
+            needs = "which needs a C++ compiler; a release has wheels that need none"
+            self.announce(f"compiling ckptkern._C for {built_for}, {needs}", logging.INFO)
             super().run()
 
     release = ".".join(torch.__version__.split(".")[:2])
