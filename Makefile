@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -88,6 +88,9 @@ convert-sweep: $(STAMP) ## convert on every class of transformers that builds sm
 
 docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
+
+wheels: ## a wheel for each torch and Python that is here, each tried in an environment of its own, into dist/. TORCH="2.13 2.14" PYTHONS=3.11
+	PYTHON='$(PYTHON)' TORCH='$(TORCH)' PYTHONS='$(PYTHONS)' .ci/wheels dist
 
 test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each). TORCH=2.11 ARGS=--quick
 	.ci/test-matrix $(PY) $(ARGS)

@@ -24,7 +24,10 @@ def _release(version: str) -> str:
 
 
 def _load_extension() -> ModuleType:
-    advice = f"Build it for torch {torch.__version__}, in ckptkern's source tree: {BUILD_COMMAND}"
+    advice = (
+        f"Install ckptkern's wheel for torch {_release(torch.__version__)}, or build it for this torch in its source tree: "
+        f"{BUILD_COMMAND}"
+    )
     try:
         from . import _C
     except ImportError as error:
