@@ -15,7 +15,7 @@ from ... import eager, state
 from ...subclasses import PLAIN
 from ..dispatch.choices import choose_mode, primitives
 from ..registration.gradients import main_grad_of, token_chunks
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .checks import check_targets
 from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply
 from .statistics import Sums, TokenResults
@@ -92,6 +92,7 @@ def loss_and_gradients(
     """(the sum of the losses, and of its gradients times the unit: of x in its dtype, of w and b in float32)."""
     x, w, b, target, class_weight = tensors
     p, rows, target, (V, d) = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape
+    o, _ = beside_frozen((w,), o, x.dtype)
     check_targets(target, V, o.ignore_index)
     w, b, wide, M = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype), len(rows)
     weights = cast_parameter(class_weight, wide)
