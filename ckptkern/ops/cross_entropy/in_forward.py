@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import eager, state
+from ...frozen import Frozen
 from ...subclasses import PLAIN
 from ..dispatch.choices import choose_mode, primitives
 from ..registration.gradients import main_grad_of, token_chunks
@@ -26,7 +27,7 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
     eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
     if (
         o.recompute == "full" or o.results != ("loss",) or o.group or torch.compiler.is_compiling() or x.is_meta
-        or choose_mode("full") != "full" or not torch.is_grad_enabled() or not PLAIN.issuperset(map(type, (x, w, b, target)))
+        or choose_mode("full") != "full" or not torch.is_grad_enabled() or not PLAIN.union((Frozen,)).issuperset(map(type, (x, w, b, target)))
         or torch._C._are_functorch_transforms_active()
     ):  # fmt: skip
         return False
