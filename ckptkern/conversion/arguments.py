@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .computed import Computed
 from .leaves import Probability, Weight
+from .quantized import in_op
 from .reading import Argument, Rows, Table
 
 
@@ -49,7 +50,7 @@ class Parameter:
     form: str
 
     def __call__(self, call: Call) -> Tensor:
-        value = self.parameters[self.name]
+        value = in_op(self.parameters[self.name])
         return value if not self.form else value.t() if self.form == "t" else value + 1
 
 
