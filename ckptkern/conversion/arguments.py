@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..subclasses import PLAIN
 from .computed import Computed
 from .leaves import Probability, Weight
 from .quantized import in_op
@@ -48,10 +49,28 @@ class Parameter:
     parameters: dict[str, Tensor]
     name: str
     form: str
+    frozen: tuple[Tensor, Tensor] | None = None  # of a quantised one, with what stands for it in an op
 
     def __call__(self, call: Call) -> Tensor:
-        value = in_op(self.parameters[self.name])
+        value = self.parameters[self.name]
+        if type(value) not in PLAIN and self.hold():
+            value = self.frozen[1]
         return value if not self.form else value.t() if self.form == "t" else value + 1
+
+    def hold(self) -> bool:
+        """Makes what stands for a quantised parameter, if it is not held yet."""
+        value = self.parameters[self.name]
+        if self.frozen is None or self.frozen[0] is not value or self.frozen[1].device != value.device:
+            self.frozen = value, in_op(value)
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frozen": None}
+
+
+Parameter.hold._dynamo_marked_constant = (
+    True  # torch.compile calls it once, and its graph takes what is held as an input
+)
 
 
 @dataclass

@@ -262,7 +262,7 @@ class _Conversion:
             if kind is nn.Sequential and (found := self.runs(name, module)):
                 return found
             if is_block(name, module) and (why := why_general(module)):
-                row.replaced_by, row.reason = "checkpoint", f"{why}: {reason}"
+                row.replaced_by, row.reason = "checkpoint", why if why == str(reason) else f"{why}: {reason}"
                 return Found(
                     [row], lambda: self.bind(row, general(module, self.mlp, calls[0]), without_caches(*calls[0]))
                 )

@@ -104,7 +104,10 @@ def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tupl
             f"Frozen: the Params4bit has {data.numel() * data.element_size()} bytes for a weight of shape {shape}; it must be "
             f"[out_features, in_features] with two values in each byte"
         )
-    parts, numbers = [data.data if type(data.data) is Tensor else data.data.as_subclass(Tensor), state.absmax], [state.blocksize]
+    parts, numbers = (
+        [data.data if type(data.data) is Tensor else data.data.as_subclass(Tensor), state.absmax],
+        [state.blocksize],
+    )
     if state.nested:
         parts += [state.offset, state.state2.absmax, state.state2.code]
         numbers += [state.state2.blocksize]

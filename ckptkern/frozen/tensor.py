@@ -90,6 +90,14 @@ class Frozen(Tensor):
             "ckptkern.Frozen has no address, because its numbers are quantised; take that of dequantize()"
         )
 
+    def requires_grad_(self, requires_grad: bool = True) -> Frozen:
+        if requires_grad:
+            raise RuntimeError(
+                "ckptkern.Frozen has no gradient, because its numbers are quantised; train a low-rank update of it "
+                "(ckptkern.LoRA), or dequantize()"
+            )
+        return self
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Frozen({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -133,9 +141,7 @@ class Frozen(Tensor):
         results = function(_like(layout), *args)
         if isinstance(results, Tensor):
             return _made(layout._replace(views=(*layout.views, (*step, None))), self.parts)
-        return [
-            _made(layout._replace(views=(*layout.views, (*step, i))), self.parts) for i in range(len(results))
-        ]
+        return [_made(layout._replace(views=(*layout.views, (*step, i))), self.parts) for i in range(len(results))]
 
     def moved(self, dtype: torch.dtype | None, device: torch.device | None) -> Frozen:
         """It in another dtype, or on another device."""

@@ -85,9 +85,7 @@ class ExpertsBranch:
     ExpertsOptions, or what has its fields; dtype: that of the rows; holds: are Frozen weights held, None to find out
     (`beside_frozen`)? If not, PyTorch ops run, which dequantise one expert at a time."""
 
-    def __init__(
-        self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype, holds: bool | None = None
-    ):
+    def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype, holds: bool | None = None):
         if holds is None:
             o, holds = beside_frozen(parameters, o, dtype)
         o = o if holds else o._replace(backend="eager")

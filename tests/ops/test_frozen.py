@@ -10,7 +10,11 @@ from ckptkern.memory import saved_tensors
 from ckptkern.ops import catalog
 
 OPS = {entry.name: entry for entry in (*catalog.OPS.values(), *catalog.OTHER_OPS)}
-WITH_WEIGHTS = tuple(name for name, entry in OPS.items() if any("weight" in one for one in catalog.input_shapes(entry.inputs(catalog.Sizes()))))
+WITH_WEIGHTS = tuple(
+    name
+    for name, entry in OPS.items()
+    if any("weight" in one for one in catalog.input_shapes(entry.inputs(catalog.Sizes())))
+)
 
 
 def block_fp8(shape, seed=0):
@@ -24,7 +28,12 @@ def block_fp8(shape, seed=0):
 
 def is_matmul_weight(path, shape):
     name = path.rpartition(".")[2]
-    return len(shape) > 1 and ("weight" in name or path.startswith("weights.")) and "top_k" not in name and "router" not in name
+    return (
+        len(shape) > 1
+        and ("weight" in name or path.startswith("weights."))
+        and "top_k" not in name
+        and "router" not in name
+    )
 
 
 def frozen_leaves(arguments):
@@ -56,7 +65,9 @@ def test_an_op_computes_with_frozen_weights_what_it_computes_with_the_dequantise
     for mode in entry.modes or (None,):
         options |= {} if mode is None else {"recompute": mode}
         frozen, plain = frozen_leaves(arguments)
-        (y, grads, saved), (y_, grads_, saved_) = (step(entry, arguments, leaves, **options) for leaves in (frozen, plain))
+        (y, grads, saved), (y_, grads_, saved_) = (
+            step(entry, arguments, leaves, **options) for leaves in (frozen, plain)
+        )
         torch.testing.assert_close(y, y_)
         assert saved == saved_ and grads.keys() == grads_.keys()
         for one in grads:

@@ -169,7 +169,9 @@ class MLPBranch:
         widest = max(features, self.t.down_weight.shape[0])
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
-        if self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
+        if (
+            self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
+        ):  # copies of dy and x for the updates' gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
         return row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
 

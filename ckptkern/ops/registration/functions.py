@@ -118,9 +118,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     if tensors[0] is None:
         tensors[0] = op.missing_input(dy, tensors, options)
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
-    variables = [
-        i for i, t in enumerate(tensors) if t is not None and t.is_floating_point() and type(t) is not Frozen
-    ]
+    variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point() and type(t) is not Frozen]
 
     def filled(places, values) -> list[Tensor | None]:
         by_place = dict(zip(places, values, strict=True))
