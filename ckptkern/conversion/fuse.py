@@ -29,7 +29,7 @@ from .layouts import experts_layout, is_experts, parts_of
 from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
-from .quantized import check_weights, why_unreadable
+from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Reading
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 from .unread import Probabilities, are_probabilities
@@ -45,7 +45,6 @@ def check_candidate(module: nn.Module) -> None:
         raise Unreadable("it contains hooks, or a forward that is not its class's")
     if why := why_unreadable(module):
         raise Unreadable(why)
-    check_weights(module)
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -317,7 +316,7 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
     flat = leaves_of(form.counting(args, kwargs))
     for size in (1, 16):  # also where such a forward would clamp
         flat[segment.x] = size * torch.randn_like(flat[segment.x])
-        with unmoved(module), torch.no_grad():
+        with unmoved(module), torch.no_grad(), autocast_like(module, flat[segment.x]):
             module.eval()
             given = form.call_of(flat, args, kwargs)
             theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat, seen)[0]

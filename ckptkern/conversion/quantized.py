@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from ..frozen import Frozen, why_not
 from ..subclasses import own_dispatch
-from .trace import Unreadable
 
 LIBRARIES = ("bitsandbytes", "torchao")
 LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a wrong scale or layout differs by more
@@ -37,12 +36,23 @@ def why_unreadable(module: nn.Module) -> str:
             return f"a parameter is a {kind.__name__}"
         elif parameter.is_floating_point() and parameter.dtype.itemsize == 1:
             return f"{name} is {parameter.dtype}, whose scale only its module knows; pass ckptkern.Frozen to the op instead"
-    return ""
+    return why_different(module)
 
 
-def in_op(parameter: Tensor) -> Tensor:
-    """A parameter as an op takes it."""
-    return Frozen(parameter) if is_quantised(parameter) else parameter
+def compute_dtype(module: nn.Module) -> torch.dtype | None:
+    """In which bitsandbytes' layer multiplies, if it says so."""
+    found = getattr(module, "compute_dtype", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def autocast_like(module: nn.Module, x: Tensor) -> contextlib.AbstractContextManager:
+    """Where the quantised layers inside multiply in 16 bits and x is float32, as after peft's prepare_model_for_kbit_training: the
+    autocast under which that is trained."""
+    leaves = [m for m in module.modules() if is_quantised(m._parameters.get("weight"))]
+    dtypes = {compute_dtype(m) or Frozen(m.weight).dtype for m in leaves}
+    if x.dtype != torch.float32 or len(dtypes) != 1 or x.dtype in dtypes:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, dtypes.pop())
 
 
 def plain_like(parameter: Tensor) -> Tensor:
@@ -81,19 +91,20 @@ def not_repacked(model: nn.Module) -> Iterator[None]:
             setattr(m, name, True)
 
 
-def check_weights(module: nn.Module) -> None:
-    """Compares the library's own forward of each quantised linear layer inside with the dequantised weight's. Raises Unreadable."""
+def why_different(module: nn.Module) -> str:
+    """Which quantised linear layer inside gives something else than its dequantised weight does, by its library's own forward; ""
+    if none."""
     for path, leaf in module.named_modules():
         weight = leaf._parameters.get("weight")
         if weight is None or not is_quantised(weight) or not isinstance(leaf, nn.Linear):
             continue
-        frozen, dtype = Frozen(weight), getattr(leaf, "compute_dtype", None)
-        x = torch.randn(4, frozen.shape[1], dtype=dtype or frozen.dtype, device=frozen.device).requires_grad_()
-        theirs = leaf(x).detach().double()
-        ours = F.linear(x.detach(), frozen.dequantize(x.dtype), None if leaf.bias is None else leaf.bias.to(x.dtype))
-        error = float((ours.double() - theirs).norm() / theirs.norm().clamp_min(1e-30))
+        frozen, dtype = Frozen(weight), compute_dtype(leaf)
+        x = torch.randn(4, frozen.shape[1], dtype=dtype or frozen.dtype, device=frozen.device)
+        with torch.enable_grad():  # a call without gradients may pack the weight for inference
+            theirs = leaf(x.requires_grad_()).detach().double()
+        bias = None if leaf.bias is None else leaf.bias.detach().to(x.dtype)
+        ours = F.linear(x.detach(), frozen.dequantize(x.dtype), bias).double()
+        error = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
         if not error <= LIKE_TORCH:
-            raise Unreadable(
-                f"the forward of {path or type(leaf).__name__} differs from its dequantised weight's by {error:.1e}: its library "
-                f"multiplies otherwise"
-            )
+            return f"the forward of {path or type(leaf).__name__} differs from its dequantised weight's by {error:.1e}"
+    return ""

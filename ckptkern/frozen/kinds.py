@@ -39,7 +39,7 @@ class Layout(NamedTuple):
 
 class Kind(NamedTuple):
     """dequantized(parts, layout, dtype) -> the whole weight, in `dtype` if the kind can. transient: bytes of temporaries for each of
-    at most AT_ONCE elements."""
+    at most AT_ONCE elements, or for each of all if it is below 1."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
@@ -70,6 +70,14 @@ def transient_bytes(layout: Layout, dtype: torch.dtype) -> int:
     """Bytes of what is alive beside the weight while it is dequantised."""
     kind, numel = KINDS[layout.kind], math.prod(layout.shape[-2:])
     return int(kind.transient * (numel if kind.transient < 1 else min(numel, AT_ONCE)))
+
+
+def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
+    """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
+    if hasattr(data, "quant_state"):
+        state = data.quant_state
+        return state is not None and data.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
+    return data.qdata is parts[0] and data.scale is parts[1]
 
 
 def why_not(data: Any) -> str:
@@ -262,12 +270,12 @@ def _need(package: str) -> None:
         raise ImportError(f"Frozen: a weight of {package} is dequantised by {package}. {advice}")
 
 
-KINDS = {
-    "nf4": Kind(_bitsandbytes, 0.25),  # float32 scales of 64 values, double-quantised ones with temporaries
+KINDS = {  # bytes as measured on a CPU, and a little more
+    "nf4": Kind(_bitsandbytes, 0.25),  # of float32 scales; of all elements, because they are all at once
     "fp4": Kind(_bitsandbytes, 0.25),
-    "int8": Kind(_torchao, 16.0),
-    "intx": Kind(_torchao, 16.0),
-    "float8": Kind(_torchao, 16.0),
-    "block_fp8": Kind(_block_fp8, 12.0),
-    "mxfp4": Kind(_mxfp4, 24.0),
+    "int8": Kind(_torchao, 13),
+    "intx": Kind(_torchao, 7),
+    "float8": Kind(_torchao, 13),
+    "block_fp8": Kind(_block_fp8, 13),
+    "mxfp4": Kind(_mxfp4, 21),
 }
