@@ -2,6 +2,7 @@
 
 from . import errors, memory, nn, storage
 from .conversion import Conversion, convert, register_experts, revert
+from .frozen import Frozen
 from .ops import (
     ACTIVATIONS,
     LoRA,
@@ -37,7 +38,7 @@ from .tools.warm_up import WarmUp, warm_up
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "Frontier", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
+    "ACTIVATIONS", "Conversion", "Frontier", "Frozen", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
     "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "delay_weight_gradients", "dropout",
     "errors", "frontier", "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy",
     "linear_stack", "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts",

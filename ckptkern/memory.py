@@ -97,6 +97,9 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield from dense_parts(part)
     elif tensor.layout == torch.strided:
         yield tensor
+        if state := getattr(tensor, "quant_state", None):  # bitsandbytes keeps its scales beside the tensor
+            for part in (state, state.state2) if state.nested else (state,):
+                yield from (t for t in (part.absmax, part.code, part.offset) if isinstance(t, torch.Tensor))
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -3,7 +3,7 @@
 All ops and modules follow one rule. A tensor of a subclass is
 - read as plain memory if the subclass changes no operation (class Named(torch.Tensor): pass); results have the class that
   torch gives them;
-- handed to the op if the subclass runs any op on the tensors it stands for (TRANSPARENT);
+- handed to the op if the subclass runs any op on the tensors it stands for (TRANSPARENT), as a Frozen weight does;
 - computed with in PyTorch ops, which the subclass handles itself, if it has a __torch_function__ or a __torch_dispatch__
   of its own (DTensor, a quantized weight, a jagged nested tensor). Plain autograd then differentiates an op's and
   decides what is saved, and under backend("triton") an op raises instead. A module calls its submodules under every
@@ -26,6 +26,7 @@ TRANSPARENT = frozenset((
     "torch._subclasses.fake_tensor.FakeTensor",
     "torch._subclasses.functional_tensor.FunctionalTensor",
     "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+    "ckptkern.frozen.tensor.Frozen",
 ))  # fmt: skip
 
 _UNCHANGED = (

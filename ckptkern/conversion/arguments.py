@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..frozen import Frozen, is_made_of
+from ..subclasses import PLAIN
 from .computed import Computed
 from .leaves import Probability, Weight
+from .quantized import compute_dtype
 from .reading import Argument, Rows, Table
 
 
@@ -47,10 +50,34 @@ class Parameter:
     parameters: dict[str, Tensor]
     name: str
     form: str
+    owner: nn.Module
+    frozen: tuple[Tensor, Frozen] | None = None  # of a quantised one, with what stands for it in an op
 
     def __call__(self, call: Call) -> Tensor:
         value = self.parameters[self.name]
+        if type(value) not in PLAIN and self.hold():
+            value = self.frozen[1]
         return value if not self.form else value.t() if self.form == "t" else value + 1
+
+    def hold(self) -> bool:
+        """Makes what stands for a quantised parameter, if it is not held yet."""
+        value = self.parameters[self.name]
+        if self.frozen is None or self.frozen[0] is not value or self.is_stale(value):
+            self.frozen = value, Frozen(value, dtype=compute_dtype(self.owner))
+        return True
+
+    def is_stale(self, value: Tensor) -> bool:
+        """Has its library put other tensors into it, or its module another dtype?"""
+        held = self.frozen[1]
+        return not is_made_of(value, held.parts) or held.dtype != (compute_dtype(self.owner) or held.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"frozen": None}
+
+
+Parameter.hold._dynamo_marked_constant = (
+    True  # torch.compile calls it once, and its graph takes what is held as an input
+)
 
 
 @dataclass
@@ -135,7 +162,7 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
     """How to get the live value of a template; None for a constant."""
     if isinstance(value, Weight):
         owner, name = look_up(module, value.path)
-        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form)
+        return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form, owner)
     if isinstance(value, Rows):
         return ParameterRows(getter(module, value.weight), value.part, value.count)
     if isinstance(value, Argument):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .quantized import as_linear, plain_like
 from .trace import plain_attributes
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
@@ -60,6 +61,7 @@ def unmoved(module: nn.Module) -> Iterator[None]:
 
 def _random_like(parameter: Tensor) -> Tensor:
     """In float32 at least. Scores and activations are of order 1, so that a wrong scale shows."""
+    parameter = plain_like(parameter)
     if not parameter.is_floating_point():
         return parameter.detach()
     dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -84,11 +86,13 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
             for name, p in parameters.items():
                 if p is not None:
                     if id(p) not in made:
-                        made[id(p)] = nn.Parameter(_random_like(p), p.is_floating_point())
+                        random_ = _random_like(p)
+                        made[id(p)] = nn.Parameter(random_, random_.is_floating_point())
                     m._parameters[name] = made[id(p)]
             for name, b in buffers.items():
                 m._buffers[name] = wide(b)
-        yield
+        with as_linear(module.modules()):
+            yield
     finally:
         for m, parameters, buffers in before:
             m._parameters.update(parameters)

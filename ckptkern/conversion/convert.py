@@ -20,7 +20,6 @@ from ..extras import missing
 from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
-from ..subclasses import own_dispatch
 from . import masks
 from .alike import Checked
 from .around import Around, around, general, is_layer, is_marked
@@ -31,6 +30,7 @@ from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .groups import group_layers
 from .heads import Heads, Losses, scalars
 from .layouts import is_experts
+from .quantized import not_repacked, why_unreadable
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
@@ -86,11 +86,12 @@ def capture(
 
 def captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
     """`capture`, with padding masks as they are given where the model's layers take them so."""
-    if masks.adopt(model):
-        with contextlib.suppress(Exception):  # a model that does not take them
-            return capture(model, args, kwargs)
-        masks.give_back(model)
-    return capture(model, args, kwargs)
+    with not_repacked(model):
+        if masks.adopt(model):
+            with contextlib.suppress(Exception):  # a model that does not take them
+                return capture(model, args, kwargs)
+            masks.give_back(model)
+        return capture(model, args, kwargs)
 
 
 def count_hooks(module: nn.Module) -> int:
@@ -261,7 +262,7 @@ class _Conversion:
             if kind is nn.Sequential and (found := self.runs(name, module)):
                 return found
             if is_block(name, module) and (why := why_general(module)):
-                row.replaced_by, row.reason = "checkpoint", f"{why}: {reason}"
+                row.replaced_by, row.reason = "checkpoint", why if why == str(reason) else f"{why}: {reason}"
                 return Found(
                     [row], lambda: self.bind(row, general(module, self.mlp, calls[0]), without_caches(*calls[0]))
                 )
@@ -315,9 +316,8 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
 
 def why_general(module: nn.Module) -> str:
     """Why a layer that is no fused op is run as an activation checkpoint; "" for one that is only unknown."""
-    kind = own_dispatch(list(module.parameters()))
-    if kind is not None:
-        return f"a parameter is a {kind.__name__}"
+    if why := why_unreadable(module):
+        return why
     if any(parametrize.is_parametrized(m) for m in module.modules()):
         return "a weight is parametrized"
     # not vectors alone, such as a router's correction, which no gradient trains
@@ -395,7 +395,7 @@ def convert(
     before = saved_by_all(model, example_inputs, example_kwargs)
     calls, hooked, heads = captured(model, example_inputs, example_kwargs) if given else ({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    with progress("convert", len(places)) as shown:
+    with not_repacked(model), progress("convert", len(places)) as shown:
         conversion = _Conversion(
             recompute, workspace, include, exclude, calls, hooked, heads, Shards(model),
             lambda name: shown(name, places[name]), otherwise,

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_flatten
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
-from ..subclasses import own_dispatch
 from .alike import Checked, call_kinds
 from .arguments import named, templates
 from .binding import Fused, Segment, is_cache
@@ -30,6 +29,7 @@ from .layouts import experts_layout, is_experts, parts_of
 from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
+from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Reading
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 from .unread import Probabilities, are_probabilities
@@ -43,9 +43,8 @@ def check_candidate(module: nn.Module) -> None:
         raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
         raise Unreadable("it contains hooks, or a forward that is not its class's")
-    kind = own_dispatch(list(module.parameters()))
-    if kind is not None:
-        raise Unreadable(f"a parameter is a {kind.__name__}")
+    if why := why_unreadable(module):
+        raise Unreadable(why)
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -317,7 +316,7 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
     flat = leaves_of(form.counting(args, kwargs))
     for size in (1, 16):  # also where such a forward would clamp
         flat[segment.x] = size * torch.randn_like(flat[segment.x])
-        with unmoved(module), torch.no_grad():
+        with unmoved(module), torch.no_grad(), autocast_like(module, flat[segment.x]):
             module.eval()
             given = form.call_of(flat, args, kwargs)
             theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat, seen)[0]

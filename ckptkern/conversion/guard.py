@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..nn.unmodified import collects_first, dormant, untouched
 from ..subclasses import PLAIN
+from .quantized import is_quantised
 from .trace import PLAIN_VALUES, plain_attributes
 
 OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes
@@ -100,6 +101,7 @@ class Watch:
         held = {id(value): (value, inside(value)) for _, _, value in self.objects}
         self.contents = [(value, copy.copy(now)) for value, now in held.values() if now]
         self.ties = ties_of(module)
+        self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p))
         self.compared: Compared | None = None
 
     @staticmethod
@@ -169,7 +171,7 @@ class Watch:
             and (not any(hooks) or all(map(dormant, filter(None, hooks))))
             and (not any(given) or all(map(collects_first if collects else dormant, given)))
             and [get(d) for get, d in settings] == values
-            and PLAIN.issuperset(map(type, flat(parameters)))
+            and self.kinds.issuperset(map(type, flat(parameters)))
             and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
             and contents == held
             and [d.get(name) for d, name in containers] == were

@@ -18,7 +18,8 @@ from .registration.functions import build
 from .registration.gradients import by_chunks, main_grad_of, token_chunks
 from .registration.needs import flags, needed
 from .registration.op import Op
-from .registration.rows import cast_parameter, rows_2d, unflattened
+from ..frozen import Frozen
+from .registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
 
 INDEX, W = 1, 3
 PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias")
@@ -81,12 +82,18 @@ class ExpertsSums:
 
 class ExpertsBranch:
     """The experts of one call, for any rows of tokens. parameters: gate_up_weight, gate_up_bias, down_weight, down_bias; o:
-    ExpertsOptions, or what has its fields; dtype: that of the rows."""
+    ExpertsOptions, or what has its fields; dtype: that of the rows; holds: are Frozen weights held, None to find out
+    (`beside_frozen`)? If not, PyTorch ops run, which dequantise one expert at a time."""
 
-    def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype):
+    def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype, holds: bool | None = None):
+        if holds is None:
+            o, holds = beside_frozen(parameters, o, dtype)
+        o = o if holds else o._replace(backend="eager")
         self.p, self.o, self.dtype = primitives(o.backend), o, dtype
         self.named = dict(zip(PARAMETERS, parameters, strict=True))
-        self.w, self.b, self.wd, self.bd = (cast_parameter(t, dtype) for t in parameters)
+        self.w, self.b, self.wd, self.bd = (
+            t.to(dtype) if type(t) is Frozen and not holds else cast_parameter(t, dtype) for t in parameters
+        )
 
     def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
         """{"y": of x [rows, d]}, and if backward does not recompute it "gu", with a row for each of x's. gu: it, in
@@ -201,7 +208,7 @@ class Experts(Op):
         x, index, s, *parameters = tensors
         rows, index, s = rows_2d(x), rows_2d(index), rows_2d(s)
         branch = ExpertsBranch(parameters, o, x.dtype)
-        chunks = _token_chunks(o, rows.shape[0], index.shape[1], branch.wd, x)
+        chunks = _token_chunks(branch.o, rows.shape[0], index.shape[1], branch.wd, x)
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
@@ -219,7 +226,7 @@ class Experts(Op):
         (T, top_k), gus = weights.shape, saved.get("gu")
         need = {name for name, one in zip(("x", "index", "s", *PARAMETERS), flags(needs, 7), strict=True) if one}
         branch = ExpertsBranch(parameters, o, dtype)
-        chunks = _token_chunks(o, T, top_k, branch.wd, dy)
+        chunks = _token_chunks(branch.o, T, top_k, branch.wd, dy)
         sums = ExpertsSums(branch, need, len(chunks))
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:

@@ -255,6 +255,7 @@ def _recomputed(
             f = sublayer.branch(core)
             mid = unflattened(sublayer.output(f), x)
             f = f if reads_branch(one, needed_names(type(t), own)) else None
+        sublayer.drop_held()
         cores.append((sublayer, core, f))
     return mid, cores
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..frozen import Frozen
 from ..memory import dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
@@ -211,7 +212,7 @@ class Store:
         )
 
     def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor):
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        if isinstance(tensor, (torch.nn.Parameter, Frozen)) or isinstance(tensor._base, torch.nn.Parameter):
             return _stay(tensor)
         if is_traceable_wrapper_subclass(tensor):
             return _Parts(tensor, functools.partial(self._pack, runs))

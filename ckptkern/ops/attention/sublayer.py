@@ -78,8 +78,11 @@ class AttentionForward(Sublayer):
 
     index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
 
-    def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False):
-        super().__init__(x, t, o, shares=shares)
+    def __init__(
+        self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False, holds: bool | None = None
+    ):
+        super().__init__(x, t, o, shares=shares, holds=holds)
+        o = self.o
         self.B, self.S = batch_and_rows(x)
         self.D = head_dim(t, o)
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
@@ -104,8 +107,8 @@ class AttentionForward(Sublayer):
         t, o, core = group_of(self.t, self.o, self.core, index, count)
         if self.key_value is not None:
             t = t._replace(key_value=self.key_value.view(t.key_value.shape))
-        made = type(self)(self.x.view(*self.lead, self.x.shape[1]), t, o, shares=self.shares)
-        made.index, made.count, made.core, made.angles = index, count, core, self.angles
+        made = type(self)(self.x.view(*self.lead, self.x.shape[1]), t, o, shares=self.shares, holds=self.holds)
+        made.index, made.count, made.core, made.angles, made.held = index, count, core, self.angles, self.held
         made.division = self.division
         made.projections = projections(self.t, self.o, index, count)
         return made

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ... import eager, state
+from ...frozen import Frozen
 from ...subclasses import PLAIN
 from ..dispatch.choices import choose_mode, primitives
 from ..registration.gradients import main_grad_of, token_chunks
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .checks import check_targets
 from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply
 from .statistics import Sums, TokenResults
@@ -26,7 +27,7 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
     eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
     if (
         o.recompute == "full" or o.results != ("loss",) or o.group or torch.compiler.is_compiling() or x.is_meta
-        or choose_mode("full") != "full" or not torch.is_grad_enabled() or not PLAIN.issuperset(map(type, (x, w, b, target)))
+        or choose_mode("full") != "full" or not torch.is_grad_enabled() or not PLAIN.union((Frozen,)).issuperset(map(type, (x, w, b, target)))
         or torch._C._are_functorch_transforms_active()
     ):  # fmt: skip
         return False
@@ -92,6 +93,7 @@ def loss_and_gradients(
     """(the sum of the losses, and of its gradients times the unit: of x in its dtype, of w and b in float32)."""
     x, w, b, target, class_weight = tensors
     p, rows, target, (V, d) = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape
+    o, _ = beside_frozen((w,), o, x.dtype)
     check_targets(target, V, o.ignore_index)
     w, b, wide, M = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype), len(rows)
     weights = cast_parameter(class_weight, wide)

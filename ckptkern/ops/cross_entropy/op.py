@@ -15,7 +15,7 @@ from ..registration.functions import build
 from ..registration.gradients import by_chunks, main_grad_of, token_chunks
 from ..registration.needs import flags, needed
 from ..registration.op import Op
-from ..registration.rows import cast_parameter, rows_2d, unflattened
+from ..registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
 from .checks import NAME, check_equal_shards, check_targets
 from .logits import reference_logits, results_of_logits
 from .statistics import Sums, as_rows, gathered, of_rows, top_of
@@ -77,6 +77,7 @@ class LinearCrossEntropy(Op):
     def forward(tensors, o):
         x, w, b, target, class_weight = tensors
         p, rows, target, V = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape[0]
+        o, _ = beside_frozen((w,), o, x.dtype)
         w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype)
         head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start, o.precision)
         all_weights = cast_parameter(class_weight, wide)
@@ -129,6 +130,7 @@ class LinearCrossEntropy(Op):
         need_dx, need_dw, need_db = flags(needs, 3)
         dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
+        o, _ = beside_frozen((w,), o, dtype)
         w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
         gradients = sums.gradients(of_rows(dy, o.results), lse, saved.get("entropy"))

@@ -22,7 +22,8 @@ from ... import eager
 from ..dispatch.choices import primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
 from ..registration.late import arrived, is_late
-from ..registration.rows import cast_parameter, row_count
+from ...frozen import Frozen
+from ..registration.rows import beside_frozen, cast_parameter, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
@@ -59,15 +60,23 @@ def saves(gated: bool, o: Any) -> tuple[str, ...]:
 
 class MLPBranch:
     """One call. t: gate_weight (None: not gated), up_weight, down_weight, their biases, rng and what `low_rank` reads, by name;
-    o: BranchOptions' fields and what `low_rank` reads."""
+    o: BranchOptions' fields and what `low_rank` reads; holds: are Frozen weights held, None to find out (`beside_frozen`)?
 
-    def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype):
+    Step by step means that no kernel forms several matmuls at once, as low-rank updates need, and Frozen weights that are not
+    held.
+    """
+
+    def __init__(self, t: Any, o: Any, rows: int, dtype: torch.dtype, holds: bool | None = None):
+        if holds is None:
+            o, holds = beside_frozen((t.gate_weight, t.up_weight, t.down_weight), o, dtype)
+        self.holds = holds
         self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
         self.copies: dict[str, Tensor] = {}
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
         self.gated = t.gate_weight is not None
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS} if o.lora else {}
+        self.by_step = bool(self.updates) or not holds
 
     def inner(self) -> tuple[Tensor | None, ...]:
         """Weight and bias of each layer that reads x, in the compute dtype."""
@@ -75,8 +84,15 @@ class MLPBranch:
         return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
     def parameter(self, name: str) -> Any:
-        """In the compute dtype, cast once for all chunks and matmuls."""
+        """In the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for the caller alone."""
         parameter = getattr(self.t, name)
+        if type(parameter) is Frozen:
+            if name in self.copies:
+                return self.copies[name]
+            made = parameter.dequantize(self.dtype)
+            if self.holds:
+                self.copies[name] = made
+            return made
         if parameter is None or parameter.dtype is self.dtype:
             return parameter
         if name not in self.copies:
@@ -94,7 +110,7 @@ class MLPBranch:
     def hidden(self, x: Tensor, start: int, save: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """(h, [z] or [g, u], None unless `save`)."""
         o = self.o
-        if self.updates:
+        if self.by_step:
             before = [self.linear(layer, x, start) for layer in self.first]
             return self.activated(before, start), before
         arguments = x, *self.inner(), o.activation, o.precision
@@ -140,20 +156,22 @@ class MLPBranch:
 
     def row_bytes(self) -> int:
         """Of a row's transient tensors in either pass."""
-        if self.updates:
-            return self.low_rank_bytes()
+        if self.by_step:
+            return self.bytes_by_step()
         return backward_bytes(
             *self.t.up_weight.shape, self.t.down_weight.shape[0], self.dtype, self.t.up_weight.is_cuda, self.gated,
             self.t.rng is not None, self.o.backend, self.o.activation,
         )  # fmt: skip
 
-    def low_rank_bytes(self) -> int:
-        """`backward_bytes` with low-rank updates."""
+    def bytes_by_step(self) -> int:
+        """`backward_bytes` step by step."""
         hidden, features = self.t.up_weight.shape
         widest = max(features, self.t.down_weight.shape[0])
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
-        if self.o.lora_dtype.itemsize > self.dtype.itemsize:  # copies of dy and x for the updates' gradients
+        if (
+            self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
+        ):  # copies of dy and x for the updates' gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
         return row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
 
@@ -219,7 +237,7 @@ class MLPBranch:
         if behind and self.gated and not saved and is_late(dy):  # else one kernel may recompute and read dy
             h, before = self.hidden(x, start, save=True)
             dy = arrived(dy)
-        if behind and not self.updates:
+        if behind and not self.by_step:
             # relu's own result tells what z would
             before = [h] if not before and h is not None else before
             gradients, h, parts = self.fused_gradients(dy, x, before, h, start, sums)

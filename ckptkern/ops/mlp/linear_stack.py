@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ... import eager
+from ...frozen import Frozen
 from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks
 from ..registration.needs import needed
 from ..registration.op import Op
-from ..registration.rows import cast_parameter, row_count, rows_2d, unflattened
+from ..registration.rows import beside_frozen, cast_parameter, row_count, rows_2d, unflattened
 
 X = 0
 
@@ -31,10 +32,15 @@ def _cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tens
     return [cast_parameter(t, dtype) for t in tensors]
 
 
+def _plain(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The weights, the Frozen ones dequantised."""
+    return [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
+
+
 def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
     """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
     L = len(weights)
-    packed = p.pack_stack(weights, [b for b in biases if b is not None], width, rows.dtype)
+    packed = p.pack_stack(_plain(weights, rows.dtype), [b for b in biases if b is not None], width, rows.dtype)
     dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
     dws = [
         dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -92,11 +98,12 @@ class LinearStack(Op):
     @staticmethod
     def forward(tensors, o):
         x, weights, biases = _split(tensors)
+        o, _ = beside_frozen(weights, o, x.dtype)
         p, rows, saves, saved = primitives(o.backend), rows_2d(x), LinearStack.saves(o), {}
         width = _narrow_width(o, x, weights)
         save_bits = "bits" in saves
         if width is not None:
-            packed = p.pack_stack(weights, [b for b in biases if b is not None], width, x.dtype)
+            packed = p.pack_stack(_plain(weights, x.dtype), [b for b in biases if b is not None], width, x.dtype)
             last = weights[-1].shape[0]
             y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
             return unflattened(y, x), saved
@@ -119,6 +126,7 @@ class LinearStack(Op):
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, weights, biases = _split(tensors)
+        o, _ = beside_frozen(weights, o, dy.dtype)
         p, L, activation, precision = primitives(o.backend), o.layers, o.activation, o.precision
         bits, hidden = saved.get("bits"), [t for name, t in saved.items() if name != "bits"]
         M = row_count(dy)

@@ -82,7 +82,7 @@ class MLPSublayer(Sublayer):
 
     def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
         super().__init__(x, t, o)
-        self.branch = MLPBranch(t, o, self.x.shape[0], o.dtype)
+        self.branch = MLPBranch(t, self.o, self.x.shape[0], o.dtype, self.holds)
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once."""

@@ -154,9 +154,9 @@ class MoESublayer(Sublayer):
 
     def __init__(self, x: Tensor, t: MoETensors, o: MoEOptions):
         super().__init__(x, t, o)
-        self.experts = ExpertsBranch([getattr(t, name) for name in PARAMETERS], o, o.dtype)
+        self.experts = ExpertsBranch([getattr(t, name) for name in PARAMETERS], self.o, o.dtype, self.holds)
         own = shared_of(t)
-        self.shared = None if own is None else MLPBranch(own, o, self.x.shape[0], o.dtype)
+        self.shared = None if own is None else MLPBranch(own, self.o, self.x.shape[0], o.dtype, self.holds)
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once."""

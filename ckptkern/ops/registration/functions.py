@@ -15,7 +15,7 @@ backward that is also what this pass does not ask for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from ... import state
+from ...frozen import Frozen, only_frozen
 from ...state import Observed
-from ...subclasses import own_dispatch
+from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
 from .delayed import Delayed, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing, waits_by_hand
@@ -55,6 +56,14 @@ _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), i
 def _traced(x: Tensor) -> bool:
     """Does x stand for others: of a graph that is compiled, or of a batch?"""
     return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
+
+
+def observed(tensors: Sequence[Tensor | None]) -> int:
+    """What `state.observe` sees of the tensors. A Frozen needs no dispatch: an op's body dequantises it."""
+    seen = state.observe(tensors)
+    if seen & _SUBCLASS and only_frozen(tensors, PLAIN.__contains__):
+        seen &= ~_SUBCLASS
+    return seen
 
 
 class _Bodies:
@@ -109,7 +118,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     if tensors[0] is None:
         tensors[0] = op.missing_input(dy, tensors, options)
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
-    variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point()]
+    variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point() and type(t) is not Frozen]
 
     def filled(places, values) -> list[Tensor | None]:
         by_place = dict(zip(places, values, strict=True))
@@ -182,7 +191,7 @@ def _gradients(registered: Registered, second_order: type):
                 op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
-            seen = _OBSERVED if torch.compiler.is_compiling() else state.observe((dy, *flat))
+            seen = _OBSERVED if torch.compiler.is_compiling() else observed((dy, *flat))
             if runs_directly(seen):
                 return direct_backward(op, dy, flat, options, needs, seen)
             tensors, saved = call_of(op, flat, options)
@@ -279,7 +288,7 @@ def _in_parts(
 
     upstream: the gradients of the results, None where there is none; dy: the first, of zeros then."""
     wanted, by_hand = asked(needs, flat), waits_by_hand()
-    seen = state.observe((dy, *flat))
+    seen = observed((dy, *flat))
     if by_hand is not None and not any(map(by_hand.takes, flat)):
         by_hand = None
     limit = torch.inf if by_hand else stash_limit(_codec.values_of(options, "workspace"))
@@ -386,7 +395,7 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
 
     def apply(options, *tensors) -> Any:
         compiling = torch.compiler.is_compiling()
-        seen = 0 if compiling else state.observe(tensors)
+        seen = 0 if compiling else observed(tensors)
         if (compiling or seen & _SUBCLASS) and (kind := own_dispatch(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
@@ -403,7 +412,7 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
             return returned(op, options, functional.apply(options, needs, *_distinct(tensors)))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
-            seen = state.observe(tensors)
+            seen = observed(tensors)
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
         return apply_eager((options if needs else for_inference(options), needs, seen), *tensors)
 

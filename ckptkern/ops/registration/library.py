@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from ...frozen import regrouped
 from ..dispatch.choices import read_precision
 from . import codec as _codec
 from .gradients import without_main_grad
@@ -67,20 +68,20 @@ def register(op: type[Op]) -> Registered:
 
     def forward(tensors, *lists):
         with torch._C._DisableAutocast():
-            return run_forward(op, tensors, options_of(lists))
+            return run_forward(op, regrouped(tensors, lists[2]), options_of(lists))
 
     def backward(dy, tensors, saved, *lists_and_needs):
         *lists, needs = lists_and_needs
         options = options_of(lists)
         with torch._C._DisableAutocast():
             made = dict(zip(names_of_saved(op, options), saved, strict=True))
-            grads = op.backward(dy, without_main_grad(tensors), made, options, joined(needs))
+            grads = op.backward(dy, without_main_grad(regrouped(tensors, lists[2])), made, options, joined(needs))
             return [dy.new_empty(0) if g is None else g for g in grads]
 
     def forward_on_meta(tensors, *lists):
         options = _codec.unpack(layout, lists)
         with torch._C._DisableAutocast():
-            y, made = op.forward(_on_meta(tensors), _in_torch_ops(options))
+            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), _in_torch_ops(options))
             return results_of(op, options, y, op.made_on_meta(tensors[0], made, options))
 
     def backward_on_meta(dy, tensors, saved, *lists_and_needs):
@@ -89,7 +90,7 @@ def register(op: type[Op]) -> Registered:
         (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
         with torch._C._DisableAutocast():
             made = dict(zip(names_of_saved(op, options), saved, strict=True))
-            return op.backward(dy, tensors, made, options, joined(needs))
+            return op.backward(dy, regrouped(tensors, lists[2]), made, options, joined(needs))
 
     for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):
         name = packet.default._schema.name

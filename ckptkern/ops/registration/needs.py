@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import state
+from ...frozen import Frozen
 
 _WORD = 62
 
@@ -70,7 +71,9 @@ def joined(words: Sequence[int]) -> int:
 
 def present(tensors) -> int:
     """needs that ask for everything that can have a gradient."""
-    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point())
+    return sum(
+        1 << i for i, t in enumerate(tensors) if t is not None and t.is_floating_point() and type(t) is not Frozen
+    )
 
 
 def wanted(tensors) -> int:

@@ -21,7 +21,8 @@ from ...errors import ShapeError
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import primitives
 from ..registration.gradients import by_chunks, token_chunks
-from ..registration.rows import cast_parameter, rows_2d
+from ...frozen import Frozen, viewed
+from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 from .lora import drops
 from .samples import Samples, at_samples, check_vectors, sample_shape
@@ -53,13 +54,16 @@ class Sublayer:
     """What a sublayer computes around its branch, for one input x [..., d]. t: its tensors, o: its options.
 
     shares: caches each parameter's copy in the compute dtype until its `last` use, as a backward asks for. first_row,
-    is_part: of a chunk of x's rows, whose gradients of parameters are added to those of others.
+    is_part: of a chunk of x's rows, whose gradients of parameters are added to those of others. holds: are Frozen weights held,
+    None to find out (`beside_frozen`)?
     """
 
     first_row, is_part = 0, False
 
-    def __init__(self, x: Tensor, t: Any, o: Any, *, shares: bool = False):
-        self.shares, self.copies = shares, {}
+    def __init__(self, x: Tensor, t: Any, o: Any, *, shares: bool = False, holds: bool | None = None):
+        if holds is None:
+            o, holds = beside_frozen(t, o, o.dtype)
+        self.shares, self.copies, self.holds, self.held = shares, {}, holds, {}
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.wide = torch.promote_types(x.dtype, o.dtype)
@@ -81,12 +85,29 @@ class Sublayer:
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
         """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it."""
+        if type(parameter) is Frozen:
+            return self.dequantized(parameter, dtype or self.o.dtype)
         key = id(parameter), dtype or self.o.dtype
         _, copy = self.copies.pop(key, (None, None))
         copy = cast_parameter(parameter, key[1]) if copy is None else copy
         if self.shares and not last and copy is not parameter:
             self.copies[key] = parameter, copy  # held too: another tensor may get the id of one that is gone
         return copy
+
+    def dequantized(self, weight: Frozen, dtype: torch.dtype) -> Tensor:
+        """Of the sublayer's weights and their parts: from the whole one, which is held for the pass; or, if it is not, a Frozen, which
+        each matmul that reads it dequantises."""
+        if not self.holds:
+            return weight.to(dtype)
+        whole, views = weight.whole()
+        key = id(whole.parts[0]), dtype
+        if key not in self.held:
+            self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
+        return viewed(self.held[key][1], views)
+
+    def drop_held(self) -> None:
+        """Frees the dequantised weights: what comes next has a workspace of its own."""
+        self.held.clear()
 
     def casting(self, *, last: bool) -> Callable[[Tensor | None, torch.dtype], Tensor | None]:
         """`cast` in place of `cast_parameter`, for the op of a branch."""

@@ -1,0 +1,110 @@
+"""Quantised weights of the libraries that convert reads: what stands for them in a fused call, while a module is checked, and what
+keeps a module from being fused.
+
+Frozen tells which weights can be dequantised. A layer whose own forward does something else with its weight, such as quantising
+its input, is not fused: its forward is compared with the dequantised weight's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..frozen import Frozen, why_not
+from ..subclasses import own_dispatch
+
+LIBRARIES = ("bitsandbytes", "torchao")
+LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a wrong scale or layout differs by more
+
+
+def is_quantised(parameter: object) -> bool:
+    """Is it a quantised weight of a library that Frozen knows?"""
+    return type(parameter).__module__.partition(".")[0] in LIBRARIES
+
+
+def why_unreadable(module: nn.Module) -> str:
+    """Which of its parameters no op takes, and why; "" if none."""
+    for name, parameter in module.named_parameters():
+        if is_quantised(parameter):
+            if reason := why_not(parameter):
+                return f"{name} is a {type(parameter).__name__}. {reason}"
+        elif kind := own_dispatch((parameter,)):
+            return f"a parameter is a {kind.__name__}"
+        elif parameter.is_floating_point() and parameter.dtype.itemsize == 1:
+            return f"{name} is {parameter.dtype}, whose scale only its module knows; pass ckptkern.Frozen to the op instead"
+    return why_different(module)
+
+
+def compute_dtype(module: nn.Module) -> torch.dtype | None:
+    """In which bitsandbytes' layer multiplies, if it says so."""
+    found = getattr(module, "compute_dtype", None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def autocast_like(module: nn.Module, x: Tensor) -> contextlib.AbstractContextManager:
+    """Where the quantised layers inside multiply in 16 bits and x is float32, as after peft's prepare_model_for_kbit_training: the
+    autocast under which that is trained."""
+    leaves = [m for m in module.modules() if is_quantised(m._parameters.get("weight"))]
+    dtypes = {compute_dtype(m) or Frozen(m.weight).dtype for m in leaves}
+    if x.dtype != torch.float32 or len(dtypes) != 1 or x.dtype in dtypes:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, dtypes.pop())
+
+
+def plain_like(parameter: Tensor) -> Tensor:
+    """An empty plain tensor of the weight that a quantised one stands for; any other as it is."""
+    if not is_quantised(parameter):
+        return parameter
+    frozen = Frozen(parameter)
+    return torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
+
+
+@contextlib.contextmanager
+def as_linear(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Those of bitsandbytes compute as nn.Linear for a while, whose subclass they are, because theirs take no other weights."""
+    changed = [(m, type(m)) for m in modules if is_quantised(m) and isinstance(m, nn.Linear)]
+    for m, _ in changed:
+        m.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for m, kind in changed:
+            m.__class__ = kind
+
+
+@contextlib.contextmanager
+def not_repacked(model: nn.Module) -> Iterator[None]:
+    """Keeps bitsandbytes from packing weights anew for inference, which it does in place in a call without gradients on a CPU with
+    AVX512-BF16: training cannot read them then."""
+    name = "support_avx512bf16_for_cpu"
+    changed = [m for m in model.modules() if m.__dict__.get(name)]
+    for m in changed:
+        setattr(m, name, False)
+    try:
+        yield
+    finally:
+        for m in changed:
+            setattr(m, name, True)
+
+
+def why_different(module: nn.Module) -> str:
+    """Which quantised linear layer inside gives something else than its dequantised weight does, by its library's own forward; ""
+    if none."""
+    for path, leaf in module.named_modules():
+        weight = leaf._parameters.get("weight")
+        if weight is None or not is_quantised(weight) or not isinstance(leaf, nn.Linear):
+            continue
+        frozen, dtype = Frozen(weight), compute_dtype(leaf)
+        x = torch.randn(4, frozen.shape[1], dtype=dtype or frozen.dtype, device=frozen.device)
+        with torch.enable_grad():  # a call without gradients may pack the weight for inference
+            theirs = leaf(x.requires_grad_()).detach().double()
+        bias = None if leaf.bias is None else leaf.bias.detach().to(x.dtype)
+        ours = F.linear(x.detach(), frozen.dequantize(x.dtype), bias).double()
+        error = float((ours - theirs).norm() / theirs.norm().clamp_min(1e-30))
+        if not error <= LIKE_TORCH:
+            return f"the forward of {path or type(leaf).__name__} differs from its dequantised weight's by {error:.1e}"
+    return ""

@@ -1,0 +1,242 @@
+"""convert of layers with quantised weights, with and without LoRA: fused where the library multiplies by the dequantised weight,
+and a checkpoint with the reason where it does something else."""
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern import Frozen
+from ckptkern.conversion import quantized
+from ckptkern.memory import saved_tensors
+
+DIM = 64
+IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def linear4bit(linear, **options):
+    nn_ = pytest.importorskip("bitsandbytes").nn
+    made = nn_.Linear4bit(
+        linear.in_features,
+        linear.out_features,
+        linear.bias is not None,
+        compute_dtype=linear.weight.dtype,
+        quant_type="nf4",
+    )
+    made.weight = nn_.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", **options).to("cpu")
+    made.bias = linear.bias
+    return made
+
+
+def of_torchao(linear, config="Int8WeightOnlyConfig"):
+    quantization = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(linear, getattr(quantization, config)())
+    return linear
+
+
+def llama(quantise, adapts=True, dtype=torch.float32):
+    """A small Llama of transformers whose layers have quantised weights, and peft's LoRA on them."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=DIM, intermediate_size=2 * DIM, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    for name, linear in list(model.model.named_modules()):
+        if isinstance(linear, nn.Linear):
+            model.model.set_submodule(name, quantise(linear))
+    if adapts:
+        peft = pytest.importorskip("peft")
+        model.is_loaded_in_4bit = quantise is linear4bit
+        targets = [name for name in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def step(model):
+    """(loss, saved bytes, gradients)."""
+    model.zero_grad()
+    with saved_tensors(model) as saved:
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return loss, saved.bytes, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("quantise", "adapts"), [(linear4bit, True), (of_torchao, False)])
+def test_a_llama_with_quantised_weights(quantise, adapts):
+    """The same step, and what is saved is no more than of the same model with dense weights."""
+    model = llama(quantise, adapts)
+    before = {name: one for name, one in model.state_dict().items()}
+    loss, _, grads = step(model)
+    conversion = ckptkern.convert(model, input_ids=IDS, labels=IDS, use_cache=False)
+    layers = [row for row in conversion.rows if row.kind == "LlamaDecoderLayer"]
+    assert [row.replaced_by for row in layers] == ["transformer_layer"] * 2
+    loss_, saved, grads_ = step(model)
+    torch.testing.assert_close(loss_, loss)
+    assert grads_.keys() == grads.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(grads_[name], grad, rtol=1e-3, atol=1e-5)
+    assert all(model.state_dict()[name] is not None for name in before) and len(before) == len(model.state_dict())
+    dense = llama(lambda linear: linear, adapts)
+    if not adapts:
+        dense.model.layers.requires_grad_(False)
+    ckptkern.convert(dense, input_ids=IDS, labels=IDS, use_cache=False)
+    assert saved == step(dense)[1]
+
+
+def kbit():
+    """As peft's prepare_model_for_kbit_training leaves it: quantised layers compute in bfloat16, all else is float32."""
+    model = llama(linear4bit, dtype=torch.bfloat16)
+    for name, module in model.named_modules():
+        if not isinstance(module, type(linear4bit(nn.Linear(2, 2)))):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.float()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "autocast"), [(functools.partial(llama, linear4bit, dtype=torch.bfloat16), False), (kbit, True)]
+)
+def test_in_16_bits(make, autocast):
+    """Within twice the error of the library's own step, against a step in float32."""
+    exact = make().float()
+    for layer in exact.modules():
+        if hasattr(layer, "compute_dtype"):
+            layer.compute_dtype = torch.float32
+    exact, model = step(exact)[2], make()
+
+    def error(grads):
+        return sum(float((grads[name].float() - one).norm()) for name, one in exact.items())
+
+    context = functools.partial(torch.autocast, "cpu", torch.bfloat16, autocast)
+    with context():
+        theirs = error(step(model)[2])
+    conversion = ckptkern.convert(model, input_ids=IDS, labels=IDS, use_cache=False)
+    assert sum(row.replaced_by == "transformer_layer" for row in conversion.rows) == 2
+    with context():
+        ours = step(model)[2]
+    assert conversion.calls["fused"] and not conversion.calls["original"]
+    assert error(ours) <= 2 * theirs
+
+
+class MLP(nn.Module):
+    def __init__(self, quantise=lambda linear: linear, bias=False):
+        super().__init__()
+        self.up, self.down = (quantise(nn.Linear(DIM, DIM, bias)) for _ in range(2))
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Twice(nn.Linear):
+    """A library whose forward does something else with its weight."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Quantised(nn.Linear):
+    """As transformers' FP8Linear: a float8 weight, whose scale only the module applies, and plain weights as nn.Linear does."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * (1 if self.weight.itemsize > 1 else 0.5))
+
+
+def float8(linear):
+    made = Quantised(DIM, DIM, bias=False)
+    made.weight = nn.Parameter(linear.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+    return made
+
+
+def twice(linear):
+    made = of_torchao(linear)
+    made.__class__ = Twice
+    return made
+
+
+def linear8bit(linear):
+    nn_ = pytest.importorskip("bitsandbytes").nn
+    made = nn_.Linear8bitLt(DIM, DIM, bias=False, has_fp16_weights=False)
+    made.weight = nn_.Int8Params(linear.weight.data, requires_grad=False, has_fp16_weights=False).to("cpu")
+    return made
+
+
+LEFT = {
+    "8-bit activations of bitsandbytes": (
+        linear8bit,
+        r"up\.weight is a Int8Params\. Frozen: data must be bitsandbytes' Params4bit",
+    ),
+    "8-bit activations of torchao": (
+        functools.partial(of_torchao, config="Int8DynamicActivationInt8WeightConfig"),
+        r"up\.weight is a Int8Tensor\. Frozen: a torchao Int8Tensor with act_quant_kwargs changes its layer's input too",
+    ),
+    "a float8 weight": (float8, r"up\.weight is torch\.float8_e4m3fn, whose scale only its module knows"),
+    "another forward": (twice, r"the forward of up differs from its dequantised weight's by 5\.0e-01"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_multiplies_otherwise_is_a_checkpoint_with_the_reason(name):
+    quantise, reason = LEFT[name]
+    model = nn.Sequential(MLP(quantise))
+    x = torch.randn(2, 5, DIM, requires_grad=True)
+    conversion = ckptkern.convert(model, x)
+    row = next(row for row in conversion.rows if row.kind == "MLP")
+    assert row.replaced_by == "checkpoint"
+    assert re.search(reason, row.reason)
+
+
+def test_a_weight_that_the_library_changes_is_read_anew():
+    """Merging puts another weight there; packing it anew for inference changes it in place, and is refused."""
+    model, x = MLP(linear4bit, bias=True), torch.randn(2, 5, DIM, requires_grad=True)
+    ckptkern.convert(model, x)
+    assert ckptkern.conversion.binding.Fused is type(model.forward)
+    torch.testing.assert_close(model(x), type(model).forward(model, x))
+    model.up.weight = linear4bit(nn.Linear(DIM, DIM)).weight
+    y = model(x)
+    torch.testing.assert_close(y, type(model).forward(model, x))
+    torch.testing.assert_close(copy.deepcopy(model)(x), y)
+    model.up.weight.quant_state.absmax = model.up.weight.quant_state.absmax.clone().roll(1)
+    torch.testing.assert_close(model(x), type(model).forward(model, x))
+    assert model.forward.calls["fused"] > 0 == model.forward.calls["original"]
+    model.up.weight.quant_state.packing_format_for_cpu = True
+    model.up.weight.quant_state.absmax = model.up.weight.quant_state.absmax.clone()
+    with pytest.raises(ValueError, match=r"is packed for inference on this CPU"):
+        model(x)
+
+
+def test_an_evaluation_while_converting_packs_no_weight():
+    """As bitsandbytes does in calls without gradients on a CPU with AVX512-BF16."""
+    model = MLP(linear4bit)
+    for linear in (model.up, model.down):
+        linear.support_avx512bf16_for_cpu = True
+    with quantized.not_repacked(model):
+        assert not model.up.support_avx512bf16_for_cpu
+    seen = []
+    forward = model.up.forward
+
+    def repacks(x):
+        seen.append(model.up.support_avx512bf16_for_cpu and not model.up.training and not x.requires_grad)
+        return forward(x)
+
+    model.up.forward = repacks
+    ckptkern.convert(model, torch.randn(2, 5, DIM), include="down")
+    assert seen and not any(seen)
+    assert model.up.support_avx512bf16_for_cpu and model.down.support_avx512bf16_for_cpu
+
+
+def test_a_compiled_model_takes_frozen_weights_as_inputs():
+    model, x = MLP(linear4bit), torch.randn(2, 5, DIM, requires_grad=True)
+    ckptkern.convert(model, x)
+    y = model(x)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), y)

@@ -1,0 +1,117 @@
+"""Frozen as a tensor: views, dtypes and torch's operations dequantise it, nothing changes it, and its parts are whole."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern import Frozen
+from ckptkern.frozen.tensor import flattened, regrouped
+from ckptkern.memory import dense_parts, saved_tensors
+
+
+def make(*lead):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(*lead, 12, 10, generator=generator).to(torch.float8_e4m3fn)
+    frozen = Frozen(data, torch.full((*lead, 1, 1), 0.5), kind="block_fp8", dtype=torch.float32)
+    return frozen, frozen.dequantize()
+
+
+VIEWS = {
+    "transposed": lambda w: w.t(),
+    "rows": lambda w: w[3:9],
+    "columns of rows": lambda w: w[2:].narrow(1, 1, 4),
+    "a chunk": lambda w: w.chunk(3)[1],
+    "a part": lambda w: w.split([5, 7])[1].t(),
+    "a row": lambda w: w[4],
+    "detached": lambda w: w.detach(),
+    "wide": lambda w: w.double(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_of_what_it_stands_for(name):
+    frozen, dense = make()
+    view, wanted = VIEWS[name](frozen), VIEWS[name](dense)
+    assert type(view) is Frozen and view.parts[0] is frozen.parts[0]
+    assert (view.shape, view.stride(), view.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    assert torch.equal(view.dequantize(), wanted)
+
+
+def test_experts_are_taken_one_at_a_time():
+    frozen, dense = make(3)
+    assert torch.equal(frozen.dequantize(), dense)
+    for expert, own in zip(frozen, dense, strict=True):
+        assert type(expert) is Frozen and torch.equal(expert.dequantize(), own)
+        assert torch.equal(expert[2:].t().dequantize(), own[2:].t())
+
+
+def test_other_operations_dequantise():
+    frozen, dense = make()
+    x, x_ = (torch.linspace(-1, 1, 30).view(3, 10).requires_grad_() for _ in range(2))
+    y, y_ = F.linear(x, frozen), F.linear(x_, dense)
+    y.sum().backward()
+    y_.sum().backward()
+    assert torch.equal(y, y_) and torch.equal(x.grad, x_.grad)
+    for made, wanted in ((frozen + 1, dense + 1), (frozen.sum(), dense.sum()), (frozen.cpu().clone(), dense)):
+        assert type(made) is torch.Tensor
+        assert torch.equal(made, wanted)
+
+
+ERRORS = {
+    "in place": (lambda w: w.mul_(2), r"cannot be changed in place by aten\.mul_"),
+    "into": (lambda w: torch.add(w, 1, out=w), r"cannot be changed in place by aten\.add\.out"),
+    "gradient": (lambda w: w.requires_grad_(), r"has no gradient, .* train a low-rank update"),
+    "address": (lambda w: w.data_ptr(), r"has no address, .* take that of dequantize"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_a_frozen_is_not_for(name):
+    call, message = ERRORS[name]
+    frozen, dense = make()
+    with pytest.raises(RuntimeError, match=rf"^ckptkern\.Frozen {message}"):
+        call(frozen)
+    assert torch.equal(frozen.dequantize(), dense)
+    assert frozen.requires_grad_(False) is frozen
+
+
+def test_a_copy_reads_the_same_memory_and_a_file_holds_it():
+    frozen, dense = make()
+    assert copy.deepcopy(frozen) is frozen
+    file = io.BytesIO()
+    torch.save({"weight": frozen[2:]}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)["weight"].dequantize(), dense[2:])
+
+
+def test_in_the_arguments_of_a_library_op():
+    function, x = torch.ops.ckptkern.gated_mlp_fwd.default, torch.randn(2, 10)
+    (one, dense), (other, _) = make(), make(3)
+    given = [x, None, one, one.t(), None, other[1][2:].double(), x]
+    flat, _, _, strings, _ = flattened(function, (given, [], [], ["a"], []), {})
+    assert [type(t) for t in flat].count(Frozen) == 0 and len(flat) == 7 + 3
+    found = regrouped(flat, strings)
+    assert [t if t is None else t.shape for t in found] == [t if t is None else t.shape for t in given]
+    assert torch.equal(found[3].dequantize(), dense.t()) and torch.equal(found[5].dequantize(), given[5].dequantize())
+    assert regrouped(flat, ["a"]) is flat
+
+
+def test_a_store_leaves_it_where_it_is():
+    """offload would move quantised memory, which belongs to the model, to and fro."""
+    frozen, _ = make()
+    x = torch.randn(4, 10, requires_grad=True)
+    with ckptkern.storage.offload(min_bytes=1), saved_tensors([x]) as saved:
+        y = ckptkern.linear_act(x, frozen, None, "identity")
+    assert saved.bytes == sum(part.nbytes for part in frozen.parts)
+    y.sum().backward()
+
+
+def test_the_scales_of_bitsandbytes_are_a_parameters_parts():
+    nn = pytest.importorskip("bitsandbytes").nn
+    weight = nn.Params4bit(torch.randn(16, 64), requires_grad=False, quant_type="nf4").to("cpu")
+    storages = {part.data_ptr() for part in dense_parts(weight)}
+    assert storages >= {part.data_ptr() for part in Frozen(weight).parts}
