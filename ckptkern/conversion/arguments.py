@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .computed import Computed
 from .leaves import Probability, Weight
-from .reading import Argument, Rows, Table
+from .reading import Argument, OfExperts, Rows, Table
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -64,6 +64,19 @@ class ParameterRows:
         if key not in call.parts:
             call.parts[key] = self.parameter(call).chunk(self.count)
         return call.parts[key][self.part]
+
+
+@dataclass
+class ParameterOfExperts:
+    parameter: Parameter
+    factor: str
+    experts: int
+
+    def __call__(self, call: Call) -> Tensor:
+        matrix = self.parameter(call)
+        if self.factor == "a":
+            return matrix.unflatten(0, (self.experts, -1))
+        return matrix.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
 
 
 @dataclass
@@ -138,6 +151,8 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
         return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form)
     if isinstance(value, Rows):
         return ParameterRows(getter(module, value.weight), value.part, value.count)
+    if isinstance(value, OfExperts):
+        return ParameterOfExperts(getter(module, value.weight), value.factor, value.experts)
     if isinstance(value, Argument):
         return CallArgument(value)
     if isinstance(value, Table):

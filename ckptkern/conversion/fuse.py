@@ -124,7 +124,7 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
         if parts is None:
             continue
         experts = block.get_submodule(parts.experts)
-        d = experts._parameters[experts_layout(experts)["gate_up_weight"]].shape[-1]
+        d = experts.get_parameter(experts_layout(experts)["gate_up_weight"]).shape[-1]
         try:
             like = (
                 one for one in flat if isinstance(one, Tensor) and one.is_floating_point() and one.shape[-1:] == (d,)
