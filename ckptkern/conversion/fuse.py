@@ -26,7 +26,7 @@ from .experts import read_experts, routed
 from .followed import followed, is_floating, samples
 from .grammar import read, read_call
 from .guard import Watch
-from .layouts import experts_layout, is_experts, parts_of
+from .layouts import adapted_beside_experts, experts_layout, is_experts, parts_of
 from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
@@ -103,7 +103,11 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             traced = trace(module, args, kwargs, flat)
             leaves = Leaves(module)
             y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
-            reading, log = read(module, traced.node(y), blocks), traced.log
+            try:
+                reading, log = read(module, traced.node(y), blocks), traced.log
+            except Unreadable as why:
+                adapted = adapted_beside_experts(module)
+                raise Unreadable(f"an adapter of an MoE's router or gate ({adapted})") if adapted else why
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
         module.eval()

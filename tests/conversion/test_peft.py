@@ -1,0 +1,134 @@
+"""convert on models that peft has adapted: against the same model before the conversion, in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.architectures import fused_of
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+import ckptkern
+from ckptkern import Conversion
+
+VOCABULARY = 48
+SMALL = dict(
+    vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
+    "qwen": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL, **MOE)),
+}
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def batch(seed: int = 1) -> Tensor:
+    return torch.randint(VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def adapted(name: str, **options) -> nn.Module:
+    """With a LoRA whose every matrix is random."""
+    torch.manual_seed(0)
+    options = {"r": 3, "lora_alpha": 6, "target_modules": [], **options}
+    model = get_peft_model(MODELS[name](), LoraConfig(**options)).train()
+    for path, p in model.named_parameters():
+        if "lora_" in path:
+            nn.init.normal_(p, std=0.4)
+    return model
+
+
+def step(model: nn.Module, seed: int = 2, **more) -> dict[str, Tensor]:
+    """The loss and the gradients of what is trained."""
+    ids = batch()
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, use_cache=False, **more).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {path: p.grad for path, p in model.named_parameters() if p.grad is not None}
+
+
+def convert(model: nn.Module, **options) -> Conversion:
+    ids = batch()
+    return ckptkern.convert(model, input_ids=ids, labels=ids, use_cache=False, **options)
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for path, expected in theirs.items():
+        assert float((ours[path] - expected).norm()) <= 1e-4 * max(float(expected.norm()), 1e-3), path
+
+
+def assert_converted(model: nn.Module, *replaced_by: str) -> Conversion:
+    """The same loss and gradients as before, by these ops."""
+    theirs = step(model)
+    conversion = convert(model)
+    assert fused_of(conversion) == [*replaced_by], str(conversion)
+    assert_same(step(model), theirs)
+    return conversion
+
+
+HEAD = "linear_cross_entropy"
+
+
+@pytest.mark.parametrize(("name", "parameters", "modules"), [
+    ("mixtral", EXPERTS, ["q_proj", "o_proj"]),
+    ("mixtral", EXPERTS[1:], []),
+    ("qwen", EXPERTS[:1], ["gate_proj", "down_proj"]),  # of the shared expert, too
+])  # fmt: skip
+def test_adapters_of_experts_are_part_of_the_fused_layer(name: str, parameters: list[str], modules: list[str]) -> None:
+    assert_converted(adapted(name, target_parameters=parameters, target_modules=modules), "transformer_layer", HEAD)
+
+
+def test_what_changes_in_adapters_of_experts_later_counts() -> None:
+    """Without them, merged, and with another scale the converted model is what the model is."""
+    model = adapted("mixtral", target_parameters=EXPERTS)
+    original = copy.deepcopy(model)
+    convert(model)
+    for one in (model, original):
+        one.add_adapter("other", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
+        one.set_adapter("other")
+        for path, p in one.named_parameters():
+            if "other" in path:
+                nn.init.constant_(p, 0.1)
+    assert_same(step(model), step(original))
+    for one in (model, original):
+        one.set_adapter("default")
+    with model.disable_adapter(), original.disable_adapter():
+        for one in (model, original):
+            one.get_input_embeddings().requires_grad_(True)
+        assert_same(step(model), step(original))
+    model.merge_adapter()
+    original.merge_adapter()
+    assert_same(step(model), step(original))
+    model.unmerge_adapter()
+    original.unmerge_adapter()
+    assert_same(step(model), step(original))
+
+
+def test_two_adapters_of_experts_are_an_activation_checkpoint() -> None:
+    model = adapted("mixtral", target_parameters=EXPERTS)
+    model.add_adapter("other", LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
+    model.base_model.set_adapter(["default", "other"])
+    for p in model.parameters():
+        p.data.normal_(std=0.3, generator=torch.Generator().manual_seed(p.numel()))
+    conversion = assert_converted(model, "checkpoint", HEAD)
+    assert "several adapters of one weight of its experts" in conversion.converted[0].reason
+
+
+def test_a_router_with_an_adapter_is_named() -> None:
+    conversion = assert_converted(adapted("mixtral", target_parameters=["gate.weight", *EXPERTS]), "checkpoint", HEAD)
+    assert "an adapter of an MoE's router or gate (mlp.gate)" in conversion.converted[0].reason
