@@ -107,7 +107,9 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
                 reading, log = read(module, traced.node(y), blocks), traced.log
             except Unreadable as why:
                 adapted = adapted_beside_experts(module)
-                raise Unreadable(f"an adapter of an MoE's router or gate ({adapted})") if adapted else why
+                raise Unreadable(
+                    f"an adapter of an MoE's router or gate ({adapted})" if adapted else str(why)
+                ) from None
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
         module.eval()

@@ -341,7 +341,7 @@ def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
     weight = torch.linspace(0.5, 2.0, s.out)
     return _with({"reduction": "sum"}, weight=weight) | _alone(
         reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
-        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3,
+        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3, lora=_lora(s.out, s.features),
         group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
     )  # fmt: skip
 
@@ -353,7 +353,10 @@ def _selected(s: Sizes) -> Arguments:
 
 
 def _selected_options(s: Sizes) -> dict[str, Arguments]:
-    return _alone(temperature=1.5, return_entropy=True, ignore_index=1, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS)
+    return _alone(
+        temperature=1.5, return_entropy=True, ignore_index=1, lora=_lora(s.out, s.features), group=ACROSS_RANKS,
+        vocab_start=ACROSS_RANKS,
+    )  # fmt: skip
 
 
 def _of_probabilities(s: Sizes) -> Arguments:

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.architectures import fused_of
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -132,3 +133,40 @@ def test_two_adapters_of_experts_are_an_activation_checkpoint() -> None:
 def test_a_router_with_an_adapter_is_named() -> None:
     conversion = assert_converted(adapted("mixtral", target_parameters=["gate.weight", *EXPERTS]), "checkpoint", HEAD)
     assert "an adapter of an MoE's router or gate (mlp.gate)" in conversion.converted[0].reason
+
+
+def test_an_adapter_of_the_head_is_part_of_its_loss() -> None:
+    conversion = assert_converted(adapted("llama", target_modules=["q_proj", "lm_head"]), "transformer_layer", HEAD)
+    assert "lm_head" in conversion.converted[1].name
+
+
+def test_logits_of_a_head_with_an_adapter_are_its_values() -> None:
+    """And are of the loss's mask, where they are read after it."""
+    model = adapted("llama", target_modules=["lm_head"], lora_dropout=0.5)
+    ids, original = batch(), copy.deepcopy(model)
+    convert(model)
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    values = output.logits + torch.zeros(())  # which is not followed
+    assert type(values) is Tensor
+    torch.testing.assert_close(F.cross_entropy(values[:, :-1].flatten(0, 1), ids[:, 1:].flatten()), output.loss)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, original.eval()(input_ids=ids).logits)
+    model.train()
+    losses = [step(model, seed)["loss"] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_what_changes_in_an_adapter_of_the_head_later_counts() -> None:
+    model = adapted("llama", target_modules=["lm_head"], lora_dropout=0.3)
+    original = copy.deepcopy(model)
+    convert(model)
+    for p, scale in ((1.0, 2.0), (0.0, 2.0), (0.0, 0.5)):
+        for one in (model, original):
+            head = one.base_model.model.lm_head
+            head.lora_dropout["default"].p, head.scaling["default"] = p, scale
+        assert_same(step(model), step(original))
+
+
+def test_the_embeddings_adapter_stays_outside_of_the_layers() -> None:
+    assert_converted(adapted("llama", target_modules=["embed_tokens", "v_proj"]), "transformer_layer", HEAD)

@@ -264,7 +264,8 @@ def moe_block(
     DeepSeek-V3) or by its best ("max", DeepSeek-V2). router_dtype: torch.float32 upcasts h and router_weight before the
     matmul; None: the compute dtype. shared_*: a gated MLP of all tokens, of any width, or without shared_gate_weight a plain
     one; shared_expert_gate: [1, d] (Qwen2-MoE). lora: low-rank updates of the experts' "gate_up" and "down", as in moe_mlp, and
-    of "shared_gate", "shared_up" and "shared_down", as in mlp_block. Norms, layer_scale, residual and dropouts: as in mlp_block.
+    of "shared_gate", "shared_up" and "shared_down", as in mlp_block.
+    Norms, layer_scale, residual and dropouts: as in mlp_block.
 
     recompute: what is saved for backward besides parameters:
 

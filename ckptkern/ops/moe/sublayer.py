@@ -28,8 +28,8 @@ ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, thei
 
 class MoETensors(NamedTuple):
     """The tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight None: there
-    is no shared expert. LAYER_lora_a, LAYER_lora_b: low-rank updates, those of all experts in one tensor; lora_rng: of the shared
-    expert's."""
+    is no shared expert. LAYER_lora_a, LAYER_lora_b: low-rank updates, those of all experts in one tensor; lora_rng: of the
+    shared expert's."""
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None

@@ -42,6 +42,16 @@ class LoRA(NamedTuple):
     dropout_p: float = 0.0
 
 
+class ReplayedLoRA(NamedTuple):
+    """A LoRA whose dropout's random state has been drawn: two calls have one mask."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout_p: float
+    rng: Tensor | None
+
+
 class LowRank(NamedTuple):
     """One layer's update. first_row: of its dropout, in the rows that the sublayer's state is for.
 
@@ -207,6 +217,7 @@ def gather_lora(
 
 
 def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> LoRA:
+    given = given[:-1] if isinstance(given, ReplayedLoRA) else given
     if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= 4:
         raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(given).__name__}")
     a, b, scale, p = LoRA(*given)
