@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
 from ..subclasses import own_dispatch
+from .adapters import why_unread
 from .alike import Checked, call_kinds
 from .arguments import named, templates
 from .binding import Fused, Segment, is_cache
@@ -26,7 +27,7 @@ from .experts import read_experts, routed
 from .followed import followed, is_floating, samples
 from .grammar import read, read_call
 from .guard import Watch
-from .layouts import adapted_beside_experts, experts_layout, is_experts, parts_of
+from .layouts import experts_layout, is_experts, parts_of
 from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
@@ -103,13 +104,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             traced = trace(module, args, kwargs, flat)
             leaves = Leaves(module)
             y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
-            try:
-                reading, log = read(module, traced.node(y), blocks), traced.log
-            except Unreadable as why:
-                adapted = adapted_beside_experts(module)
-                raise Unreadable(
-                    f"an adapter of an MoE's router or gate ({adapted})" if adapted else str(why)
-                ) from None
+            reading, log = read(module, traced.node(y), blocks), traced.log
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
         module.eval()
@@ -430,7 +425,8 @@ def fuse(
         except Exception as error:  # on random parameters a forward may raise anything
             reason = Unreadable(f"{type(error).__name__} in the probe: {error}")
     if not segments:
-        raise reason
+        adapter = why_unread(module)
+        raise Unreadable(f"{adapter}: {reason}") if adapter else reason
     segment = next(iter(segments.values()))
     if segment.attends:
         flat = leaves_of(form.counting(*taken[0]))

@@ -45,16 +45,6 @@ def is_experts(module: nn.Module) -> bool:
     return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(own_layout(module))
 
 
-def adapted_beside_experts(module: nn.Module) -> str | None:
-    """The path of a router, or of a shared expert's gate, that an adapter is around: such an MoE block has no `Parts`."""
-    for path, block in module.named_modules():
-        names = [name for name, m in block.named_children() if not is_experts(m)]
-        adapted = [name for name in names if "base_layer" in block._modules[name]._modules]
-        if adapted and len(names) < len(block._modules):
-            return f"{path}.{adapted[0]}" if path else adapted[0]
-    return None
-
-
 class Parts(NamedTuple):
     """Paths in an MoE block: of its experts and of the module of a shared expert, and of the tensors of its router; None for
     what it has not. score_bias: a buffer with a value for each expert."""

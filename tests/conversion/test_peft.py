@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoraConfig, VeraConfig, get_peft_model
+from peft.optimizers import create_loraplus_optimizer
 from support.architectures import fused_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -170,3 +171,91 @@ def test_what_changes_in_an_adapter_of_the_head_later_counts() -> None:
 
 def test_the_embeddings_adapter_stays_outside_of_the_layers() -> None:
     assert_converted(adapted("llama", target_modules=["embed_tokens", "v_proj"]), "transformer_layer", HEAD)
+
+
+MIXED = ["default", "other"]  # the adapter of each sample
+
+
+def with_other(name: str, **options) -> nn.Module:
+    model = adapted(name, **options)
+    model.add_adapter("other", LoraConfig(r=2, **options))
+    for path, p in model.named_parameters():
+        if "other" in path:
+            nn.init.normal_(p, std=0.4)
+            p.requires_grad_(True)
+    return model.eval()  # peft takes adapter_names in evaluation only
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_each_sample_has_its_adapter_in_a_mixed_batch(fuses: bool) -> None:
+    """In forward, and in what backward recomputes, when peft's hooks are gone; also of a layer that is a checkpoint anyway."""
+    model = with_other("llama", target_modules=["v_proj", "down_proj", "lm_head"])
+    if not fuses:
+        model.base_model.set_adapter(MIXED)
+    original = copy.deepcopy(model)
+    conversion = convert(model)
+    assert fused_of(conversion)[0] == ("transformer_layer" if fuses else "checkpoint")
+    theirs = step(original, adapter_names=MIXED)
+    assert any("other" in path for path in theirs) and any("default" in path for path in theirs)
+    assert_same(step(model, adapter_names=MIXED), theirs)
+    assert_same(step(model), step(original))
+    assert conversion.calls["checkpointed"] > 0
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+KINDS = {  # that are an initialisation, a scale or an optimiser, and nothing else
+    "rsLoRA": dict(use_rslora=True), "PiSSA": dict(init_lora_weights="pissa"), "OLoRA": dict(init_lora_weights="olora"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_only_begins_or_scales_otherwise_is_a_low_rank_update(kind: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS["llama"]()
+    before = copy.deepcopy(model.state_dict())
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=[*ATTENTION, "up_proj", "down_proj"], **KINDS[kind])
+    model = get_peft_model(model, config).train()
+    if kind == "rsLoRA":
+        for path, p in model.named_parameters():
+            if "lora_B" in path:
+                nn.init.normal_(p, std=0.4)
+        (scale,) = {m.scaling["default"] for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)}
+        assert scale == 6 / 3**0.5
+    else:  # a part of the weight is in the adapter
+        name = "model.layers.0.mlp.up_proj.weight"
+        left = dict(model.named_parameters())[f"base_model.model.{name.replace('.weight', '.base_layer.weight')}"]
+        assert not torch.allclose(left, before[name])
+    assert_converted(model, "transformer_layer", HEAD)
+
+
+def test_groups_of_an_optimizer_step_as_without_conversion() -> None:
+    """LoRA+ gives B another rate than A."""
+    model = adapted("llama", target_modules=ATTENTION)
+    models = [model, copy.deepcopy(model)]
+    convert(model)
+    for one in models:
+        optimizer = create_loraplus_optimizer(one, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=4.0)
+        assert {0.1, 0.4} <= {group["lr"] for group in optimizer.param_groups}
+        step(one)
+        optimizer.step()
+    ours, theirs = ({path: p.detach() for path, p in one.named_parameters() if p.requires_grad} for one in models)
+    assert_same(ours, theirs)
+
+
+NAMED = {
+    "DoRA": (lambda: LoraConfig(r=3, use_dora=True, target_modules=["up_proj"]), "DoraLinearVariant (mlp.up_proj)"),
+    "VeRA": (lambda: VeraConfig(r=3, target_modules=["up_proj"]), "peft.tuners.vera.layer.Linear (mlp.up_proj)"),
+    "LoHa": (lambda: LoHaConfig(r=3, target_modules=["up_proj"]), "peft.tuners.loha.layer.Linear (mlp.up_proj)"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_other_adapters_are_activation_checkpoints_that_are_named(kind: str) -> None:
+    make, name = NAMED[kind]
+    torch.manual_seed(0)
+    model = get_peft_model(MODELS["llama"](), make()).train()
+    for p in model.parameters():
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.4)
+    conversion = assert_converted(model, "checkpoint", HEAD)
+    assert name in conversion.converted[0].reason
