@@ -256,18 +256,18 @@ def experts_bwd(
 
 
 def experts_act_grad(
-    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True
+    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, added=None
 ):  # fmt: skip
-    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one matmul, dh = dy[t] wd[e]."""
+    """The outputs of `experts_bwd` from stored gu [R, 2 N]: one matmul, dh = dy[t] wd[e] + added [R, N], if that is given."""
     (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
-    gu, dy, wd, s = rows_of(gu), rows_of(dy), rows_of(wd), s.contiguous()
+    gu, added, dy, wd, s = *map(rows_of, (gu, added, dy, wd)), s.contiguous()
     order, _, offs = dense_groups(groups)
     tile = tile_of("experts_act_grad", dy, R, E, gu, dy, wd)
     h, grads, partial = _gradients(dy, N, s, groups, tile, hs, dgu, ds)
     if R and N and E:
         tiles = tiles_of(offs, R, tile)
         launch(
-            _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(dy), stacked(wd), s,
+            _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(added), matrix(dy), stacked(wd), s,
             matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
             TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip

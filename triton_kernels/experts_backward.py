@@ -40,9 +40,11 @@ def _experts_bwd_store(acc_g, acc_u, acc_dh, n0, b_ptr, s, dy_rows, results, row
 
 
 @triton.jit
-def _experts_act_grad_store(acc, n0, s, gu_rows, results, rows, R, N, ACT: tl.constexpr):
+def _experts_act_grad_store(acc, n0, s, gu_rows, added_rows, results, rows, R, N, ACT: tl.constexpr):
     offs_n = n0 + tl.arange(0, acc.shape[1])
     mask = (rows < R)[:, None] & (offs_n < N)[None, :]
+    if added_rows[0] is not None:
+        acc += upcast(load_tile(added_rows, rows, offs_n, mask))
     g = load_tile(gu_rows, rows, offs_n, mask)
     u = load_tile(gu_rows, rows, offs_n + N, mask)
     experts_grad_store(g, u, acc, n0, s, *results, rows, R, N, ACT)
@@ -96,11 +98,12 @@ def _experts_bwd_kernel(
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
 def _experts_act_grad_kernel(
-    gu_rows, dy_rows, wd_stack, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, tiles_ptr, MAX_TILES, R, T, N, K,
+    gu_rows, added_rows, dy_rows, wd_stack, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, tiles_ptr, MAX_TILES,
+    R, T, N, K,
     TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """As `_experts_bwd_kernel`, from stored gu [R, 2 N]."""
+    """As `_experts_bwd_kernel`, from stored gu [R, 2 N]; what is added to dh [R, N], if it is given."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
     if expert < 0:
@@ -113,7 +116,7 @@ def _experts_act_grad_kernel(
     s = tl.load(s_ptr + pairs, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
         (acc,), pid_n * BLOCK_N, _experts_act_grad_store,
-        (s, gu_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
+        (s, gu_rows, added_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
     )  # fmt: skip
 
 

@@ -29,7 +29,10 @@ def _bwd(case, given):
 def _act_grad(case, given):
     groups, x, w, _, wd, s = _given(case, given)
     gu, wanted = given(groups.order.numel(), w.shape[1], dtype=x.dtype), dict.fromkeys(("hs", "ds"), case.extras)
-    return given.backend.experts_act_grad(gu, x, wd, s, groups, case.activation, precision_of(case), **wanted)
+    added = given(groups.order.numel(), wd.shape[2], dtype=x.dtype) if case.extras else None
+    return given.backend.experts_act_grad(
+        gu, x, wd, s, groups, case.activation, precision_of(case), **wanted, added=added
+    )
 
 
 def _product(case, given):

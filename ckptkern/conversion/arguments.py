@@ -15,7 +15,7 @@ from ..subclasses import PLAIN
 from .computed import Computed
 from .leaves import Probability, Weight
 from .quantized import compute_dtype
-from .reading import Argument, Rows, Table
+from .reading import Argument, OfExperts, Rows, Table
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -94,6 +94,19 @@ class ParameterRows:
 
 
 @dataclass
+class ParameterOfExperts:
+    parameter: Parameter
+    factor: str
+    experts: int
+
+    def __call__(self, call: Call) -> Tensor:
+        matrix = self.parameter(call)
+        if self.factor == "a":
+            return matrix.unflatten(0, (self.experts, -1))
+        return matrix.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+
+@dataclass
 class CallArgument:
     argument: Argument
 
@@ -165,6 +178,8 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
         return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form, owner)
     if isinstance(value, Rows):
         return ParameterRows(getter(module, value.weight), value.part, value.count)
+    if isinstance(value, OfExperts):
+        return ParameterOfExperts(getter(module, value.weight), value.factor, value.experts)
     if isinstance(value, Argument):
         return CallArgument(value)
     if isinstance(value, Table):

@@ -27,6 +27,7 @@ from .computed import computed_of, conditions
 from .guard import Watch
 from .masks import register
 from .reading import Argument
+from .recalled import forward_of
 from .report import RAN
 from .unread import Probabilities, returned
 
@@ -176,9 +177,10 @@ class Forward:
             if not self.may_leave_empty(caches):
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches(args, kwargs)
-        if not torch.compiler.is_compiling():
-            self.calls["checkpointed"] += 1
-        return checkpoint(MethodType(type(self.module).forward, self.module), *args, **options, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(MethodType(type(self.module).forward, self.module), *args, **options, **kwargs)
+        self.calls["checkpointed"] += 1
+        return checkpoint(forward_of(self.module), *args, **options, **kwargs)
 
 
 class Fused(Forward):

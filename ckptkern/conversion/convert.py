@@ -95,7 +95,9 @@ def captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
 
 
 def count_hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+    """Of its hooks and parametrizations."""
+    parametrized = module._modules.get("parametrizations") or ()
+    return len(module._forward_hooks) + len(module._forward_pre_hooks) + len(parametrized)
 
 
 # -- the model
@@ -253,7 +255,7 @@ class _Conversion:
             return Found([])
         row = Row(name, kind.__name__, None)
         if module in self.hooked:
-            row.reason = "there are hooks inside that last for a call of the model only"
+            row.reason = "there are hooks or parametrizations inside that last for a call of the model only"
             return Found([row])
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)

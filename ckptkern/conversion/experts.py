@@ -20,7 +20,7 @@ from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import parse_bytes
 from .layouts import experts_layout
 from .leaves import Weight
-from .moe import experts_call
+from .moe import experts_call, updates_of_experts
 from .reading import Argument, Reading
 
 
@@ -36,8 +36,10 @@ def read_experts(module: torch.nn.Module, flat: list[Any]) -> Reading:
     What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
     """
     x, index, weights = experts_call(flat)
-    routing = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)}
-    return Reading("moe_mlp", routing | layout_of(module), x, [[{("activation",): name} for name in ACTIVATIONS]])
+    arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | layout_of(module)
+    lora = updates_of_experts(module)
+    arguments |= {"lora": lora} if lora else {}
+    return Reading("moe_mlp", arguments, x, [[{("activation",): name} for name in ACTIVATIONS]])
 
 
 def routed(reading: dict[str, Any], x: int, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
+from .adapters import why_unread
 from .alike import Checked, call_kinds
 from .arguments import named, templates
 from .binding import Fused, Segment, is_cache
@@ -123,7 +124,7 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
         if parts is None:
             continue
         experts = block.get_submodule(parts.experts)
-        d = experts._parameters[experts_layout(experts)["gate_up_weight"]].shape[-1]
+        d = experts.get_parameter(experts_layout(experts)["gate_up_weight"]).shape[-1]
         try:
             like = (
                 one for one in flat if isinstance(one, Tensor) and one.is_floating_point() and one.shape[-1:] == (d,)
@@ -423,7 +424,8 @@ def fuse(
         except Exception as error:  # on random parameters a forward may raise anything
             reason = Unreadable(f"{type(error).__name__} in the probe: {error}")
     if not segments:
-        raise reason
+        adapter = why_unread(module)
+        raise Unreadable(f"{adapter}: {reason}") if adapter else reason
     segment = next(iter(segments.values()))
     if segment.attends:
         flat = leaves_of(form.counting(*taken[0]))

@@ -17,13 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
+from ..ops.sublayer.lora import LoRA
 from ..subclasses import PLAIN
+from .arguments import Call, arguments_getter, templates
 from .binding import Forward, mode_of
-from .check import TOLERANCE, difference, results, rms, unmoved, wide
+from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
+from .guard import Watch
+from .leaves import Leaves, Probability
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
+from .reading import Steps
 from .report import Row
-from .trace import Unreadable, leaves_of
+from .trace import Unreadable, leaves_of, trace
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -68,6 +73,38 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
+def base_linear(module: nn.Module) -> nn.Module | None:
+    """The linear layer that an adapter is around; None for other modules."""
+    base = module._modules.get("base_layer")
+    return base if base is not None and is_linear(base) else None
+
+
+def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
+    """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
+    numbers; None for other modules."""
+    base = base_linear(module)
+    if base is None or len(base.weight) not in classes or base.weight.is_meta:
+        return None
+    if not (dense(base) and all(map(untouched, module.modules()))):
+        return None
+    try:
+        with unmoved(module), random_parameters(module):
+            x = base.weight.new_empty(2, 3, base.in_features).normal_()
+            steps, traced = Steps(Leaves(module)), trace(module.train(), (x,), {})
+            layer = steps.linear_of(steps.strip(traced.node(traced.result)))
+            if layer is None or layer.update is None or layer.weight.form:
+                return None
+            module.eval()
+            template = {"lora": layer.update}
+            lora = LoRA(*arguments_getter(module, template)(Call([x], False, 0, x))["lora"])
+            matmul = Matmul(x, base.weight, base.bias, lora=lora)
+            with torch.no_grad():
+                error = difference([matmul.values()], [type(module).forward(module, x)])
+    except Unreadable:
+        return None
+    return template if error <= TOLERANCE else None
+
+
 CHANGED = "its class, hooks, weight or input are not as in the example for convert. Convert the model as it is trained"
 
 
@@ -75,18 +112,22 @@ class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
     The layer's own forward runs without gradients, under torch.compile, in torch.func's transforms, and if something is not as
-    before: its class (LoRA), hooks, a weight that is no plain memory.
+    before: its class (LoRA), hooks, a weight that is no plain memory. template: of a layer with a low-rank update (`adapted`).
     """
 
-    def __init__(self, module: nn.Module, recompute: str):
+    def __init__(self, module: nn.Module, recompute: str, template: dict[str, Any] | None = None):
         super().__init__(module, recompute)
-        self.kind = type(module)
+        self.kind, self.linear, self.arguments, self.watch = type(module), module, None, None
+        if template is not None:
+            self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
+            self.watch = Watch(module, {(p.path, p.attribute) for p in templates(template, Probability)})
         self.log: list[Wanted] | None = None  # during the example's call
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
     def run(self, *args, **kwargs):
         compiling = torch.compiler.is_compiling()
-        if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0]):
+        lora = self.update(args)
+        if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0], lora):
             return self.unfused(
                 lambda: (
                     "its class, hooks, weight or input are not as in the example. Convert the model as it is trained"
@@ -96,23 +137,30 @@ class Head(Forward):
             )
         mode = mode_of(OP, None, self.recompute)
         if compiling:
-            weight = self.module.weight
+            weight = self.linear.weight
             version = torch.ops.ckptkern.version_of(weight.detach())
-            return TracedLogits(args[0], weight, self.module.bias, version, (), mode, self.workspace)
+            return TracedLogits(args[0], weight, self.linear.bias, version, (), mode, self.workspace)
         self.calls["fused"] += self.log is None
-        return Matmul(args[0], self.module.weight, self.module.bias, mode, self.log, self.workspace).logits()
+        return Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora).logits()
 
     @property
     def may_be_traced(self) -> bool:
-        return self.only_loss and not torch.compiler.is_exporting()
+        return self.only_loss and self.watch is None and not torch.compiler.is_exporting()
 
-    def takes(self, x: Tensor) -> bool:
-        module = self.module
-        tensors = (x, module.weight, module.bias)
+    def update(self, args: tuple) -> LoRA | None:
+        """The layer's low-rank update in this call, if it has one and is what was checked."""
+        if self.watch is None or len(args) != 1 or torch.compiler.is_compiling() or not self.watch.unchanged():
+            return None
+        return LoRA(*self.arguments(Call([args[0]], self.module.training, 0, args[0]))["lora"])
+
+    def takes(self, x: Tensor, lora: LoRA | None) -> bool:
+        module = self.linear
+        tensors = (x, module.weight, module.bias, *(() if lora is None else lora[:2]))
         return (
+            (lora is None) == (self.watch is None) and
             (torch.is_grad_enabled() or self.log is not None)
-            and type(module) is self.kind
-            and not hooked(module)
+            and type(self.module) is self.kind
+            and not hooked(self.module)
             and PLAIN.issuperset(map(type, tensors))
             and strided(module)
             and (any(one is not None and one.requires_grad for one in tensors) or self.log is not None)
@@ -136,10 +184,10 @@ class Chain(NamedTuple):
                      for step in self.steps)  # fmt: skip
 
     def unfused(self, flat: list[Tensor]) -> Tensor:
-        return self.after(F.linear(*flat))
+        return self.after(self.matmul.of(flat).values())
 
     def fused(self, flat: list[Tensor], mode: str = "full") -> Tensor:
-        return self.after(Matmul(*flat, *[None] * (3 - len(flat)), mode).logits())
+        return self.after(self.matmul.of(flat, mode).logits())
 
     def after(self, values: Tensor) -> Tensor:
         for step in self.steps:
@@ -150,6 +198,8 @@ class Chain(NamedTuple):
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
         made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
         made[1] *= 4 * made[1].shape[1] ** -0.5
+        for one in made[len(made) - 2 * (self.matmul.lora is not None) :]:
+            one *= one.shape[1] ** -0.5
         return made
 
     def error(self) -> float:
@@ -176,12 +226,18 @@ class Heads:
         """losses: of such a call; before: the scalars that it returned."""
         self.model, self.losses, self.before = model, losses, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-        candidates = [m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes]
+        # those with a low-rank update, and what they are read as
+        self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
+        inside = {base_linear(m) for m in self.adapted}
+        candidates = [
+            m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes and m not in inside
+        ]
         self.logs: dict[nn.Module, list[Wanted]] = {}
         # inputs of the norms whose results such heads read that become one op with their loss
         self.norms: dict[nn.Module, Tensor] = {}
         self.refused = ""
-        if candidates := [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]:
+        candidates = [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]
+        if candidates := [*candidates, *self.adapted]:
             try:
                 self.logs = self.logged(candidates, args, kwargs)
             except Exception as error:  # someone's forward may do with logits what only values bear
@@ -192,7 +248,7 @@ class Heads:
 
     def logged(self, candidates: list[nn.Module], args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Wanted]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
-        heads = {module: Head(module, "full") for module in candidates}
+        heads = {module: Head(module, "full", self.adapted.get(module)) for module in candidates}
         try:
             for module, head in heads.items():
                 head.log, module.forward = [], head
@@ -202,7 +258,8 @@ class Heads:
         finally:
             for head in heads.values():
                 head.unbind()
-        tolerance = TOLERANCE if all(m.weight.dtype.itemsize >= 4 for m in candidates) else 0.05
+        wide = all(p.dtype.itemsize >= 4 for m in candidates for p in m.parameters())
+        tolerance = TOLERANCE if wide else 0.05
         for ours, theirs in zip(after, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
@@ -249,6 +306,6 @@ class Heads:
                 stacklevel=6,
             )
         row.replaced_by = OP
-        forward = Head(module, recompute)
+        forward = Head(module, recompute, self.adapted.get(module))
         forward.only_loss = not others and not self.losses.of_module
         return row, forward

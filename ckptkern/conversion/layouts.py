@@ -8,7 +8,22 @@ from typing import NamedTuple
 from torch import nn
 
 
+def base_of(module: nn.Module) -> tuple[str, nn.Module]:
+    """(path, module) of what is inside of wrappers that adapt its parameters, each one, as peft's target_parameters does."""
+    path = []
+    while isinstance(module.__dict__.get("parameter_name"), str) and "base_layer" in module._modules:
+        module = module._modules["base_layer"]
+        path.append("base_layer.")
+    return "".join(path), module
+
+
 def experts_layout(module: nn.Module) -> dict[str, str]:
+    """Paths of moe_mlp's parameters, by the shapes of the experts' own, maybe in wrappers; {} for other modules."""
+    path, base = base_of(module)
+    return {name: path + own for name, own in own_layout(base).items()}
+
+
+def own_layout(module: nn.Module) -> dict[str, str]:
     """moe_mlp's parameters by the shapes of the module's own, [E, 2 h, d] and [E, d, h], maybe with biases; {} for others."""
     own = {name: p.shape for name, p in module._parameters.items() if p is not None}
     for (up, a), (down, b) in itertools.permutations(own.items(), 2):
@@ -24,9 +39,10 @@ def experts_layout(module: nn.Module) -> dict[str, str]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Is it laid out as the experts of an MoE layer, with nothing else that is trained?"""
+    """Is it laid out as the experts of an MoE layer, with nothing else that is trained but adapters of its parameters?"""
+    module = base_of(module)[1]
     own = [p for p in module._parameters.values() if p is not None]
-    return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(experts_layout(module))
+    return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(own_layout(module))
 
 
 class Parts(NamedTuple):
@@ -48,7 +64,7 @@ def parts_of(module: nn.Module) -> Parts | None:
     if len(experts) != 1:
         return None
     inner = children[experts[0]]
-    E, _, d = inner._parameters[experts_layout(inner)["gate_up_weight"]].shape
+    E, _, d = inner.get_parameter(experts_layout(inner)["gate_up_weight"]).shape
     shared = [name for name, m in children.items() if m is not inner and sum(p.dim() == 2 for p in m.parameters()) > 1]
     taken = tuple(f"{name}." for name in (experts[0], *shared))
     kinds = {(E, d): "router_weight", (E,): "router_bias", (1, d): "shared_expert_gate"}

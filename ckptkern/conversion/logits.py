@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 from .. import ops, state
 from ..ops.dispatch.choices import cast_input
+from ..ops.sublayer.dropout import draw_state, dropout_arguments
+from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
 from ..subclasses import PLAIN
 from .reading import ADD, DIVIDE, MULTIPLY
 from .token_statistics import normalized_dtype, statistic
@@ -167,7 +169,7 @@ def _share(one: Any, other: Tensor) -> bool:
 
 
 class Matmul:
-    """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None.
+    """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None, and its low-rank update, if it has one.
 
     mode, workspace: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and
     whether linear_cross_entropy covers it; then logits are followed without gradients, too.
@@ -175,9 +177,15 @@ class Matmul:
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str = "full", log: list[Wanted] | None = None,
-        workspace: int | str | None = None,
+        workspace: int | str | None = None, lora: LoRA | None = None,
     ):  # fmt: skip
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
+        self.lora: ReplayedLoRA | None = None
+        if (
+            lora is not None
+        ):  # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
+            self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
+            self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.mode, self.log, self.workspace = mode, log, workspace
         self.precision = state.Precision()
         self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
@@ -188,7 +196,15 @@ class Matmul:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [one for one in (self.x, self.weight, self.bias) if one is not None]
+        update = () if self.lora is None else self.lora[:2]
+        return [one for one in (self.x, self.weight, self.bias, *update) if one is not None]
+
+    def of(self, tensors: list[Tensor], mode: str = "full") -> Matmul:
+        """The same call of other tensors, without dropout."""
+        count = 2 + (self.bias is not None)
+        lora = None if self.lora is None else LoRA(*tensors[count:], self.lora.scale)
+        x, weight, bias = *tensors[:count], *[None] * (3 - count)
+        return Matmul(x, weight, bias, mode, lora=lora)
 
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
@@ -202,8 +218,15 @@ class Matmul:
     def values(self, steps: tuple[Step, ...] = (), tensors: list[Tensor] | None = None) -> Tensor:
         """The logits after these steps. tensors: instead of the layer's own."""
         self.check()
+        tensors, update = tensors or self.tensors, self.lora
+        if update is not None:
+            *tensors, a, b = tensors
         with self.precision:
-            y = F.linear(*(one.to(self.x.dtype) for one in tensors or self.tensors))
+            y = F.linear(*(one.to(self.x.dtype) for one in tensors))
+            if update is not None:
+                dropout = dropout_arguments(update.rng, update.dropout_p)
+                a, b = a.to(self.lora_dtype), b.to(self.lora_dtype)
+                y = y + LowRank(a, b, update.scale, dropout, 0).reference(tensors[0].to(self.x.dtype))
         for step in steps:
             y = step(y)
         return y
@@ -412,7 +435,7 @@ class Logits(Tensor):
         with matmul.precision:
             return ops.linear_cross_entropy(
                 rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, logit_scale=scale, softcap=self.cap,
-                recompute=matmul.mode, workspace=matmul.workspace, **options,
+                lora=matmul.lora, recompute=matmul.mode, workspace=matmul.workspace, **options,
             )  # fmt: skip
 
     def loss(self, step: Step) -> Tensor | None:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..eager import ACTIVATIONS
+from ..ops.experts import LAYERS
 from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
-from .layouts import Parts, experts_layout, parts_of
+from .layouts import Parts, base_of, experts_layout, parts_of
 from .leaves import Probability, Weight
-from .reading import Reading, Rows
+from .reading import OfExperts, Reading, Rows, Update
 from .trace import Unreadable, leaves_of, mapped, plain_attributes
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
@@ -66,6 +67,25 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
         raise Unreadable("experts that are not called with a tensor, indices and weights")
     x, weights = floating if flat[floating[1]].shape == flat[index[0]].shape else floating[::-1]
     return x, index[0], weights
+
+
+def updates_of_experts(module: nn.Module) -> dict[str, Update]:
+    """The low-rank updates that wrappers of experts (`base_of`) add to their weights in a call, as moe_mlp's `lora`. Raises
+    Unreadable for what it does not take."""
+    base, layout, found = base_of(module)[1], experts_layout(module), {}
+    layers = {layout[f"{layer}_weight"]: layer for layer in LAYERS}
+    path, wrapper = "", module
+    while wrapper is not base:
+        adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
+        if adapters and not (wrapper.disable_adapters or wrapper.merged):
+            layer = layers.get(base_of(module)[0] + wrapper.parameter_name)
+            if layer is None or layer in found or len(adapters) > 1:
+                raise Unreadable("several adapters of one weight of its experts, or one of their biases")
+            weights = (Weight(f"{path}lora_{one}.{adapters[0]}.weight") for one in "AB")
+            a, b = (OfExperts(one, factor, wrapper.num_experts) for one, factor in zip(weights, "ab", strict=True))
+            found[layer] = Update(a, b, float(wrapper.scaling[adapters[0]]), 0.0)
+        path, wrapper = f"{path}base_layer.", wrapper.base_layer
+    return found
 
 
 def random_states(x: Tensor) -> tuple:
@@ -182,18 +202,20 @@ def router_dtype(
 
 def prefixed(template: Any, path: str) -> Any:
     """A template of a submodule's parameters as one of its parent's."""
-    if isinstance(template, Weight):
+    if isinstance(template, Weight) or (isinstance(template, Probability) and template.attribute):
         return template._replace(path=f"{path}.{template.path}")
-    if isinstance(template, Rows):
-        return template._replace(weight=prefixed(template.weight, path))
+    if isinstance(template, (Rows, OfExperts, Update)):
+        return type(template)(*(prefixed(one, path) for one in template))
     if isinstance(template, dict):
         return {name: prefixed(value, path) for name, value in template.items()}
     return template
 
 
 def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], list[list[dict[tuple[str, ...], Any]]]]:
-    """(moe_block's arguments of a shared expert that was read as `reading`, its choices). Raises Unreadable."""
+    """(moe_block's arguments of a shared expert that was read as `reading`, among them its part of `lora`; its choices). Raises
+    Unreadable."""
     given = {name: value for name, value in reading.arguments.items() if value is not None}
+    lora = {f"shared_{layer}": prefixed(one, path) for layer, one in given.pop("lora", {}).items()}
     dropped = [given.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
     known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
     if any(p.value if isinstance(p, Probability) else p for p in dropped) or given.pop("residual", False):
@@ -204,7 +226,7 @@ def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], list[
     choices = [[{("activation",): activation}]]
     for choice in reading.choices:
         choices.append([{(f"shared_{k[0]}",): prefixed(v, path) for k, v in one.items()} for one in choice])
-    return {f"shared_{name}": prefixed(value, path) for name, value in given.items()}, choices
+    return {f"shared_{name}": prefixed(value, path) for name, value in given.items()} | {"lora": lora}, choices
 
 
 def read_block(
@@ -234,9 +256,9 @@ def read_block(
     if not found:
         raise Unreadable("its router scores or chooses in another way than moe_block")
     experts = module.get_submodule(parts.experts)
-    arguments: dict[str, Any] = {
-        name: prefixed(Weight(one), parts.experts) for name, one in experts_layout(experts).items()
-    }
+    layout = {name: Weight(one) for name, one in experts_layout(experts).items()}
+    arguments: dict[str, Any] = prefixed(layout, parts.experts)
+    lora = prefixed(updates_of_experts(experts), parts.experts)
     arguments |= {name: Weight(path) for name, path in zip(parts._fields[2:4], parts[2:4], strict=True) if path}
     arguments |= {"top_k": index.shape[-1], "residual": False}
     o = SimpleNamespace(**found[0], top_k=index.shape[-1])
@@ -244,7 +266,9 @@ def read_block(
     choices: list[list[dict[tuple[str, ...], Any]]] = [[{("activation",): name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, read(module.get_submodule(parts.shared), x))
+        lora |= shared.pop("lora")
         arguments |= shared
+    arguments |= {"lora": lora} if lora else {}
     if parts.shared_expert_gate is not None:
         arguments["shared_expert_gate"] = Weight(parts.shared_expert_gate)
     for one in found:

@@ -48,11 +48,20 @@ class Rows(NamedTuple):
     count: int
 
 
+class OfExperts(NamedTuple):
+    """A or B of low-rank updates of all experts, as peft lays them out in one matrix: A [E r, d], or B [n, r E], whose columns
+    are in the order of ranks; factor: "a" or "b"."""
+
+    weight: Weight
+    factor: str
+    experts: int
+
+
 class Update(NamedTuple):
     """A low-rank update: the fields of ckptkern.LoRA."""
 
-    a: Weight
-    b: Weight | Rows
+    a: Weight | OfExperts
+    b: Weight | Rows | OfExperts
     scale: float
     dropout_p: Probability | float
 

@@ -75,11 +75,11 @@ def experts_bwd(x, w, b, dy, wd, s, groups, activation, precision, *, hs=True, d
     return _gradients(_gate_up_of(x, w, b, groups), dy, wd, s, groups, activation, hs, dgu, ds)
 
 
-def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
-    return _gradients(lambda expert, rows: gu[rows], dy, wd, s, groups, activation, hs, dgu, ds)
+def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True, added=None):
+    return _gradients(lambda expert, rows: gu[rows], dy, wd, s, groups, activation, hs, dgu, ds, added)
 
 
-def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
+def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds, added=None):
     R, N, wide, tokens = groups.order.numel(), wd.shape[2], wide_of(dy.dtype), _tokens(groups)
     weighted, grads = dy.new_zeros((R, N)) if hs else None, dy.new_zeros((R, 2 * N)) if dgu else None
     of_rows = dy.new_zeros(R, dtype=wide) if ds else None
@@ -88,6 +88,8 @@ def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds):
         g, u = gate_up(expert, rows).chunk(2, 1)
         a = act(g, activation)
         h, dh = a * u, mm(dy[tokens[rows]], wd[expert])
+        if added is not None:
+            dh += added[rows]
         if ds:
             of_rows[rows] = (dh.to(wide) * h.to(wide)).sum(1)
         if hs:

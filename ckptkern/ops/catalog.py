@@ -278,6 +278,13 @@ def _moe_mlp(s: Sizes) -> Arguments:
     return {"x": _normal(*s.lead, s.features)} | routing | _experts(s) | biases
 
 
+def _experts_lora(s: Sizes) -> dict[str, LoRA]:
+    E, n, d = s.experts, s.hidden, s.features
+    return {
+        "gate_up": LoRA(_normal(E, 2, d), _normal(E, 2 * n, 2), 0.5), "down": LoRA(_normal(E, 2, n), _normal(E, d, 2), 0.25),
+    }  # fmt: skip
+
+
 def _moe_block(s: Sizes) -> Arguments:
     x, router = _normal(*s.lead, s.features), _normal(s.experts, s.features)
     return dict(x=x, router_weight=router, top_k=2) | _experts(s)
@@ -295,6 +302,7 @@ def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
     return (
         _around(s)
         | dict.fromkeys(shared, shared)
+        | _with(shared, lora=_experts_lora(s) | {"shared_gate": _lora(n, d), "shared_down": _lora(d, n)})
         | _with(groups, num_groups=2, top_groups=1, group_score="max")
         | _with({"router_dtype": torch.float32}, router_bias=_normal(s.experts))
         | _alone(
@@ -333,7 +341,7 @@ def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
     weight = torch.linspace(0.5, 2.0, s.out)
     return _with({"reduction": "sum"}, weight=weight) | _alone(
         reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
-        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3,
+        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3, lora=_lora(s.out, s.features),
         group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
     )  # fmt: skip
 
@@ -345,7 +353,10 @@ def _selected(s: Sizes) -> Arguments:
 
 
 def _selected_options(s: Sizes) -> dict[str, Arguments]:
-    return _alone(temperature=1.5, return_entropy=True, ignore_index=1, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS)
+    return _alone(
+        temperature=1.5, return_entropy=True, ignore_index=1, lora=_lora(s.out, s.features), group=ACROSS_RANKS,
+        vocab_start=ACROSS_RANKS,
+    )  # fmt: skip
 
 
 def _of_probabilities(s: Sizes) -> Arguments:
@@ -411,11 +422,11 @@ OPS = {
         Entry(transformer_layer, LAYER_OPS[0], _layer_inputs, _layer_options),
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
         Entry(varlen_attn, Attention, _varlen_inputs, _varlen_options),
-        Entry(moe_mlp, Experts, _moe_mlp, lambda s: _alone(activation="gelu")),
+        Entry(moe_mlp, Experts, _moe_mlp, lambda s: _alone(activation="gelu", lora=_experts_lora(s))),
         Entry(moe_block, MoEBlock, _moe_block, _moe_block_options),
         Entry(
             grouped_gated_mlp, Experts, _grouped_gated_mlp,
-            lambda s: _alone(activation="gelu", row_weights=_normal(s.tokens)),
+            lambda s: _alone(activation="gelu", row_weights=_normal(s.tokens), lora=_experts_lora(s)),
         ),
         Entry(linear_cross_entropy, LinearCrossEntropy, _cross_entropy, _cross_entropy_options),
         Entry(selected_log_probs, LinearCrossEntropy, _selected, _selected_options),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,15 @@ from .registration.needs import flags, needed
 from .registration.op import Op
 from ..frozen import Frozen
 from .registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
+from .sublayer.lora import LoRA, gather_lora, grouped_low_rank, names_of
 
-INDEX, W = 1, 3
-PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias")
+INDEX = 1
+LAYERS = ("gate_up", "down")
+UPDATES = tuple(name for layer in LAYERS for name in names_of(layer))
+PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias", *UPDATES)
+READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that x is read for
+READ_H = frozenset(("down_weight", *names_of("down")))
+NAMES = ("x", "index", "s", *PARAMETERS)  # of the op's tensors
 
 
 class _WeightSum(Sum):
@@ -59,16 +65,22 @@ def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(shares, 1).masked_fill(dropped, 0)
 
 
+def in_order_of_rows(groups: eager.Groups) -> eager.Groups:
+    """Groups by which a launcher that gathers reads rows where they are."""
+    return groups._replace(
+        order=torch.arange(len(groups.order), device=groups.order.device, dtype=torch.int32), top_k=1
+    )
+
+
 class ExpertsSums:
-    """The gradients of parameters that are needed, of gate_up_weight, gate_up_bias, down_weight and down_bias by their names in
-    PARAMETERS, summed over chunks."""
+    """The gradients of parameters that are needed, by their names in PARAMETERS, summed over chunks."""
 
     def __init__(self, branch: ExpertsBranch, need: Collection[str], chunks: int):
         self.branch, self.need = branch, need
         named = branch.named
         self.weights = {
             name: _WeightSum(branch.p, named[name], chunks, branch.o.precision)
-            for name in ("gate_up_weight", "down_weight") if name in need
+            for name in PARAMETERS if name in need and "bias" not in name
         }  # fmt: skip
         self.biases: dict[str, Tensor] = {}
 
@@ -81,9 +93,9 @@ class ExpertsSums:
 
 
 class ExpertsBranch:
-    """The experts of one call, for any rows of tokens. parameters: gate_up_weight, gate_up_bias, down_weight, down_bias; o:
-    ExpertsOptions, or what has its fields; dtype: that of the rows; holds: are Frozen weights held, None to find out
-    (`beside_frozen`)? If not, PyTorch ops run, which dequantise one expert at a time."""
+    """The experts of one call, for any rows of tokens. parameters: those that PARAMETERS names; o: ExpertsOptions, or what has
+    its fields; dtype: that of the rows; holds: are Frozen weights held, None to find out (`beside_frozen`)? If not, PyTorch ops
+    run, which dequantise one expert at a time."""
 
     def __init__(self, parameters: Sequence[Tensor | None], o: Any, dtype: torch.dtype, holds: bool | None = None):
         if holds is None:
@@ -92,18 +104,32 @@ class ExpertsBranch:
         self.p, self.o, self.dtype = primitives(o.backend), o, dtype
         self.named = dict(zip(PARAMETERS, parameters, strict=True))
         self.w, self.b, self.wd, self.bd = (
-            t.to(dtype) if type(t) is Frozen and not holds else cast_parameter(t, dtype) for t in parameters
+            t.to(dtype) if type(t) is Frozen and not holds else cast_parameter(t, dtype) for t in parameters[:4]
         )
+        self.updates = grouped_low_rank(self.named, o.experts_lora, LAYERS, dtype, o.precision)
+
+    def gate_up(self, x: Tensor, groups: eager.Groups) -> Tensor:
+        """[g | u] of rows in the experts' order."""
+        p, o, update = self.p, self.o, self.updates.get("gate_up")
+        if update is None:
+            return p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=True)[1]
+        rows = of_rows(x, groups)
+        return update.add(p, p.experts_gemm(rows, self.w, self.b, groups, o.precision, transposed=True), rows, groups)
 
     def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
         """{"y": of x [rows, d]}, and if backward does not recompute it "gu", with a row for each of x's. gu: it, in
         backward."""
         p, o, save_gu = self.p, self.o, self.o.recompute != "full"
+        if gu is None and "gate_up" in self.updates:
+            gu = self.gate_up(x, groups)
         if gu is None:
             h, gu = p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=save_gu)
         else:
             h = p.act_fwd(*gu.view(-1, self.w.shape[1]).chunk(2, 1), o.activation)
+        gu = gu if save_gu else None
         y = p.experts_gemm(h, self.wd, self.bd, groups, o.precision, transposed=True)
+        if "down" in self.updates:
+            self.updates["down"].add(p, y, h, groups)
         h = None
         made = {"y": p.experts_combine(y, s, groups)}
         return made | {"gu": gu.view(x.shape[0], -1)} if save_gu else made
@@ -123,49 +149,99 @@ class ExpertsBranch:
         p, o, need, bd = self.p, self.o, sums.need, self.named["down_bias"]
         gu = None if gu is None else gu.view(-1, self.w.shape[1])
         wanted = dict(
-            hs="down_weight" in need, dgu=not need.isdisjoint(("x", "gate_up_weight", "gate_up_bias")), ds="s" in need
+            hs=not need.isdisjoint(READ_H), dgu=not need.isdisjoint(("x", "gate_up_bias", *READ_X)), ds="s" in need
         )
-        hs, dgu, ds = self.hidden_gradients(x, dy, s, gu, groups, wanted)
+        du = self.inner_gradient_of_down(dy, groups, wanted, sums)
+        hs, dgu, ds = self.hidden_gradients(x, dy, s, gu, groups, wanted, du)
         made = {}
         if "s" in need:
             made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
             sums.weights["down_weight"].add(dy, hs, groups, "a")
-        hs = None  # gone before the other gradients are made
+        self.add_update_of_down(dy, du, hs, groups, sums)
+        hs = du = None  # gone before the other gradients are made
         if "gate_up_weight" in need:
             sums.weights["gate_up_weight"].add(dgu, x, groups, "b")
         if "gate_up_bias" in need:
             sums.add_bias("gate_up_bias", p.experts_sums(dgu, None, groups, gathered=False))
         if "down_bias" in need:
             sums.add_bias("down_bias", p.experts_sums(dy, s, groups, gathered=True))
+        du = self.add_update_of_gate_up(dgu, x, groups, sums)
         if "x" in need:
             rows = p.experts_gemm(dgu, self.w, None, groups, o.precision, transposed=False)
             dgu = None
+            if du is not None:
+                rows.add_(self.updates["gate_up"].input_gradient(p, du, groups))
             made["dx"] = p.experts_combine(rows, None, groups)
         return made
 
+    def inner_gradient_of_down(
+        self, dy: Tensor, groups: eager.Groups, wanted: dict[str, bool], sums: ExpertsSums
+    ) -> Tensor | None:
+        """du [rows, r] of the down weight's update, not yet weighted, if any gradient is made of it."""
+        read = wanted["dgu"] or wanted["ds"] or names_of("down")[0] in sums.need
+        if "down" not in self.updates or not read:
+            return None
+        return self.updates["down"].inner_gradient(self.p, of_rows(dy, groups), groups)
+
+    def add_update_of_down(
+        self, dy: Tensor, du: Tensor | None, hs: Tensor | None, groups: eager.Groups, sums: ExpertsSums
+    ) -> None:
+        """hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once."""
+        a, b = names_of("down")
+        if a in sums.need:
+            sums.weights[a].add(du, hs, in_order_of_rows(groups), "a")
+        if b in sums.need:
+            sums.weights[b].add(dy, self.updates["down"].inner(self.p, hs, groups), groups, "a")
+
+    def add_update_of_gate_up(
+        self, dgu: Tensor | None, x: Tensor | None, groups: eager.Groups, sums: ExpertsSums
+    ) -> Tensor | None:
+        """du [rows, r], if x's gradient is made of it."""
+        (a, b), update = names_of("gate_up"), self.updates.get("gate_up")
+        if update is None or sums.need.isdisjoint(("x", a, b)):
+            return None
+        if b in sums.need:
+            sums.weights[b].add(dgu, update.inner(self.p, of_rows(x, groups), groups), in_order_of_rows(groups), "a")
+        if sums.need.isdisjoint(("x", a)):
+            return None
+        du = update.inner_gradient(self.p, dgu, groups)
+        if a in sums.need:
+            sums.weights[a].add(du, x, groups, "b")
+        return du if "x" in sums.need else None
+
     def hidden_gradients(
-        self, x: Tensor | None, dy: Tensor, s: Tensor, gu: Tensor | None, groups: eager.Groups, wanted: dict[str, bool]
-    ):
+        self, x: Tensor | None, dy: Tensor, s: Tensor, gu: Tensor | None, groups: eager.Groups, wanted: dict[str, bool],
+        du: Tensor | None,
+    ):  # fmt: skip
         """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
         p, o, w, b, wd = self.p, self.o, self.w, self.b, self.wd
         if wanted["hs"] and not (
             wanted["dgu"] or wanted["ds"]
         ):  # forward's h, without the matmul that gives its gradient
-            gu = p.experts_fwd(x, w, b, groups, o.activation, o.precision, save_gu=True)[1] if gu is None else gu
+            gu = self.gate_up(x, groups) if gu is None else gu
             h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
             return (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype), None, None
         if not any(wanted.values()):
             return None, None, None
-        if gu is None:
+        if gu is None and not self.updates:
             return p.experts_bwd(x, w, b, dy, wd, s, groups, o.activation, o.precision, **wanted)
-        return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, **wanted)
+        gu = self.gate_up(x, groups) if gu is None else gu
+        added = None if du is None else self.updates["down"].input_gradient(p, du, groups)
+        return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, added=added, **wanted)
 
 
-def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype) -> int:
+def of_rows(x: Tensor, groups: eager.Groups) -> Tensor:
+    """A token's row of x for each token-expert pair, in the experts' order."""
+    return x[groups.order // max(groups.top_k, 1)]
+
+
+def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype, updates: Mapping[str, Any]) -> int:
     """Of a token's transient tensors in either pass, whoever its experts are."""
     d, N, size = *wd.shape[1:], dtype.itemsize
     pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
+    if updates:  # g and u with their update beside them; the tokens' rows; u and du
+        pair += size * (4 * N + d + 2 * max(one.a.shape[1] for one in updates.values()))
     token = 2 * d * max(size, 4)
     if (
         o.backend == "eager"
@@ -175,19 +251,24 @@ def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype) -> int:
     return top_k * pair + token
 
 
-def _token_chunks(o: ExpertsOptions, tokens: int, top_k: int, wd: Tensor, x: Tensor) -> list[tuple[int, int]]:
+def _token_chunks(
+    o: ExpertsOptions, tokens: int, top_k: int, branch: ExpertsBranch, x: Tensor
+) -> list[tuple[int, int]]:
     """[start, stop) of the tokens that forward and backward take at once."""
     if o.workspace is None:  # before sizes that may be symbols are compared
         return [(0, tokens)]
-    return token_chunks(tokens, row_bytes(o, top_k, wd, x.dtype), o.workspace)
+    return token_chunks(tokens, row_bytes(o, top_k, branch.wd, x.dtype, branch.updates), o.workspace)
 
 
 class ExpertsOptions(NamedTuple):
+    """experts_lora: the scale of the low-rank update of each of LAYERS, nothing without updates."""
+
     activation: str
     recompute: str
     backend: str
     precision: str
     workspace: int
+    experts_lora: tuple[float, ...]
 
 
 class Experts(Op):
@@ -201,14 +282,14 @@ class Experts(Op):
 
     @staticmethod
     def reads_x(o, needs):
-        return o.recompute == "full" or needed(needs, W)
+        return o.recompute == "full" or any(needed(needs, NAMES.index(name)) for name in READ_X)
 
     @staticmethod
     def forward(tensors, o):
         x, index, s, *parameters = tensors
         rows, index, s = rows_2d(x), rows_2d(index), rows_2d(s)
         branch = ExpertsBranch(parameters, o, x.dtype)
-        chunks = _token_chunks(branch.o, rows.shape[0], index.shape[1], branch.wd, x)
+        chunks = _token_chunks(branch.o, rows.shape[0], index.shape[1], branch, x)
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
@@ -224,9 +305,9 @@ class Experts(Op):
         whole, dtype = dy, dy.dtype
         dy, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
         (T, top_k), gus = weights.shape, saved.get("gu")
-        need = {name for name, one in zip(("x", "index", "s", *PARAMETERS), flags(needs, 7), strict=True) if one}
+        need = {name for name, one in zip(NAMES, flags(needs, len(NAMES)), strict=True) if one}
         branch = ExpertsBranch(parameters, o, dtype)
-        chunks = _token_chunks(branch.o, T, top_k, branch.wd, dy)
+        chunks = _token_chunks(branch.o, T, top_k, branch, dy)
         sums = ExpertsSums(branch, need, len(chunks))
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
@@ -242,20 +323,28 @@ class Experts(Op):
         grads = sums.results()
         grads |= {"s": made["ds"].view(s.shape)} if "s" in need else {}
         grads |= {"x": unflattened(made["dx"], whole)} if "x" in need else {}
-        return tuple(map(grads.get, ("x", "index", "s", *PARAMETERS)))
+        return tuple(map(grads.get, NAMES))
 
     @staticmethod
     def reference(tensors, o):
         """Every expert on every token, zeros for those that are not its own: no shape depends on values."""
-        x, index, s, w, b, wd, bd = tensors
-        w, b, wd, bd = (cast_parameter(t, x.dtype) for t in (w, b, wd, bd))
+        x, index, s, *parameters = tensors
+        w, b, wd, bd = (cast_parameter(t, x.dtype) for t in parameters[:4])
+        updates = grouped_low_rank(
+            dict(zip(PARAMETERS, parameters, strict=True)), o.experts_lora, LAYERS, x.dtype, o.precision
+        )
+
+        def linear(layer: str, rows: Tensor, w: Tensor, b: Tensor | None, e: int) -> Tensor:
+            y = F.linear(rows, w[e], None if b is None else b[e])
+            return y + updates[layer].reference(rows, e) if layer in updates else y
+
         wide = eager.wide_of(x.dtype)
         total = 0
         for e in range(w.shape[0]):
             chosen = index == e
             own = torch.where(chosen.any(-1, keepdim=True), x, 0)
-            g, u = F.linear(own, w[e], None if b is None else b[e]).chunk(2, -1)
-            y = F.linear(eager.act(g, o.activation) * u, wd[e], None if bd is None else bd[e])
+            g, u = linear("gate_up", own, w, b, e).chunk(2, -1)
+            y = linear("down", eager.act(g, o.activation) * u, wd, bd, e)
             total = total + y.to(wide) * torch.where(chosen, s.to(wide), 0).sum(-1, keepdim=True)
         return (total if w.shape[0] else torch.zeros_like(x, dtype=wide)).to(x.dtype)
 
@@ -297,13 +386,14 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
         raise DtypeError(f"{op}: {name} must hold integers, not {tensor.dtype}")
 
 
-def _call(op, x, index, s, w, b, wd, bd, activation, recompute, workspace):
+def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace):
+    updates, numbers = gather_lora(op, x, lora, {"gate_up": ("gate_up", w), "down": ("down", wd)}, LAYERS)
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
         activation=activation, recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
-        workspace=choose_workspace(op, workspace, x, w.numel()),
+        workspace=choose_workspace(op, workspace, x, w.numel()), experts_lora=numbers[::2],
     )  # fmt: skip
-    return _apply(options, x, index, s, w, b, wd, bd)
+    return _apply(options, x, index, s, w, b, wd, bd, *updates.values())
 
 
 def moe_mlp(
@@ -316,6 +406,7 @@ def moe_mlp(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None,
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
@@ -332,6 +423,8 @@ def moe_mlp(
     come twice in a row, or for no token: then its gradients are exact zeros. Sums over j ascend in float32, without atomics, so
     that results repeat bit for bit. Nothing waits for the host, and a call can be captured in a CUDA graph.
 
+    lora: low-rank updates, a ckptkern.LoRA each of "gate_up" and "down", of every expert: a [E, r, in_features] and b
+    [E, out_features, r], cast to the compute dtype, without dropout. Saves nothing more; frozen weights get no matmul.
     recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward, of T k rows:
 
         "none", "selective"  x, g, u, routing    9
@@ -362,7 +455,7 @@ def moe_mlp(
         )
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
     return _call(
-        op, x, top_k_index, top_k_weights, gate_up_weight, gate_up_bias, down_weight, down_bias, activation, recompute,
+        op, x, top_k_index, top_k_weights, gate_up_weight, gate_up_bias, down_weight, down_bias, lora, activation, recompute,
         workspace,
     )  # fmt: skip
 
@@ -375,6 +468,7 @@ def grouped_gated_mlp(
     activation: str = "silu",
     *,
     row_weights: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None,
     recompute: str = "full",
     workspace: int | str | None = None,
 ) -> Tensor:
@@ -385,7 +479,7 @@ def grouped_gated_mlp(
 
     row_weights: [R], what y's rows are multiplied by, or None. Weights that are applied outside of the op need its output
     saved; here they need none. Dispatch and combine stay outside: "full" saves these rows, and recompute never communicates.
-    Dtypes, modes, workspace and errors: see moe_mlp, which runs.
+    Dtypes, lora, modes, workspace and errors: see moe_mlp, which runs.
     """
     op = "grouped_gated_mlp"
     check_options(op, activation, recompute)
@@ -408,6 +502,6 @@ def grouped_gated_mlp(
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(
-        op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, activation, recompute,
+        op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, lora, activation, recompute,
         workspace,
     )  # fmt: skip

@@ -82,7 +82,7 @@ def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tens
 def differentiable(o: LinearCrossEntropyOptions, tensors, needs, dy: Tensor) -> list[Tensor | None]:
     """The gradients with a graph: those of the loss of each token, whose logits are recomputed."""
     wanted = [one for one, need in zip(tensors, needs, strict=False) if need]
-    loss = apply(o._replace(recompute="full"), *tensors)[0].sum()
+    loss = apply(o._replace(recompute="full"), *tensors, None, None, None)[0].sum()  # without a low-rank update
     grads = iter(torch.autograd.grad(loss, wanted, dy, create_graph=True))
     return [next(grads) if need else None for need in needs]
 

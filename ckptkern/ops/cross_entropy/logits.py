@@ -8,14 +8,18 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.rows import cast_parameter, rows_2d
+from ..sublayer.lora import LowRank
 from .statistics import TokenResults
 
 
-def reference_logits(x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float) -> Tensor:
+def reference_logits(
+    x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float, update: LowRank | None = None
+) -> Tensor:
     """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
     w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
     wide = eager.wide_of(x.dtype)
-    return scaled_and_capped(F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide)), scale, softcap)
+    z = F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide))
+    return scaled_and_capped(z if update is None else z + update.reference(x.to(wide)), scale, softcap)
 
 
 def scaled_and_capped(z: Tensor, scale: float, softcap: float) -> Tensor:

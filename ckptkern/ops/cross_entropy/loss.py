@@ -19,11 +19,14 @@ from ..dispatch.choices import (
     compose,
     matmul_precision,
 )
+from ..sublayer.dropout import draw_state
+from ..sublayer.lora import LoRA, ReplayedLoRA, check_update, update_dtype
 from .checks import NAME, check_class_weights, check_scalars, check_target, check_top_k, place_in
 from .in_forward import SumOfLosses, forms_in_forward
 from .logits import reference_logits, results_of_logits
 from .op import LinearCrossEntropyOptions, apply
 from .statistics import CLASSES, DIFFERENTIABLE, TokenResults, of_rows
+from .updated import UpdateOptions, update_of
 
 SELECTED = "selected_log_probs"
 
@@ -76,6 +79,7 @@ def linear_cross_entropy(
     return_entropy: bool = False,
     return_accuracy: bool = False,
     top_k: int | None = None,
+    lora: LoRA | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
     recompute: str = "full",
@@ -98,6 +102,9 @@ def linear_cross_entropy(
     return_accuracy: also how often the target has the largest logit, and the class that has it, 0 where the target is ignored.
     top_k: also the k largest log-probabilities and their classes (k up to 64), without a gradient, 0 where the target is
         ignored. The logits of a chunk of tokens are held for torch.topk, also by the kernels.
+    lora: a low-rank update of linear_weight (ckptkern.LoRA: a [r, d], b [V, r], scale, dropout_p). One matmul multiplies both,
+        of chunks of the vocabulary in which b stands beside linear_weight. Saves what "full" saves, whatever recompute is.
+        dropout_p is applied in every call: pass 0 in evaluation. Not with a group.
     group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
         on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token (label_smoothing and
@@ -133,7 +140,7 @@ def linear_cross_entropy(
         NAME, "target", input, linear_weight, linear_bias, target, weight,
         ("loss", *returned, *(one for one, wanted in beside.items() if wanted)),
         group, vocab_start, workspace, recompute, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0, summed=reduction != "none",
+        logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0, summed=reduction != "none", lora=lora,
     )  # fmt: skip
     loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
     return output(loss, results, target, reduction, ignore_index) if returned or top_k else loss
@@ -154,14 +161,16 @@ def output(
 @overload
 def selected_log_probs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *, bias: Tensor | None = ..., temperature: float = ...,
-    return_entropy: Literal[False] = ..., ignore_index: int = ..., group: torch.distributed.ProcessGroup | None = ...,
-    vocab_start: int | None = ..., recompute: str = ..., workspace: int | str | None = ...,
+    return_entropy: Literal[False] = ..., lora: LoRA | None = ..., ignore_index: int = ...,
+    group: torch.distributed.ProcessGroup | None = ..., vocab_start: int | None = ..., recompute: str = ...,
+    workspace: int | str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def selected_log_probs(
     hidden: Tensor, weight: Tensor, tokens: Tensor, *, bias: Tensor | None = ..., temperature: float = ...,
-    return_entropy: Literal[True], ignore_index: int = ..., group: torch.distributed.ProcessGroup | None = ...,
-    vocab_start: int | None = ..., recompute: str = ..., workspace: int | str | None = ...,
+    return_entropy: Literal[True], lora: LoRA | None = ..., ignore_index: int = ...,
+    group: torch.distributed.ProcessGroup | None = ..., vocab_start: int | None = ..., recompute: str = ...,
+    workspace: int | str | None = ...,
 ) -> TokenLogProbs: ...  # fmt: skip
 def selected_log_probs(
     hidden: Tensor,
@@ -171,6 +180,7 @@ def selected_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     return_entropy: bool = False,
+    lora: LoRA | None = None,
     ignore_index: int = -100,
     group: torch.distributed.ProcessGroup | None = None,
     vocab_start: int | None = None,
@@ -185,7 +195,7 @@ def selected_log_probs(
 
     temperature: a positive number. return_entropy: a TokenLogProbs, with the entropy of softmax(logits / temperature), float32
         [...], differentiable too; saves 4 bytes a token more.
-    ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
+    lora (of weight), ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
     Raises what linear_cross_entropy raises.
     """
     check_arguments(
@@ -199,7 +209,7 @@ def selected_log_probs(
     results = token_results(
         SELECTED, "tokens", hidden, weight, bias, tokens, None, TokenLogProbs._fields[: 1 + return_entropy], group, vocab_start,
         workspace, recompute, ignore_index=ignore_index, label_smoothing=0.0, logit_scale=1.0 / temperature, softcap=0.0,
-        top_k=0,
+        top_k=0, lora=lora,
     )  # fmt: skip
     found = public(results, hidden.shape[:-1])
     return TokenLogProbs(**found) if return_entropy else found["log_probs"]
@@ -218,7 +228,7 @@ def check_arguments(
 def token_results(
     op: str, target_name: str, input: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weight: Tensor | None,
     names: tuple[str, ...], group, vocab_start: int | None, workspace: int | str | None, recompute: str, summed: bool = False,
-    **options,
+    lora: LoRA | None = None, **options,
 ) -> TokenResults:  # fmt: skip
     """Those of these names, [M]; of checked arguments but for target and weight. summed: is only their sum read, so that it may
     be the one value? options: fields of the op's options."""
@@ -231,20 +241,28 @@ def token_results(
         raise ValueError(
             f"{op}: return_accuracy and top_k take up to 2^24 classes, not {first + w.shape[0]}; leave them out"
         )
+    update, numbers = (None, None, None), ()
+    if lora is not None:
+        if group is not None:
+            raise ValueError(f"{op}: a low-rank update (lora) is not split over a process group; leave out one of both")
+        a, low_rank_b, *numbers = check_update(op, "lora", lora, w, input)
+        drawn = lora.rng if isinstance(lora, ReplayedLoRA) else draw_state(x, numbers[1], True)
+        update = a, low_rank_b, drawn
+    kinds = UpdateOptions(tuple(numbers), update_dtype(input, x.dtype, update[:2]))
     if not probabilities:
         o = LinearCrossEntropyOptions(
-            **options, vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
-            recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
-            workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS), results=names,
+            **options, **kinds._asdict(), vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
+            recompute=choose_mode(recompute) if lora is None else "full", backend=choose_backend(op, x),
+            precision=matmul_precision(x), workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS), results=names,
         )  # fmt: skip
         if summed and forms_in_forward(o, x, w, b, target):
             return TokenResults(loss=SumOfLosses.apply(o, x, w, b, target, weight)[None])
-        return of_rows(apply(o, x, w, b, target, weight), names)
+        return of_rows(apply(o, x, w, b, target, weight, *update), names)
     if group is not None:
         raise ValueError(f"{op}: targets that are probabilities cannot be split over a process group")
     compose(op, "a target of probabilities needs all logits at once")
     with autocast_off(x):
-        z = reference_logits(x, w, b, options["logit_scale"], options["softcap"])
+        z = reference_logits(x, w, b, options["logit_scale"], options["softcap"], update_of(update, kinds))
         return results_of_logits(
             z, target, weight, options["ignore_index"], options["label_smoothing"], names, options["top_k"]
         )

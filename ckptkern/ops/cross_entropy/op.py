@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +13,14 @@ from ... import eager
 from ...results import TokenStatistics
 from ..dispatch.choices import primitives
 from ..registration.functions import build
-from ..registration.gradients import by_chunks, main_grad_of, token_chunks
+from ..registration.gradients import CHUNK_ROWS, by_chunks, main_grad_of, token_chunks
 from ..registration.needs import flags, needed
 from ..registration.op import Op
 from ..registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
 from .checks import NAME, check_equal_shards, check_targets
 from .logits import reference_logits, results_of_logits
-from .statistics import Sums, as_rows, gathered, of_rows, top_of
+from .statistics import Sums, as_rows, combined, gathered, of_rows, top_of
+from .updated import UPDATE, UpdatedHead, update_of
 
 X, W, B, TARGET, CLASS_WEIGHT = range(5)
 COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
@@ -37,9 +39,64 @@ def all_reduced(x: Tensor, group: str) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
 
 
+def statistics_of(
+    inputs: Callable[[int, int], Tensor], x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weights: Tensor | None,
+    o: Any, first: int = 0, beside: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """TokenStatistics of the rows w, from `first` of this rank's on, and logits and parts that are saved, by name.
+
+    inputs: (start, stop) -> those rows of the operand x [M, d], which has `beside` transient bytes a row.
+    """
+    p, V, M, keep = primitives(o.backend), len(w), len(target), o.recompute != "full"
+    head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
+
+    def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
+        made = p.cross_entropy_fwd(
+            inputs(start, stop), w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep,
+            entropy="entropy" in o.results, arg_max="arg_max" in o.results, logits=o.top_k > 0,
+        )  # fmt: skip
+        parts = None if made.parts is None else made.parts.t()
+        top_z, top_v = (None, None) if made.z is None else top_of(made.z, o.top_k, head.first)
+        named = made.statistics._replace(top_z=top_z, top_v=top_v)._asdict() | {"logits": made.logits, "parts": parts}
+        return {name: one for name, one in named.items() if one is not None}
+
+    # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
+    whole = keep and o.backend != "eager" and not o.top_k
+    return by_chunks([(0, M)] if whole else token_chunks(M, token_bytes(x, V, o) + beside, o.workspace), of_tokens)
+
+
+def token_bytes(x: Tensor, V: int, o: Any) -> int:
+    """Of a token's transient tensors in forward, for V rows of w."""
+    if o.backend == "eager":
+        buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + (o.top_k > 0)
+        return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.dtype.itemsize if o.recompute != "full" else 0))
+    # of slices: lse, wz, entropy, the largest and its class
+    of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
+    return 4 * primitives(o.backend).slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * (o.top_k > 0)
+
+
+def statistics_with_update(
+    updated: UpdatedHead, b: Tensor | None, target: Tensor, weights: Tensor | None, o: Any
+) -> dict[str, Tensor]:
+    """`statistics_of` w with its low-rank update, of parts of the vocabulary: half of the workspace is for their weights, half
+    for their logits, at least CHUNK_ROWS tokens'."""
+    half = None if o.workspace is None else o.workspace // 2
+
+    def of_entries(start: int, stop: int) -> dict[str, Tensor]:
+        bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
+        weight, options = updated.weights(start, stop), o._replace(workspace=half)
+        given = updated.inputs, updated.rows, weight, bias, target, per_class, options, start, updated.bytes_of_token
+        return statistics_of(*given)
+
+    of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
+    found = [of_entries(*chunk) for chunk in vocabulary_chunks(len(updated.w), of_entry, half)]
+    stacked = {name: torch.stack([one[name] for one in found]) for name in found[0]}
+    return {name: one for name, one in combined(TokenStatistics(**stacked))._asdict().items() if one is not None}
+
+
 class LinearCrossEntropyOptions(NamedTuple):
     """vocab_start: class of w's first row; group, size: of the ranks that share the vocabulary, "" for none; equal_shards: was
-    vocab_start taken for granted? results: the names of y's rows."""
+    vocab_start taken for granted? results: the names of y's rows. lora, lora_dtype: as in UpdateOptions."""
 
     label_smoothing: float
     logit_scale: float
@@ -55,6 +112,8 @@ class LinearCrossEntropyOptions(NamedTuple):
     workspace: int
     results: tuple[str, ...]
     top_k: int
+    lora: tuple[float, ...]
+    lora_dtype: torch.dtype
 
 
 class LinearCrossEntropy(Op):
@@ -75,42 +134,20 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def forward(tensors, o):
-        x, w, b, target, class_weight = tensors
-        p, rows, target, V = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape[0]
+        x, w, b, target, class_weight, *_ = tensors
+        rows, target, V = rows_2d(x), target.reshape(-1), w.shape[0]
         o, _ = beside_frozen((w,), o, x.dtype)
         w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype)
-        head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start, o.precision)
         all_weights = cast_parameter(class_weight, wide)
         weights = None
         if class_weight is not None and o.label_smoothing:
             weights = all_weights[o.vocab_start : o.vocab_start + V].contiguous()
-        keep = o.recompute != "full"
         if not o.group:
             check_targets(target, V, o.ignore_index)
-
-        def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
-            made = p.cross_entropy_fwd(
-                rows[start:stop], w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep,
-                entropy="entropy" in o.results, arg_max="arg_max" in o.results, logits=o.top_k > 0,
-            )  # fmt: skip
-            parts = None if made.parts is None else made.parts.t()
-            top_z, top_v = (None, None) if made.z is None else top_of(made.z, o.top_k, o.vocab_start)
-            named = made.statistics._replace(top_z=top_z, top_v=top_v)._asdict() | {
-                "logits": made.logits,
-                "parts": parts,
-            }
-            return {name: one for name, one in named.items() if one is not None}
-
-        M, eagerly = rows.shape[0], o.backend == "eager"
-        # of slices: lse, wz, entropy, the largest and its class
-        of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
-        per_token = 4 * p.slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * (o.top_k > 0)
-        if eagerly:
-            buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + (o.top_k > 0)
-            per_token = V * (wide.itemsize * buffers + (x.dtype.itemsize if keep else 0))
-        # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
-        chunks = [(0, M)] if keep and not eagerly and not o.top_k else token_chunks(M, per_token, o.workspace)
-        made = by_chunks(chunks, of_tokens)
+        if o.lora:
+            made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, o)
+        else:
+            made = statistics_of(lambda start, stop: rows[start:stop], rows, w, b, target, weights, o)
         logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V
         statistics = TokenStatistics(**made)
         if o.group:
@@ -124,10 +161,10 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
-        x, w, b, target, class_weight = tensors
+        x, w, b, target, class_weight, *_ = tensors
         lse, logits, parts, z_t = (saved.get(name) for name in ("lse", "logits", "parts", "z_t"))
         p, (V, d), targets = primitives(o.backend), w.shape, target
-        need_dx, need_dw, need_db = flags(needs, 3)
+        need_dx, need_dw, need_db, *_ = wanted = flags(needs, CLASS_WEIGHT + 1 + len(UPDATE))
         dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
         o, _ = beside_frozen((w,), o, dtype)
@@ -135,13 +172,19 @@ class LinearCrossEntropy(Op):
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
         gradients = sums.gradients(of_rows(dy, o.results), lse, saved.get("entropy"))
         weights = all_weights if o.label_smoothing else None
+        of_update = zip(("x", *UPDATE), (need_dx, *wanted[-len(UPDATE) :]), strict=True)
+        updated = UpdatedHead(rows, w_, tensors, o, {name for name, one in of_update if one}) if o.lora else None
 
         transient = M * dtype.itemsize
         if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
             narrow, saved_too = int(dtype != wide), int(logits is not None)  # a symbolic number takes no bool
             held = max(narrow + saved_too, 3 if o.softcap else 0) + ("entropy" in o.results)
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
-        chunks = vocabulary_chunks(V, transient, o.workspace)
+        workspace = o.workspace
+        if updated is not None:
+            transient += updated.bytes_beside
+            workspace = None if workspace is None else workspace - workspace // 4 - updated.bytes_of_all
+        chunks = vocabulary_chunks(V, transient, workspace)
         widest = max((stop - start for start, stop in chunks), default=0)
         workspace_rows = lse.new_empty((M, -(-widest // COLUMNS) * COLUMNS), dtype=dtype)
         summed = len(chunks) != 1 or bool(o.group)  # then dx is a sum of several matmuls, in the wide type
@@ -155,7 +198,11 @@ class LinearCrossEntropy(Op):
             here = slice(o.vocab_start + start, o.vocab_start + stop)
             given = (target, None if weights is None else weights[here], lse, gradients)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
-            if logits is None:
+            if updated is not None:
+                bias = None if b_ is None else b_[start:stop]
+                total = updated.write_gradient(slice(start, stop), bias, given, head, dz, need_db)
+                updated.add(dz, start, stop)
+            elif logits is None:
                 part = w_[start:stop], None if b_ is None else b_[start:stop]
                 total = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
             else:
@@ -170,12 +217,14 @@ class LinearCrossEntropy(Op):
 
         for start, stop in chunks:
             of_entries(start, stop)
+        da, dlb = (None, None) if updated is None else updated.results(dx)
         if need_dx:
             dx = dx if chunks else dx.zero_()
             dx = cast_parameter(all_reduced(dx, o.group) if o.group else dx, dtype)
         if main is not None:
             w.grad_added_to_main_grad = True
-        return unflattened(dx, targets[..., None]) if need_dx else None, dw if main is None else None, db, None, None
+        dx = unflattened(dx, targets[..., None]) if need_dx else None
+        return dx, dw if main is None else None, db, None, None, da, dlb, None
 
     @staticmethod
     def made_on_meta(x, made, o):
@@ -186,10 +235,10 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def reference(tensors, o):
-        x, w, b, target, class_weight = tensors
+        x, w, b, target, class_weight, *_ = tensors
         if o.group:
             raise NotImplementedError(f"{NAME}: no second-order gradients, no tensor subclasses over a group")
-        z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap)
+        z = reference_logits(rows_2d(x), w, b, o.logit_scale, o.softcap, update_of(tensors, o))
         weight = None if class_weight is None else class_weight.detach()
         results = results_of_logits(z, target, weight, o.ignore_index, o.label_smoothing, o.results, o.top_k)
         return as_rows(results, o.results, target.reshape(-1) == o.ignore_index)

@@ -119,6 +119,11 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
     split = parts[:, :-1].split([one.numel() for one in sent.values()], 1)
     theirs = zip(sent.items(), split, strict=True)
     ranks = TokenStatistics(**{name: part.view(size, *one.shape) for (name, one), part in theirs})
+    return combined(ranks), parts[:, -1].sum()
+
+
+def combined(ranks: TokenStatistics) -> TokenStatistics:
+    """Those of the whole vocabulary, from those of its parts, each with an axis of parts in front, in their order."""
     whole = TokenStatistics(
         lse=torch.logsumexp(ranks.lse, 0), z_t=ranks.z_t.sum(0), wz=None if ranks.wz is None else ranks.wz.sum(0)
     )
@@ -131,6 +136,6 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
         whole = whole._replace(largest=largest, arg_max=ranks.arg_max.gather(0, rank[None])[0])
     if ranks.top_z is not None:
         top_z, top_v = (one.movedim(0, 1).flatten(1) for one in (ranks.top_z, ranks.top_v))
-        top_z, places = top_z.topk(mine.top_z.shape[1], 1)
+        top_z, places = top_z.topk(ranks.top_z.shape[-1], 1)
         whole = whole._replace(top_z=top_z, top_v=top_v.gather(1, places))
-    return whole, parts[:, -1].sum()
+    return whole

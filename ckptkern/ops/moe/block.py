@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,11 +29,14 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from ..dispatch.shard import ACTIVE, NotSharded
+from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
+from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..registration.functions import build
 from ..registration.needs import in_order
 from ..registration.op import Op
 from ..registration.rows import rows_2d, unflattened
+from ..sublayer.lora import LoRA, gather_lora, update_dtype
 from ..sublayer.residual import around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import (
@@ -168,7 +172,7 @@ def gather(
     score_bias=None, num_groups=1, top_groups=None, group_score="top2", routed_scaling_factor=1.0, router_bias=None,
     router_dtype=None, gate_up_bias=None, down_bias=None, shared_gate_weight=None, shared_gate_bias=None,
     shared_up_weight=None, shared_up_bias=None, shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None,
-    residual=True, training=True, recompute="full", workspace=None, **others,
+    lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
 ) -> tuple[MoETensors, MoEOptions]:  # fmt: skip
     """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
     check_options(op, activation, recompute)
@@ -183,9 +187,15 @@ def gather(
     values = (
         shared_gate_weight, shared_gate_bias, shared_up_weight, shared_up_bias, shared_down_weight, shared_down_bias
     )  # fmt: skip
-    shared = dict(zip(SHARED, values, strict=True))
+    shared = dict(zip(SHARED, values, strict=False))  # without their updates
     kind = check_shared(op, x, shared, shared_expert_gate)
     tensors, options = around(op, x, features, residual=residual, **others)
+    weights = {"gate_up": gate_up_weight, "down": down_weight}
+    weights |= {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
+    updates, numbers = gather_lora(
+        op, x, lora, {name: (name, one) for name, one in weights.items() if one is not None}, tuple(weights)
+    )
+    of_shared = [one for name, one in updates.items() if name.startswith("shared_")]
     router = router_weight if router_dtype is None else None
     dtype = compute_dtype(
         op, x, gate_up_weight, down_weight, router, shared_gate_weight, shared_up_weight, shared_down_weight
@@ -193,7 +203,7 @@ def gather(
     t = MoETensors(
         router_weight=router_weight, router_bias=router_bias, score_bias=score_bias, gate_up_weight=gate_up_weight,
         gate_up_bias=gate_up_bias, down_weight=down_weight, down_bias=down_bias, shared_expert_gate=shared_expert_gate,
-        **{f"shared_{name}": one for name, one in shared.items()}, **tensors,
+        **{f"shared_{name}": one for name, one in shared.items()}, **updates, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     if kind:
@@ -206,6 +216,8 @@ def gather(
         activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
         recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()), dtype=dtype, **routing, **options,
+        experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2], lora_dtype=update_dtype(x, dtype, of_shared),
+        lora=() if all(one is None for one in of_shared) else numbers[2 * len(EXPERT_LAYERS) :],
     )  # fmt: skip
     return t, o
 
@@ -224,7 +236,7 @@ def moe_block(
     shared_gate_weight: Tensor | None = None, shared_gate_bias: Tensor | None = None,
     shared_up_weight: Tensor | None = None, shared_up_bias: Tensor | None = None,
     shared_down_weight: Tensor | None = None, shared_down_bias: Tensor | None = None,
-    shared_expert_gate: Tensor | None = None,
+    shared_expert_gate: Tensor | None = None, lora: Mapping[str, LoRA] | None = None,
     norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
     norm_scale: Tensor | None = None, norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True,
     post_norm: str | None = None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None,
@@ -251,7 +263,9 @@ def moe_block(
     top_groups best of num_groups groups of equal size, by the sum of a group's two best scores (group_score "top2",
     DeepSeek-V3) or by its best ("max", DeepSeek-V2). router_dtype: torch.float32 upcasts h and router_weight before the
     matmul; None: the compute dtype. shared_*: a gated MLP of all tokens, of any width, or without shared_gate_weight a plain
-    one; shared_expert_gate: [1, d] (Qwen2-MoE). Norms, layer_scale, residual and dropouts: as in mlp_block.
+    one; shared_expert_gate: [1, d] (Qwen2-MoE). lora: low-rank updates of the experts' "gate_up" and "down", as in moe_mlp, and
+    of "shared_gate", "shared_up" and "shared_down", as in mlp_block.
+    Norms, layer_scale, residual and dropouts: as in mlp_block.
 
     recompute: what is saved for backward besides parameters:
 
@@ -276,7 +290,7 @@ def moe_block(
         gate_up_bias=gate_up_bias, down_bias=down_bias, shared_gate_weight=shared_gate_weight,
         shared_gate_bias=shared_gate_bias, shared_up_weight=shared_up_weight, shared_up_bias=shared_up_bias,
         shared_down_weight=shared_down_weight, shared_down_bias=shared_down_bias, shared_expert_gate=shared_expert_gate,
-        norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift,
+        lora=lora, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift,
         norm_eps=norm_eps, norm_first=norm_first,
         post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
         layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,

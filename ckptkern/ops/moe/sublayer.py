@@ -28,7 +28,8 @@ ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, thei
 
 class MoETensors(NamedTuple):
     """The tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight None: there
-    is no shared expert."""
+    is no shared expert. LAYER_lora_a, LAYER_lora_b: low-rank updates, those of all experts in one tensor; lora_rng: of the
+    shared expert's."""
 
     norm_weight: Tensor | None
     norm_bias: Tensor | None
@@ -51,6 +52,17 @@ class MoETensors(NamedTuple):
     shared_down_weight: Tensor | None
     shared_down_bias: Tensor | None
     shared_expert_gate: Tensor | None
+    gate_up_lora_a: Tensor | None
+    gate_up_lora_b: Tensor | None
+    down_lora_a: Tensor | None
+    down_lora_b: Tensor | None
+    shared_gate_lora_a: Tensor | None
+    shared_gate_lora_b: Tensor | None
+    shared_up_lora_a: Tensor | None
+    shared_up_lora_b: Tensor | None
+    shared_down_lora_a: Tensor | None
+    shared_down_lora_b: Tensor | None
+    lora_rng: Tensor | None = None
     resid_rng: Tensor | None = None
     path_rng: Tensor | None = None
 
@@ -67,15 +79,23 @@ class SharedTensors(NamedTuple):
     up_bias: Tensor | None
     down_weight: Tensor
     down_bias: Tensor | None
+    gate_lora_a: Tensor | None
+    gate_lora_b: Tensor | None
+    up_lora_a: Tensor | None
+    up_lora_b: Tensor | None
+    down_lora_a: Tensor | None
+    down_lora_b: Tensor | None
+    lora_rng: Tensor | None
     rng = None
 
 
-SHARED = SharedTensors._fields
+SHARED = SharedTensors._fields[:-1]
 
 
 class MoEOptions(NamedTuple):
     """The sublayer's other arguments. shared: "" without a shared expert, "plain" or "gated"; num_groups 1: all experts may be
-    chosen; norm, post_norm "" is none."""
+    chosen; norm, post_norm "" is none. lora: scale and dropout_p of the low-rank update of each layer of the shared expert;
+    experts_lora: as in ExpertsOptions."""
 
     top_k: int
     scoring: str
@@ -100,9 +120,12 @@ class MoEOptions(NamedTuple):
     backend: str
     precision: str
     workspace: int
+    experts_lora: tuple[float, ...]
+    lora: tuple[float, ...]
+    lora_dtype: torch.dtype
     dtype: torch.dtype
 
-    lora, dropout_p, first_column = (), 0.0, 0  # what the shared expert's MLPBranch reads, too
+    dropout_p, first_column = 0.0, 0  # what the shared expert's MLPBranch reads, too
 
 
 def saves(o: MoEOptions) -> tuple[str, ...]:
@@ -114,7 +137,11 @@ def saves(o: MoEOptions) -> tuple[str, ...]:
 
 
 def shared_of(t: MoETensors) -> SharedTensors | None:
-    return None if t.shared_up_weight is None else SharedTensors(*(getattr(t, f"shared_{name}") for name in SHARED))
+    return (
+        None
+        if t.shared_up_weight is None
+        else SharedTensors(*(getattr(t, f"shared_{name}") for name in SHARED), t.lora_rng)
+    )
 
 
 class Gradients:
@@ -164,7 +191,7 @@ class MoESublayer(Sublayer):
         if o.workspace is None:  # before sizes that may be symbols are compared
             return [(0, rows)]
         wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
-        branch = row_bytes(o, o.top_k, t.down_weight, o.dtype)
+        branch = row_bytes(o, o.top_k, t.down_weight, o.dtype, self.experts.updates)
         if self.shared is not None:
             branch = max(branch, self.shared.row_bytes() + wide * d)
         router = wide * (ROUTER_ROWS * t.router_weight.shape[0] + 2 * d * (o.router_dtype != o.dtype))

@@ -3,7 +3,8 @@
     y = x W^T + b + u B^T,  u = scale * dropout(x) A^T          A [r, d], B [n, r]
 
 Only x is saved: dropout(x) and u are recomputed in backward, and a frozen W gets no gradient. The updates of a sublayer share
-one random state, of which each has rows of its own.
+one random state, of which each has rows of its own. Those of experts (`GroupedLowRank`) have A [E, r, d] and B [E, n, r], one
+of each expert, and no dropout.
 """
 
 from __future__ import annotations
@@ -31,13 +32,24 @@ class LoRA(NamedTuple):
     """Describes a low-rank update of a linear layer: y = x W^T + b + scale * dropout(x) a^T b^T.
 
     a [r, in_features], b [out_features, r]; dropout_p: of the update's own input. (Hu et al. 2021, arXiv 2106.09685; in peft
-    a is lora_A.weight, b lora_B.weight, and scale lora_alpha / r.)
+    a is lora_A.weight, b lora_B.weight, and scale lora_alpha / r.) Of experts: a [E, r, in_features], b [E, out_features, r],
+    without dropout.
     """
 
     a: Tensor
     b: Tensor
     scale: float = 1.0
     dropout_p: float = 0.0
+
+
+class ReplayedLoRA(NamedTuple):
+    """A LoRA whose dropout's random state has been drawn: two calls have one mask."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout_p: float
+    rng: Tensor | None
 
 
 class LowRank(NamedTuple):
@@ -101,6 +113,52 @@ class LowRank(NamedTuple):
         return F.linear(F.linear(rows, self.a) * self.scale, self.b).to(x.dtype)
 
 
+class GroupedLowRank(NamedTuple):
+    """The update of one matmul of experts, on rows in their order. A and B have the rows' dtype."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    precision: str
+
+    def inner(self, p: ModuleType, x: Tensor, groups: eager.Groups) -> Tensor:
+        """u [rows, r]."""
+        return p.experts_gemm(x, self.a, None, groups, self.precision, transposed=True).mul_(self.scale)
+
+    def add(self, p: ModuleType, y: Tensor, x: Tensor, groups: eager.Groups) -> Tensor:
+        """y + u B^T, in y."""
+        u = self.inner(p, x, groups)
+        return y.add_(p.experts_gemm(u, self.b, None, groups, self.precision, transposed=True))
+
+    def inner_gradient(self, p: ModuleType, dy: Tensor, groups: eager.Groups) -> Tensor:
+        """du [rows, r]."""
+        return p.experts_gemm(dy, self.b, None, groups, self.precision, transposed=False).mul_(self.scale)
+
+    def input_gradient(self, p: ModuleType, du: Tensor, groups: eager.Groups) -> Tensor:
+        """What du gives for the input."""
+        return p.experts_gemm(du, self.a, None, groups, self.precision, transposed=False)
+
+    def reference(self, x: Tensor, expert: int) -> Tensor:
+        """u B^T of one expert in differentiable PyTorch ops, of x [..., d]."""
+        return F.linear(F.linear(x, self.a[expert]) * self.scale, self.b[expert])
+
+
+def grouped_low_rank(
+    t: Mapping[str, Tensor | None],
+    scales: tuple[float, ...],
+    layers: tuple[str, ...],
+    dtype: torch.dtype,
+    precision: str,
+) -> dict[str, GroupedLowRank]:
+    """The updates that experts have, by layer. scales: of each of `layers`, nothing without updates."""
+    found = {}
+    for layer, scale in zip(layers, scales, strict=bool(scales)):
+        a, b = (cast_parameter(t[name], dtype) for name in names_of(layer))
+        if a is not None:
+            found[layer] = GroupedLowRank(a.contiguous(), b.contiguous(), scale, precision)
+    return found
+
+
 def names_of(layer: str) -> tuple[str, str]:
     """The fields of a sublayer's tensors that hold a layer's A and B."""
     return f"{layer}_lora_a", f"{layer}_lora_b"
@@ -159,6 +217,7 @@ def gather_lora(
 
 
 def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> LoRA:
+    given = given[:-1] if isinstance(given, ReplayedLoRA) else given
     if not isinstance(given, (tuple, list)) or not 2 <= len(given) <= 4:
         raise TypeError(f"{op}: {name} must be ckptkern.LoRA(a, b, scale, dropout_p), not {type(given).__name__}")
     a, b, scale, p = LoRA(*given)
@@ -166,9 +225,13 @@ def check_update(op: str, name: str, given: Any, weight: Tensor, x: Tensor) -> L
     check_probability(op, p)
     for which, tensor in (("a", a), ("b", b)):
         check_tensor(op, f"{which} of {name}", tensor, x)
-    (n, d), r = weight.shape, a.shape[0] if a.dim() else 0
-    if a.shape != (r, d) or b.shape != (n, r):
+    *experts, n, d = weight.shape
+    r = a.shape[-2] if a.dim() > 1 else 0
+    if a.shape != (*experts, r, d) or b.shape != (*experts, n, r):
+        wanted = (f"[{', '.join(map(str, (*experts, *dims)))}]" for dims in (("r", d), (n, "r")))
         raise ShapeError(
-            f"{op}: a and b of {name} must be [r, {d}] and [{n}, r], but have shapes {tuple(a.shape)} and {tuple(b.shape)}"
+            f"{op}: a and b of {name} must be {' and '.join(wanted)}, but have shapes {tuple(a.shape)} and {tuple(b.shape)}"
         )
+    if experts and p:
+        raise ValueError(f"{op}: {name} is an update of experts, which has no dropout; pass dropout_p=0, not {p}")
     return LoRA(a, b, float(scale), float(p))
