@@ -51,10 +51,10 @@ class GradientError:
 class Certificate:
     """What certify found. print(certificate) says it; write(path) writes it, with all parameters, as Markdown.
 
-    gradients: of every trained parameter. Of (unmodified, converted) are loss: the relative errors of the loss; saved: bytes that
-    forward saves for backward, besides parameters; peak: bytes that the step rises above what is there, gradients among it.
-    replaced: name -> what replaces the module. unused: names of those whose replacement did not run. dropout: False if it was
-    there and off. least: what counts as the unmodified model's error where that is smaller.
+    gradients: of every trained parameter. Of (unmodified, converted) are loss: the relative errors of the loss; saved: bytes
+    that forward saves for backward, besides parameters; peak: bytes that the step rises above what is there. replaced: name ->
+    what replaces the module. unused: names of those whose replacement did not run. dropout: False if it was there and off.
+    least: what counts as the unmodified model's error where that is smaller.
     """
 
     gradients: list[GradientError]

@@ -131,7 +131,7 @@ class Roofline(TorchDispatchMode):
         read, written = ([t for t in tree_leaves(of) if isinstance(t, Tensor)] for of in ((args, kwargs), result))
         if func.is_view or not written or "empty" in func.name() or are_placeholders():
             return result
-        formula = flop_registry.get(func._overloadpacket) or FLOPS.get(func._overloadpacket)
+        formula = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
         # of an op of ours the first may be the gradient of a loss, in float32
         is_wide = all(t.dtype == torch.float32 for t in read if t.is_floating_point())
