@@ -38,6 +38,7 @@ chunks of tokens; "bounded" stays within --workspace.
     python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
+MARKERS = "osD^vP"  # of the variants of PyTorch, and again of ours
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--today", choices=VARIANTS, help="the variant to compare with (default: PyTorch's with the lowest peak)"
     )
     parser.add_argument("--csv", type=Path, help="write a row for each variant to this file")
-    parser.add_argument("--picture", type=Path, help="draw time against peak into this file (needs matplotlib)")
+    parser.add_argument("--picture", type=Path, help="draw matmuls against peak into this file (needs matplotlib)")
 
 
 class States(NamedTuple):
@@ -236,20 +237,23 @@ def write(found: Estimate, path: Path) -> None:
 
 
 def draw(found: Estimate, path: Path) -> None:
-    """Time against peak; below and left is better."""
+    """Matmuls against peak, both counted; below and left is better."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
+    count = {True: 0, False: 0}
     for line in found.lines:
         is_ours = line.key.startswith("ckptkern")
-        axes.plot(line.peak / 2**30, line.seconds, "o" if is_ours else "s", color="#0b6e7f" if is_ours else "#e08214")
-        axes.annotate(line.name, (line.peak / 2**30, line.seconds), (5, 4), textcoords="offset points", fontsize=8)
-    axes.set(
-        xlabel="peak of a step, GiB (counted)", ylabel="least time of a step, s (estimated, not measured)", xscale="log"
-    )
+        marker, colour = MARKERS[count[is_ours]], "#0b6e7f" if is_ours else "#e08214"
+        axes.plot(line.peak / 2**30, line.flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=line.name)
+        count[is_ours] += 1
+    axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.set_title("\n".join(found.title), loc="left", fontsize=9)
-    axes.margins(x=0.2, y=0.15)
+    axes.margins(x=0.1, y=0.15)
     axes.grid(alpha=0.3, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
