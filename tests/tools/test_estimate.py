@@ -12,6 +12,7 @@ import ckptkern
 from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
 from ckptkern.planning.live import gradients_as_there
+from ckptkern.planning.timing import RATES
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -66,6 +67,18 @@ def test_counted_peaks_are_measured_ones(key: str, config, on_meta) -> None:
             training(ids).backward()
     assert abs(counted.peak - peak.bytes) < 0.05 * peak.bytes
     assert not models.original_of(on_meta[True])
+
+
+def test_selective_checkpoints_save_attention_and_do_not_run_it_again(on_meta) -> None:
+    rates = RATES["h100"]
+    full, selective = (
+        variants.count_all(on_meta[False], [0] * 5, variants.VARIANTS[key], 1, TOKENS, WORKSPACE, rates)
+        for key in ("checkpoint", "sac")
+    )
+    o, lse, matmul = TOKENS * 64 * 4, TOKENS * 4 * 4, 2 * TOKENS * TOKENS * 64
+    assert selective.saved - full.saved == 5 * (o + lse)
+    assert full.flops - selective.flops == 5 * 2 * matmul
+    assert selective.seconds < full.seconds
 
 
 def test_modules_of_a_kind_have_the_forward_of_the_narrow_one(on_meta) -> None:
