@@ -18,13 +18,15 @@ class Model(nn.Module):
     def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
-        self.dropout, self.head = nn.Dropout(dropout), nn.Linear(16, 8)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 8)
         self.to(dtype)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         for layer in self.layers:
-            x = x + self.dropout(layer(F.layer_norm(x.float(), (16,)).to(x.dtype)))
+            x = x + layer(F.layer_norm(x.float(), (16,)).to(x.dtype))
         y = self.head(x)
         return {"y": y} if labels is None else {"loss": F.cross_entropy(y.float(), labels), "y": y}
 
