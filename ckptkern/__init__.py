@@ -28,7 +28,7 @@ from .ops import (
     varlen_attn,
     workspace,
 )  # fmt: skip
-from .planning import Frontier, Plan, Report, frontier, plan, report
+from .planning import Certificate, Frontier, Plan, Report, certify, frontier, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
 from .segments.decisions import saved_decisions
 from .segments.patch import patch_torch, unpatch_torch
@@ -38,10 +38,11 @@ from .tools.warm_up import WarmUp, warm_up
 
 __version__ = "0.1.0"
 __all__ = [
-    "ACTIVATIONS", "Conversion", "Frontier", "Frozen", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
-    "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "delay_weight_gradients", "dropout",
-    "errors", "frontier", "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy",
-    "linear_stack", "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts",
-    "report", "revert", "saved_decisions", "scaled_dot_product_attention", "selected_log_probs", "split_backward", "storage",
-    "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
+    "ACTIVATIONS", "Certificate", "Conversion", "Frontier", "Frozen", "LoRA", "Plan", "Report", "WarmUp",
+    "accumulate_in_place", "attention_block", "backend", "certify", "checkpoint", "checkpoint_sequential", "checkpointed",
+    "convert", "delay_weight_gradients", "dropout", "errors", "frontier", "gated_mlp", "grouped_gated_mlp",
+    "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block",
+    "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts", "report", "revert", "saved_decisions",
+    "scaled_dot_product_attention", "selected_log_probs", "split_backward", "storage", "tiled", "transformer_layer",
+    "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip

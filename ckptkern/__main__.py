@@ -11,7 +11,11 @@ from .extras import missing
 
 # name: (module, what it does, the packages besides torch that it needs)
 COMMANDS = {
-    "demo": (".tools.demo", "train a small GPT three ways side by side: loss, memory and time", ("matplotlib", "rich")),
+    "demo": (
+        ".tools.demo",
+        "train a small GPT three variants side by side: loss, memory and time",
+        ("matplotlib", "rich"),
+    ),
     "convert": (
         ".tools.convert",
         "say what ckptkern.convert would do with a model of yours, and what it would save for backward",
@@ -26,6 +30,11 @@ COMMANDS = {
         ".tools.frontier",
         "find the longest sequence of a model of yours that trains within a budget",
         ("scipy",),
+    ),
+    "estimate": (
+        ".tools.estimate",
+        "count what a language model's training step takes in each way to save memory, from its config.json",
+        ("transformers", "rich"),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "autotune": (

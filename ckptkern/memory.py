@@ -111,13 +111,29 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Counters(threading.local):
-    """The saved_tensors blocks that this thread is in, the innermost last."""
+    """The saved_tensors blocks that this thread is in, the innermost last, and whether it is in `placeholders`."""
 
     def __init__(self):
         self.active: list[Callable[[torch.Tensor], None]] = []
+        self.placeholders = False
 
 
 _counters = _Counters()
+
+
+@contextlib.contextmanager
+def placeholders() -> Iterator[None]:
+    """Tensors on the meta device that are made inside stand for others, and take no memory even in a model that is counted
+    there."""
+    before, _counters.placeholders = _counters.placeholders, True
+    try:
+        yield
+    finally:
+        _counters.placeholders = before
+
+
+def are_placeholders() -> bool:
+    return _counters.placeholders
 
 
 def note_saved(tensors: Iterable[torch.Tensor]) -> None:

@@ -17,13 +17,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
@@ -32,6 +30,7 @@ from ckptkern.extras import missing
 from ckptkern.memory import saved_tensors
 from ckptkern.planning.live import step_of
 from ckptkern.planning.timing import RATES, estimated
+from ckptkern.tools.estimate.variants import fused_attention
 
 from .shapes import FAMILIES, Build
 
@@ -122,17 +121,6 @@ class Training(nn.Module):
         return _Upstream.apply(y if isinstance(y, Tensor) else y[0])
 
 
-@contextmanager
-def flash_attention() -> Iterator[None]:
-    """torch's scaled_dot_product_attention as on a GPU, where it saves q, k, v, o and lse; on meta it writes scores out."""
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = ckptkern.scaled_dot_product_attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
-
-
 def counted(layer: nn.Module, call: Call, recomputes: bool = False) -> dict[str, Any]:
     """saved_bytes, peak_bytes and seconds of a training step of the layer, which is on the meta device."""
     training = Training(layer, recomputes).train()
@@ -141,7 +129,7 @@ def counted(layer: nn.Module, call: Call, recomputes: bool = False) -> dict[str,
         training.zero_grad(set_to_none=True)
         training(*call.args, **call.kwargs).backward()
 
-    with flash_attention(), ckptkern.workspace(WORKSPACE):
+    with fused_attention(), ckptkern.workspace(WORKSPACE):
         with saved_tensors([*layer.parameters(), *layer.buffers(), *call.shared]) as saved:
             training(*call.args, **call.kwargs)
         peak = step_of(training, *call, [], META, all_there=True).peak

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .. import ops, state
+from ..memory import placeholders
 from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
 from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
@@ -112,6 +113,7 @@ class Tokens(NamedTuple):
         whole = V > 1 and len(others) == one.dim() - 1 and one.storage_offset() % V == 0
         return others if whole and all(one.stride(i) % V == 0 for i in others if one.shape[i] > 1) else None
 
+    @placeholders()
     def shown(self) -> Tensor:
         """The rows of these tokens [..., d], in their order; the leading shape may be another."""
         one, others, (*lead, d) = self.placeholder, self.others(), self.rows.shape
@@ -124,6 +126,7 @@ class Tokens(NamedTuple):
         offset = rows.storage_offset() + first * rows.stride(0)
         return rows.as_strided((*sizes, d), [*(s * rows.stride(0) for s in strides), rows.stride(1)], offset)
 
+    @placeholders()
     def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
         """Those of a copy, whose elements have the same order."""
         one = self.placeholder
@@ -134,6 +137,7 @@ class Tokens(NamedTuple):
         whole = one.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
         return self._replace(placeholder=whole.as_strided(shape, one.stride(), one.storage_offset()))
 
+    @placeholders()
     def after(self, step: Step) -> Tokens | None:
         """Those of step's result; None if it is not followed."""
         before = self.placeholder
@@ -247,7 +251,8 @@ class Matmul:
 
     def logits(self) -> Logits:
         V = len(self.weight)
-        tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
+        with placeholders():
+            tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
         return _LazyLogits.apply({"matmul": self, "tokens": tokens}, *self.tensors)
 
 

@@ -32,9 +32,10 @@ class Head(NamedTuple):
 
 
 def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
-    """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32."""
+    """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32; a meta
+    tensor counts as on a GPU, which does not."""
     wide = wide_of(a.dtype)
-    if a.dtype != wide and a.is_cuda:
+    if a.dtype != wide and (a.is_cuda or a.is_meta):
         if add:
             return torch.addmm(out, a, b, out_dtype=wide, out=out)
         if out is None or out.dtype == wide:

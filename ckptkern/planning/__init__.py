@@ -1,7 +1,8 @@
 """Which recompute mode where: what each region of a model costs, and the cheapest choice under a budget."""
 
+from .certify import Certificate, certify
 from .frontier import Frontier, frontier
 from .plan import Plan, plan
 from .report import Report, report
 
-__all__ = ["Frontier", "Plan", "Report", "frontier", "plan", "report"]
+__all__ = ["Certificate", "Frontier", "Plan", "Report", "certify", "frontier", "plan", "report"]

@@ -48,9 +48,6 @@ class Live(TorchDispatchMode):
         super().__init__()
         parts = [part for tensor in known for part in memory.dense_parts(tensor)]
         self.known = {part.untyped_storage()._cdata for part in parts}
-        self.counts_meta = any(
-            part.is_meta for part in parts
-        )  # else one stands for what nobody computes, as lazy logits do
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.bytes = self.peak = 0
         self._at_peak: list[tuple[StorageWeakRef, Alive]] = []
@@ -61,6 +58,8 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        if memory.are_placeholders():
+            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.note(tensor, func)
@@ -83,7 +82,7 @@ class Live(TorchDispatchMode):
         for part in memory.dense_parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
-            if key not in self.known and key not in self.alive and (self.counts_meta or not part.is_meta):
+            if key not in self.known and key not in self.alive:
                 alive = Alive(
                     storage.nbytes(), func.name().partition("::")[2], tuple(part.shape), part.dtype, self.place
                 )

@@ -212,6 +212,15 @@ def may_be_block(module: nn.Module, taken: set[int]) -> bool:
 
 def check_model(op: str, model: nn.Module, inputs: object) -> None:
     """Raises TypeError and ValueError for what cannot be measured."""
+    check_step(op, model, inputs)
+    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
+        raise ValueError(
+            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+        )
+
+
+def check_step(op: str, model: nn.Module, inputs: object) -> None:
+    """Raises TypeError and ValueError for a model of which no step can run by itself."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
     if not inputs:
@@ -227,10 +236,6 @@ def check_model(op: str, model: nn.Module, inputs: object) -> None:
     if holds_sharded(model) or is_sharded(model):
         raise ValueError(
             f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
-        )
-    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
-        raise ValueError(
-            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
         )
     check_not_fsdp1(model)
     check_not_split(op, model)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ..memory import are_placeholders
 from ..ops.registration.library import FLOPS
 
 Step = Callable[[], Any]
@@ -128,11 +129,13 @@ class Roofline(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         read, written = ([t for t in tree_leaves(of) if isinstance(t, Tensor)] for of in ((args, kwargs), result))
-        if func.is_view or not written or "empty" in func.name():
+        if func.is_view or not written or "empty" in func.name() or are_placeholders():
             return result
-        formula = flop_registry.get(func._overloadpacket) or FLOPS.get(func._overloadpacket)
+        formula = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
-        rate = self.rates.float32 if any(t.dtype == torch.float32 for t in read[:1]) else self.rates.matmuls
+        # of an op of ours the first may be the gradient of a loss, in float32
+        is_wide = all(t.dtype == torch.float32 for t in read if t.is_floating_point())
+        rate = self.rates.float32 if is_wide else self.rates.matmuls
         nbytes = sum(t.nbytes for t in (*read, *written))
         self.seconds += max(flops / rate, nbytes / self.rates.bandwidth)
         return result

@@ -43,7 +43,7 @@ def test_meta_tensors_are_counted_as_real_ones(rows: dict[str, dict]) -> None:
     call = layers.captured(model, layer, many)
     args, kwargs = layers.mapped(lambda t: torch.zeros(t.shape, dtype=t.dtype), tuple(call))
     shared = layers.Call(args, kwargs).shared
-    with layers.flash_attention(), saved_tensors([*layer.parameters(), *shared]) as saved:
+    with layers.fused_attention(), saved_tensors([*layer.parameters(), *shared]) as saved:
         layer(args[0].requires_grad_(), *args[1:], **kwargs)
     assert saved.bytes == rows["eager"]["saved_bytes"]
 

@@ -116,11 +116,12 @@ def _fake(on_meta: Callable) -> Callable:
 
 
 def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
-    """torch counts addmm, and not addmm_."""
+    """torch counts addmm, but neither addmm_ nor one with an out_dtype."""
     return 2 * a.numel() * b.shape[1]
 
 
 _addmm_flops._get_raw = True  # tensors, not their shapes
+_ADDMM = {torch.ops.aten.addmm: _addmm_flops, torch.ops.aten.addmm_: _addmm_flops}
 
 
 def _grouped_mm_flops(a, b, *args, out_val=None, **kwargs) -> int:
@@ -146,7 +147,7 @@ def _of_all_heads(formula: Callable, query: int) -> Callable:
 
 
 FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch lacks these
-    torch.ops.aten.addmm_: _addmm_flops,
+    **_ADDMM,
     torch.ops.aten._grouped_mm: _grouped_mm_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _of_all_heads(
         flop_registry[torch.ops.aten._scaled_dot_product_flash_attention], query=0
@@ -163,7 +164,7 @@ def _flops(on_meta: Callable) -> Callable:
     def flops(*args, out_val=None):
         with (
             _disable_current_modes(),
-            FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops}) as counter,
+            FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter,
         ):
             on_meta(*args)
         return counter.get_total_flops()

@@ -1,0 +1,324 @@
+"""certify: does a converted model compute what the unmodified one computes? Both against float64, on one batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import memory
+from ..conversion.binding import Forward
+from ..conversion.check import rms, unmoved
+from ..conversion.convert import ORIGINAL_CLASS, convert, revert
+from ..conversion.report import aligned, name_of
+from ..conversion.trace import mapped
+from .live import differentiated, gradients_as_there
+from .measure import device_of
+from .segments import check_step, server_of
+
+TOLERANCE = 2.0  # times eager's own error
+SHOWN = 5  # parameters that print shows
+OTHERS = {"Head": "linear_cross_entropy", "Norm": "tiled"}  # what replaces modules that are no regions, by its class
+
+
+@dataclasses.dataclass
+class GradientError:
+    """The relative errors of a parameter's gradient against float64, ||g - g64|| / ||g64||: eager PyTorch's, and ours.
+
+    A gradient counts as at least a hundredth of the largest one, by root mean square: that of a key's bias is rounding alone.
+    """
+
+    name: str
+    eager: float
+    ours: float
+
+    @property
+    def ratio(self) -> float:
+        """Ours over eager's; 1 if both are 0."""
+        return self.ours / self.eager if self.eager else float("inf") if self.ours else 1.0
+
+
+@dataclasses.dataclass
+class Certificate:
+    """What certify found. print(certificate) says it; write(path) writes it, with all parameters, as Markdown.
+
+    gradients: of every trained parameter. Of (unmodified, converted) are loss: the relative errors of the loss; saved: bytes
+    that forward saves for backward, besides parameters; peak: bytes that the step rises above what is there. replaced: name ->
+    what replaces the module. unused: names of those whose replacement did not run. dropout: False if it was there and off.
+    least: what counts as the unmodified model's error where that is smaller.
+    """
+
+    gradients: list[GradientError]
+    loss: tuple[float, float]
+    saved: tuple[int, int]
+    peak: tuple[int, int]
+    replaced: dict[str, str]
+    unused: list[str]
+    dropout: bool
+    tolerance: float
+    least: float
+
+    def allowed(self, error: float) -> float:
+        """The largest error of ours that passes where eager's is `error`."""
+        return self.tolerance * max(error, self.least)
+
+    @property
+    def failures(self) -> list[str]:
+        """ "loss" and names of parameters whose error is too large, or not a number."""
+        named = [("loss", *self.loss), *((one.name, one.eager, one.ours) for one in self.gradients)]
+        return [name for name, eager, ours in named if not ours <= self.allowed(eager)]
+
+    @property
+    def passed(self) -> bool:
+        """Is there a replaced module, did all of them run, and is no error too large?"""
+        return not (self.failures or self.unused) and bool(self.replaced)
+
+    def lines(self) -> list[str]:
+        size, worst = memory.format_size, max(self.gradients, key=lambda one: one.ours)
+        verdict = "passed: the converted model computes what the unmodified one computes" if self.passed else "FAILED"
+        lines = [verdict]
+        if self.failures:
+            lines.append(f"errors too large: {', '.join(self.failures)}")
+        if self.unused:
+            lines.append(f"replaced, but ran as before convert: {', '.join(self.unused)}")
+        if not self.replaced:
+            lines.append("nothing was replaced: print(ckptkern.convert(model, ...)) says why")
+        errors = [
+            ("against float64", "unmodified", "converted"),
+            ("error of the loss", *map("{:.1e}".format, self.loss)),
+        ]
+        errors += [
+            ("largest error of a gradient", f"{max(one.eager for one in self.gradients):.1e}", f"{worst.ours:.1e}"),
+            ("saved for backward", *map(size, self.saved)),
+            ("peak of the step", *map(size, self.peak)),
+        ]
+        lines += ["", *aligned(errors), ""]
+        lines.append(f"passes: at most {self.tolerance:g} times the unmodified model's error, or {self.allowed(0):.1e}")
+        lines.append(
+            "dropout: none"
+            if self.dropout
+            else "dropout: off, because ckptkern's masks are not torch's of the same seed"
+        )
+        return lines
+
+    def table(self, most: int | None = None) -> list[tuple[str, ...]]:
+        """The gradients of the largest ratios first."""
+        order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
+        rows = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
+        return [("gradient of", "unmodified", "converted", "ratio"), *rows]
+
+    def replacements(self) -> list[tuple[str, str]]:
+        """(names that differ by a number in one, what replaces them)."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for name, by in self.replaced.items():
+            groups.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
+        return [(name_of(names), by) for (_, by), names in groups.items()]
+
+    def __str__(self) -> str:
+        replaced = aligned([("module", "replaced by"), *self.replacements()])
+        return "\n".join([*self.lines(), "", *replaced, "", *aligned(self.table(SHOWN))])
+
+    def write(self, path: str | os.PathLike) -> None:
+        """Writes all of it as Markdown."""
+        verdict, *rest = self.lines()
+        tables = [["module", "replaced by"], *self.replacements()], self.table()
+        parts = [f"# {verdict}", "```text", *rest, "```"]
+        for head, *rows in tables:
+            parts += ["", row_of(head), row_of(["---"] * len(head)), *map(row_of, rows)]
+        versions = f"torch {torch.__version__}, {device_name()}"
+        Path(path).write_text("\n".join([*parts, "", versions, ""]))
+
+
+def row_of(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+class InFloat64(TorchDispatchMode):
+    """Models upcast norms and logits to float32. What is float64 stays so."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            wanted = kwargs.get("dtype")
+            if wanted is not None and wanted.is_floating_point:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+class Ran(NamedTuple):
+    """A step's loss and gradients, by name, and its memory."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    saved: int = 0
+    peak: int = 0
+
+
+def certify(
+    model: nn.Module,
+    *example_inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    tolerance: float = TOLERANCE,
+    **example_kwargs: Any,
+) -> Certificate:
+    """Runs a training step of the unmodified model, of the converted one and of the unmodified one in float64, on one batch,
+    and compares the loss and the gradient of every trained parameter.
+
+        certificate = ckptkern.certify(model, input_ids=ids, labels=ids)
+        print(certificate)
+        certificate.write("certificate.md")
+        assert certificate.passed
+
+    The model may be converted or not: of a converted one a copy is reverted, of another one a copy is converted, with the
+    defaults of `convert`. The model itself, its gradients and random states stay as they are. Copies need memory: of the model,
+    and of it in float64, one after the other.
+
+    It passes if every error of the converted model is at most `tolerance` times the unmodified model's own error in its dtype,
+    both against float64; where that is small, at most so many times the median of all gradients' errors, or the dtype's eps.
+    All replaced modules must have run. ckptkern's dropout masks are not torch's, so a model with dropout is compared in eval
+    mode.
+
+    example_inputs, example_kwargs: a batch of training. loss: from what the model returns to the number that is
+    differentiated; None takes the output's `loss`, else the sum of its tensors, each weighted by random numbers. Under
+    torch.autocast both models run in it, and float64 without.
+
+    Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
+    wrapped, has no gradient, is random in eval mode, or cannot be copied or run in float64.
+    """
+    check_step("certify", model, example_inputs or example_kwargs)
+    is_converted = bool(replaced_by(model))
+    eager = revert(copied(model))
+    is_random = random(eager.train(), example_inputs, example_kwargs)
+    if is_random and random(eager.eval(), example_inputs, example_kwargs):
+        raise ValueError(
+            "certify: two calls in eval mode give two results, so there is nothing to compare: make it deterministic"
+        )
+    ours = copied(model)
+    if not is_converted:
+        convert(ours, *example_inputs, **example_kwargs)
+
+    def ran(of: nn.Module, **options: Any) -> Ran:
+        return step(of.train(not is_random), example_inputs, example_kwargs, loss, **options)
+
+    before = {name: forward_of(m).calls["fused"] + forward_of(m).calls["checkpointed"] for name, m in having(ours)}
+    theirs, converted = ran(eager), ran(ours)
+    unused = [
+        name for name, m in having(ours) if sum(map(forward_of(m).calls.get, ("fused", "checkpointed"))) == before[name]
+    ]
+    replaced = replaced_by(ours)
+    del ours
+    try:
+        exact = ran(eager.double(), in_float64=True)
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise ValueError(
+            f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
+        ) from error
+    return compared(theirs, converted, exact, replaced, unused, not is_random, tolerance)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
+
+
+def forward_of(module: nn.Module) -> Forward:
+    return module.__dict__["forward"]
+
+
+def having(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules whose forward convert replaced."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), Forward))
+
+
+def replaced_by(model: nn.Module) -> dict[str, str]:
+    """What replaces each module that convert changed, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Forward) or ORIGINAL_CLASS in module.__dict__:
+            kind = type(forward).__name__
+            found[name] = OTHERS.get(kind) or server_of(module) or kind
+    return found
+
+
+def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Do two calls differ?"""
+    with unmoved(model), torch.no_grad():
+        outputs = [mapped(lambda t: t, model(*args, **kwargs)) for _ in range(2)]
+    return any(not torch.equal(a, b) for a, b in zip(*map(numbers, outputs), strict=True))
+
+
+def numbers(output: Any) -> list[Tensor]:
+    """The tensors of a model's output."""
+    return [
+        one
+        for one in torch.utils._pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
+        if isinstance(one, Tensor)
+    ]
+
+
+def step(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None, in_float64: bool = False
+) -> Ran:  # fmt: skip
+    """One step from the same seed, with zeros as gradients before."""
+    device = device_of(model, (args, kwargs))
+    if in_float64:
+        args, kwargs = mapped(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unmoved(model))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(gradients_as_there(model, all_there=True))
+        if in_float64:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            stack.enter_context(InFloat64())
+        torch.manual_seed(0)
+        with memory.peak_memory(device) as peak:
+            with memory.saved_tensors(model) as saved:
+                value = (loss or weighted)(model(*args, **kwargs))
+            value.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        return Ran(value.detach(), gradients, saved.bytes, peak.bytes)
+
+
+def weighted(output: Any) -> Tensor:
+    """The output's loss, or the sum of its tensors, each times fixed random numbers."""
+    wanted = differentiated("certify", output)
+    if len(wanted) == 1 and wanted[0].dim() == 0:
+        return wanted[0]
+    seed = torch.Generator().manual_seed(0)
+    return torch.stack([(one * torch.randn(one.shape, generator=seed).to(one)).double().sum() for one in wanted]).sum()
+
+
+def compared(
+    eager: Ran, ours: Ran, exact: Ran, replaced: dict[str, str], unused: list[str], dropout: bool, tolerance: float
+) -> Certificate:  # fmt: skip
+    floor = 1e-2 * max((rms(one) for one in exact.gradients.values()), default=0.0)
+
+    def error(of: Tensor, to: Tensor, floor: float) -> float:
+        return rms(of.double() - to.double()) / max(rms(to), floor, 1e-300)
+
+    gradients = [
+        GradientError(name, *(error(of.gradients[name], to, floor) for of in (eager, ours)))
+        for name, to in exact.gradients.items()
+    ]
+    eps = max(torch.finfo(one.dtype).eps for one in eager.gradients.values())
+    least = max(eps, statistics.median(one.eager for one in gradients))
+    losses = tuple(error(of.loss, exact.loss, 0.0) for of in (eager, ours))
+    return Certificate(
+        gradients, losses, (eager.saved, ours.saved), (eager.peak, ours.peak), replaced, unused, dropout, tolerance, least
+    )  # fmt: skip

@@ -1,0 +1,292 @@
+"""``python -m ckptkern estimate CONFIG``: what a language model's training step takes, in each way to save memory."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...extras import missing
+from ...memory import format_size, parse_size, three_digits
+from ...planning.timing import RATES, Rates
+
+HELP = """\
+CONFIG is a config.json of transformers, or a folder that has one. Nothing is
+downloaded, computed or measured: the model is built on the meta device, few of
+its layers run there in each variant, and what their ops allocate is counted.
+
+  peak     of a step, above parameters, gradients and optimizer's states
+  all      with these, of which each of --ranks GPUs has an equal shard
+  saved    what is there between forward and backward
+  time >=  the least that FLOPs of matmuls and bytes of kernels allow on that
+           GPU, with an op of ckptkern as one kernel: estimated, not measured.
+           Real kernels take longer, ckptkern's by more than PyTorch's
+  longest  tokens of a sequence with which all fits --memory: on the line
+           through the peaks of two lengths
+
+"checkpointing" is torch.utils.checkpoint of each layer, as by
+gradient_checkpointing_enable(); "selective" saves the result of
+scaled_dot_product_attention; "chunked loss" has logits in 16 checkpointed
+chunks of tokens; "bounded" stays within --workspace.
+
+    python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
+"""
+STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
+MARKERS = "osD^vP"  # of the variants of PyTorch, and again of ours
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from .variants import SLOW, VARIANTS
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = HELP
+    parser.add_argument("config", metavar="CONFIG", help="a config.json, or a folder that has one")
+    parser.add_argument("--tokens", type=int, default=8192, help="length of a sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
+    parser.add_argument("--gpu", choices=RATES, default="h100", help="whose rates and memory (default: %(default)s)")
+    parser.add_argument("--memory", help="of a GPU, such as 80GiB (default: what PyTorch reports of the GPU)")
+    parser.add_argument("--layers", default="auto", help="how many the model has (default: auto, the configuration's)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
+    parser.add_argument(
+        "--optimizer", choices=STATES, default="adamw",
+        help="adamw: two states in the parameters' dtype; adamw-8bit: two of a byte; adamw-float32: two and a copy of the "
+        "parameters, of 4 bytes; sgd: none (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="GPUs that shard parameters, gradients and states, as FSDP (default: 1)"
+    )
+    parser.add_argument("--workspace", default="1GiB", help="of the bounded variants (default: %(default)s)")
+    parser.add_argument("--variants", help=f"by commas, of {', '.join(VARIANTS)} (default: all but {', '.join(SLOW)})")
+    parser.add_argument(
+        "--today", choices=VARIANTS, help="the variant to compare with (default: PyTorch's with the lowest peak)"
+    )
+    parser.add_argument("--csv", type=Path, help="write a row for each variant to this file")
+    parser.add_argument("--picture", type=Path, help="draw matmuls against peak into this file (needs matplotlib)")
+
+
+class States(NamedTuple):
+    """Bytes on each GPU that are there when a step begins."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def all(self) -> int:
+        return sum(self)
+
+
+class Line(NamedTuple):
+    """A variant and its step. longest: tokens; is_more: that is as far as they were looked for."""
+
+    key: str
+    name: str
+    peak: int
+    saved: int
+    flops: float
+    seconds: float
+    longest: int
+    is_more: bool
+
+
+class Estimate(NamedTuple):
+    """What is estimated, of what. replaced: (class, what ckptkern replaces it by, or why it does not); original: classes of
+    modules that run their original forward all the same."""
+
+    title: list[str]
+    states: States
+    memory: int
+    lines: list[Line]
+    replaced: list[tuple[str, str]]
+    original: list[str]
+    positions: int | None
+
+
+def states_of(parameters: int, dtype: torch.dtype, optimizer: str, ranks: int) -> States:
+    own = STATES[optimizer]
+    each = (dtype.itemsize, dtype.itemsize, 2 * dtype.itemsize if own is None else own)
+    return States(*(math.ceil(parameters * one / ranks) for one in each))
+
+
+def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound: int) -> Estimate:
+    """Counts each variant."""
+    from .model import built, convert_like_narrow, kinds_of, original_of, read_config
+    from .variants import VARIANTS, count_all, longest
+
+    config, rates, dtype = read_config(args.config), RATES[args.gpu], DTYPES[args.dtype]
+    set_layers(config, args.layers)
+    eager = built(config, dtype, "meta")
+    first, count = kinds_of(eager), sum(p.numel() for p in eager.parameters())
+    states = states_of(count, dtype, args.optimizer, args.ranks)
+    ours, replaced = None, []
+    if any(VARIANTS[key].is_ours for key in keys):
+        told("convert")
+        ours = built(config, dtype, "meta")
+        rows = convert_like_narrow(ours)
+        replaced = list(dict.fromkeys((row.kind, row.replaced_by or f"nothing: {row.reason}") for row in rows))
+    lines = []
+    for key in keys:
+        variant = VARIANTS[key]
+        if variant.every > 1 and len(set(first)) > 1:
+            told(f"{variant.name}: left out, because the model has layers of several kinds")
+            continue
+        told(variant.name)
+        model, size = ours if variant.is_ours else eager, bound if variant.bounded else default_workspace(rates)
+
+        def peak_of(tokens: int, variant=variant, model=model, size=size) -> float:
+            return count_all(model, first, variant, args.batch, tokens, size).peak
+
+        found = count_all(model, first, variant, args.batch, args.tokens, size, rates)
+        most, is_more = longest(peak_of, args.tokens, found.peak, memory - states.all)
+        lines.append(
+            Line(key, variant.name, int(found.peak), int(found.saved), found.flops, found.seconds, most, is_more)
+        )
+    title = [
+        f"{config.model_type}: {count / 1e9:.2f} billion parameters, {len(first)} layers",
+        f"a step of {args.batch} x {args.tokens:,} tokens in {args.dtype} on an {args.gpu.upper()}",
+    ]
+    original, positions = original_of(ours) if ours else [], getattr(config, "max_position_embeddings", None)
+    return Estimate(title, states, memory, lines, replaced, original, positions)
+
+
+def set_layers(config: Any, layers: str) -> None:
+    """Raises ValueError for a number that is none."""
+    if layers == "auto":
+        return
+    if not layers.isdigit() or int(layers) < 1:
+        raise ValueError(f"--layers: wanted auto or a positive number but got {layers!r}")
+    count = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            setattr(config, name, [value[i % count] for i in range(int(layers))])
+    config.num_hidden_layers = int(layers)
+
+
+def default_workspace(rates: Rates) -> int:
+    """That of such a GPU."""
+    return rates.memory // 32
+
+
+def told(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def time_of(seconds: float) -> str:
+    return f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
+
+
+def compared(found: Estimate, today: str | None) -> list[str]:
+    """Sentences: what ckptkern gains over the variant `today`, or over PyTorch's with the lowest peak."""
+    theirs = [line for line in found.lines if not line.key.startswith("ckptkern") and today in (None, line.key)]
+    ours = [line for line in found.lines if line.key.startswith("ckptkern")]
+    if not (theirs and ours):
+        return []
+    base = min(theirs, key=lambda line: line.peak)
+    told = [f"over {base.name}, with a peak of {format_size(base.peak)}:"]
+    for line in ours:
+        times = {"peak": line.peak / base.peak, "matmuls": line.flops / base.flops}
+        if base.longest and not line.is_more:
+            times["longest"] = line.longest / base.longest
+        told.append(f"  {line.name:26} " + ", ".join(f"{what} x {ratio:.2f}" for what, ratio in times.items()))
+    return told
+
+
+def show(found: Estimate, today: str | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    states = found.states
+    parts = ", ".join(f"{name} {format_size(value)}" for name, value in states._asdict().items())
+    console.print("\n".join(found.title))
+    console.print(f"each GPU: {parts}\n{format_size(states.all)} of {format_size(found.memory)} before the step\n")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("peak", "all", "saved", "PFLOP", "time >=", "longest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for line in found.lines:
+        more = "> " if line.is_more else ""
+        table.add_row(
+            line.name, format_size(line.peak), format_size(line.peak + states.all), format_size(line.saved),
+            f"{line.flops / 1e15:.3f}", time_of(line.seconds), f"{more}{line.longest:,}" if line.longest else "none",
+        )  # fmt: skip
+    console.print(table)
+    lines = ["", *compared(found, today), ""]
+    lines += [f"ckptkern replaces {kind} by {by}" for kind, by in found.replaced]
+    lines += [f"{kind} runs its original forward, unfused" for kind in found.original]
+    if found.positions and any(line.longest > found.positions for line in found.lines):
+        lines.append(f"the configuration has {found.positions:,} positions: longer sequences need another one")
+    lines.append("bytes and FLOPs are counted; the time is a lower bound: estimated, not measured")
+    console.print("\n".join(lines), soft_wrap=True)
+
+
+def write(found: Estimate, path: Path) -> None:
+    fields = [*Line._fields[:3], *(f"{name}_bytes" for name in States._fields), *Line._fields[3:]]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields, lineterminator="\n")
+        writer.writeheader()
+        states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
+        writer.writerows(line._asdict() | states for line in found.lines)
+
+
+def draw(found: Estimate, path: Path) -> None:
+    """Matmuls against peak, both counted; below and left is better."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    count = {True: 0, False: 0}
+    for line in found.lines:
+        is_ours = line.key.startswith("ckptkern")
+        marker, colour = MARKERS[count[is_ours]], "#0b6e7f" if is_ours else "#e08214"
+        axes.plot(line.peak / 2**30, line.flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=line.name)
+        count[is_ours] += 1
+    axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.set_title("\n".join(found.title), loc="left", fontsize=9)
+    axes.margins(x=0.1, y=0.15)
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+def main(args: argparse.Namespace) -> int:
+    from .variants import SLOW, VARIANTS
+
+    try:
+        if args.picture and (hint := missing("matplotlib")):
+            raise ValueError(hint)
+        keys = args.variants.split(",") if args.variants else [key for key in VARIANTS if key not in SLOW]
+        if unknown := [key for key in keys if key not in VARIANTS]:
+            raise ValueError(f"--variants: {', '.join(unknown)} is none of {', '.join(VARIANTS)}")
+        for name in ("tokens", "batch", "ranks"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"--{name}: wanted a positive number but got {getattr(args, name)}")
+        found = estimated(
+            args, keys, size_of("memory", args.memory, RATES[args.gpu].memory), size_of("workspace", args.workspace, 0)
+        )
+    except ValueError as error:
+        print(f"ckptkern estimate: {error}", file=sys.stderr)
+        return 2
+    show(found, args.today)
+    if args.csv:
+        write(found, args.csv)
+    if args.picture:
+        draw(found, args.picture)
+    return 0
+
+
+def size_of(option: str, text: str | None, default: int) -> int:
+    size = default if text is None else parse_size(text)
+    if size is None:
+        raise ValueError(f"--{option}: wanted a size such as 80GiB but got {text}")
+    return size

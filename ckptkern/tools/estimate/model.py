@@ -1,0 +1,196 @@
+"""Builds the language model of a transformers configuration on the meta device, at its real widths, and converts it there.
+
+convert checks numbers, which a meta tensor does not have. So it checks a narrow model of the same configuration, on the CPU:
+one with the first layers of each kind, a narrow MLP and a small vocabulary. What it sets as `forward` there is copied to the
+real model: each layer gets that of the narrow layer of its kind. Which op replaces a layer does not depend on widths; a layer
+that an op refuses all the same runs its original forward, and `original_of` names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...conversion import Conversion, convert, masks
+from ...conversion.alike import same_inside
+from ...conversion.binding import Forward, Fused
+from ...conversion.fuse import watch_of
+
+NARROW, CLASSES, TOKENS = 64, 256, 8  # of the narrow model: its MLP's width, its vocabulary, the tokens of its call
+HEAD = 8  # the narrow model's width, for each head: rotary embeddings halve it, and some rotate a half of it
+MLP_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "d_ff", "ffn_hidden_size")  # how names of settings end
+
+
+def read_config(path: str) -> Any:
+    """The configuration in a config.json, or in a folder that has one. Raises ValueError with what is wrong."""
+    from transformers import CONFIG_MAPPING
+
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        raise ValueError(
+            f"there is no file {file}. CONFIG is a config.json of transformers, or a folder with one; nothing is downloaded. "
+            "Get it from the model's page, as with: hf download NAME config.json --local-dir FOLDER"
+        )
+    try:
+        fields = json.loads(file.read_text())
+        kind = fields["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file} is not a config.json of transformers ({type(error).__name__}: {error}): pass a JSON object with a "
+            "model_type"
+        ) from None
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"{file} has model_type {kind!r}, which the installed transformers does not know: upgrade transformers"
+        )
+    config = CONFIG_MAPPING[kind].from_dict(fields)
+    return config.get_text_config()
+
+
+def built(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
+    """The causal language model of a configuration, in training mode, with random parameters. Raises ValueError for others."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{config.model_type} is not a causal language model of transformers: use `python -m ckptkern report` with a "
+            "function that returns the model and its inputs"
+        )
+    with torch.random.fork_rng([]), torch.device(device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+
+
+def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """(name, list) of the model's layers. Raises ValueError if the model has no list of as many as its configuration says."""
+    count = model.config.num_hidden_layers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise ValueError(f"{type(model).__name__} has no list of its {count} layers: use `python -m ckptkern report`")
+
+
+def kinds_of(model: nn.Module) -> list[int]:
+    """Of each layer, the place of the first that is like it."""
+    name, layers = layers_of(model)
+    first: list[int] = []
+    for i, layer in enumerate(layers):
+        like = (j for j in dict.fromkeys(first) if same_inside(f"{name}.{i}", layer, f"{name}.{j}", layers[j]))
+        first.append(next(like, i))
+    return first
+
+
+def narrow_config(config: Any, layers: int) -> Any:
+    """The same with so many layers, narrow, and with a small vocabulary."""
+    narrow = copy.deepcopy(config)
+    count, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
+    for name, value in list(vars(narrow).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count:
+            value = value[:layers]
+        if name.endswith(MLP_WIDTHS):
+            value = [min(one, NARROW) for one in value] if isinstance(value, list) else value and min(value, NARROW)
+        if name.endswith("token_id") and isinstance(value, int) and value >= CLASSES:
+            value = 0
+        setattr(narrow, name, value)
+    if getattr(config, "head_dim", None) is None:
+        narrow.head_dim = width // heads
+    narrow.num_hidden_layers, narrow.hidden_size, narrow.vocab_size = layers, min(width, HEAD * heads), CLASSES
+    return narrow
+
+
+def convert_like_narrow(real: nn.Module) -> Conversion:
+    """Converts a model on the meta device as `convert` converts a narrow one, and returns what that says."""
+    first = kinds_of(real)
+    dtype = next(real.parameters()).dtype
+    narrow = built(narrow_config(real.config, max(2, 1 + max(first))), dtype, "cpu")
+    ids = torch.arange(TOKENS)[None]
+    conversion = convert(narrow, input_ids=ids, labels=ids, use_cache=False)
+    masks.adopt(real)
+    bind(narrow, real, first)
+    return conversion
+
+
+def bind(narrow: nn.Module, real: nn.Module, first: Sequence[int]) -> None:
+    """Copies the forwards of the narrow model's modules to the real model's. first: of each real layer, the narrow one."""
+    of, modules = layers_of(real)[0], dict(narrow.named_modules())
+    for name, module in real.named_modules():
+        ours = theirs = of
+        inner = name.removeprefix(f"{of}.")
+        if inner != name:
+            number = inner.partition(".")[0]
+            ours, theirs = f"{of}.{number}", f"{of}.{first[int(number)]}"
+        source = modules[name.replace(ours, theirs, 1)].__dict__.get("forward")
+        if source is not None:
+            module.forward = copy.deepcopy(source, counterparts(narrow, real, theirs, ours))
+    watch_anew(real)
+
+
+def counterparts(narrow: nn.Module, real: nn.Module, theirs: str, ours: str) -> dict[int, Any]:
+    """deepcopy's memo in which each module, parameter, buffer and configuration of the narrow model has the real one's as copy.
+    theirs, ours: the layer of the narrow model, and the real one in its place."""
+    memo: dict[int, Any] = {}
+    modules = dict(real.named_modules())
+    for name, module in narrow.named_modules():
+        is_inside = f"{name}.".startswith(f"{theirs}.")
+        other = modules[f"{ours}{name.removeprefix(theirs)}" if is_inside else name]
+        memo[id(module)] = other
+        for own, others in ((module._parameters, other._parameters), (module._buffers, other._buffers)):
+            memo |= {id(tensor): others[key] for key, tensor in own.items() if tensor is not None}
+        if hasattr(module, "config"):
+            memo[id(module.config)] = other.config
+    return memo
+
+
+def forwards_of(model: nn.Module) -> Iterator[Forward]:
+    """What convert set as forwards, and those of the runs in an nn.Sequential."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Forward):
+            yield forward
+            yield from (run for *_, run in getattr(forward, "runs", ()))
+
+
+def watch_anew(model: nn.Module) -> None:
+    """The inside of all layers, and their configuration, are as checked now."""
+    for forward in forwards_of(model):
+        if isinstance(forward, Fused):
+            forward.watch = watch_of(forward.module, forward.segments)
+
+
+def original_of(model: nn.Module) -> list[str]:
+    """Classes of the modules whose original forward ran in training since they were converted."""
+    return list(dict.fromkeys(type(one.module).__name__ for one in forwards_of(model) if one.calls["original"]))
+
+
+@contextlib.contextmanager
+def only(model: nn.Module, picks: Sequence[int]) -> Iterator[None]:
+    """The model with these of its layers alone, in this order. Its configuration's lists of a value for each layer follow."""
+    name, layers = layers_of(model)
+    config, count = model.config, len(layers)
+    before = {
+        key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == count
+    }
+    parent = model.get_submodule(name.rpartition(".")[0])
+    try:
+        setattr(parent, name.rpartition(".")[2], nn.ModuleList([layers[i] for i in picks]))
+        for key, value in before.items():
+            setattr(config, key, [value[i] for i in picks])
+        config.num_hidden_layers = len(picks)
+        watch_anew(model)
+        yield
+    finally:
+        setattr(parent, name.rpartition(".")[2], layers)
+        for key, value in before.items():
+            setattr(config, key, value)
+        config.num_hidden_layers = count
+        watch_anew(model)

@@ -1,0 +1,226 @@
+"""Counts a training step of a language model in each way to save memory: what users of PyTorch do, and what ckptkern does.
+
+Nothing is computed. Few layers run on meta tensors, and all others add what one more layer of their kind adds. Attention counts
+as a fused kernel, which writes no scores. Parameters, their gradients and the optimizer's state are counted apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ... import ops
+from ...conversion.groups import group_layers
+from ...conversion.report import Row
+from ...ops.dispatch.choices import workspace
+from ...planning.live import step_of
+from ...planning.timing import Rates, estimated
+from .model import forwards_of, layers_of, only
+
+META = torch.device("meta")
+CHUNKS = 16  # of the loss in chunks
+
+
+class Counted(NamedTuple):
+    """A step: bytes at its peak, and between forward and backward; FLOPs of matmuls; seconds by a roofline."""
+
+    peak: float
+    saved: float
+    flops: float
+    seconds: float
+
+    def plus(self, times: float, more: Counted, less: Counted) -> Counted:
+        return Counted(*(a + times * (b - c) for a, b, c in zip(self, more, less, strict=True)))
+
+
+class Variant(NamedTuple):
+    """name: as tables say it. is_ours: on the converted model. recompute: its mode. bounded: within the bounded workspace.
+    every: layers that are one region. checkpoints: torch's activation checkpoints around layers. saves_attention: selective
+    ones, that save the result of attention. chunks: the loss in checkpointed chunks of tokens."""
+
+    name: str
+    is_ours: bool = False
+    recompute: str = "selective"
+    bounded: bool = False
+    every: int = 1
+    checkpoints: bool = False
+    saves_attention: bool = False
+    chunks: bool = False
+
+
+VARIANTS = {
+    "eager": Variant("eager PyTorch"),
+    "checkpoint": Variant("checkpointing", checkpoints=True),
+    "sac": Variant("selective checkpointing", checkpoints=True, saves_attention=True),
+    "checkpoint-chunks": Variant("checkpointing, chunked loss", checkpoints=True, chunks=True),
+    "sac-chunks": Variant("selective, chunked loss", checkpoints=True, saves_attention=True, chunks=True),
+    "ckptkern": Variant("ckptkern, default", True),
+    "ckptkern-full": Variant('ckptkern, "full"', True, "full"),
+    "ckptkern-bounded": Variant('ckptkern, "full", bounded', True, "full", True),
+    "ckptkern-every": Variant("ckptkern, bounded, every=4", True, "full", True, 4),
+}
+
+
+SLOW = ("ckptkern-every",)  # to count: a region of 4 layers takes 12 of them
+
+
+class Answers(TorchDispatchMode):
+    """A meta tensor has no value to branch on. It says yes, as in the usual batch: positions follow one another, nothing is
+    padded."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fused_attention() -> Iterator[None]:
+    """torch's scaled_dot_product_attention as on a GPU, where it saves q, k, v, o and lse; on meta it writes scores out."""
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = ops.scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def attention_ops() -> list:
+    """The ops of attention that a selective checkpoint may save: in the body of ours, and as a whole."""
+    return [
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.ckptkern.attention_fwd.default,
+    ]
+
+
+@contextlib.contextmanager
+def checkpointed(layers: nn.ModuleList, saves_attention: bool) -> Iterator[None]:
+    """Each layer is an activation checkpoint of torch, as gradient_checkpointing_enable makes it."""
+    given: dict[str, Any] = {"use_reentrant": False}
+    if saves_attention:
+        given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, attention_ops())
+    try:
+        for layer in layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, **given)
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+class Training(nn.Module):
+    """A model and its loss of token ids, which are the labels too."""
+
+    def __init__(self, model: nn.Module, chunks: int):
+        super().__init__()
+        self.model, self.chunks = model, chunks
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.chunks == 1:
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        targets, head = ids[:, 1:].flatten(), self.model.get_output_embeddings()
+
+        def part(hidden: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(head(hidden).float(), target, reduction="sum")
+
+        parts = zip(hidden.chunk(self.chunks), targets.chunk(self.chunks), strict=True)
+        return sum(checkpoint(part, *one, use_reentrant=False) for one in parts) / len(targets)
+
+
+@contextlib.contextmanager
+def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
+    """The model in this variant, with its loss."""
+    name, layers = layers_of(model)
+    with contextlib.ExitStack() as stack:
+        if variant.checkpoints:
+            stack.enter_context(checkpointed(layers, variant.saves_attention))
+        forwards = list(forwards_of(model))
+        for forward in forwards:
+            forward.recompute = variant.recompute
+        if variant.every > 1:
+            rows = [Row(f"{name}.{i}", type(layer).__name__, "converted") for i, layer in enumerate(layers)]
+            group_layers(model, rows, variant.every)
+        try:
+            yield Training(model, CHUNKS if variant.chunks else 1)
+        finally:
+            for forward in forwards:
+                forward.group = None
+
+
+def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, rates: Rates | None) -> Counted:
+    """A step of the model as it is. size: bytes of the workspace. rates: None leaves the time out."""
+    ids = torch.empty(batch, tokens, dtype=torch.int64, device=META)
+    with prepared(model, variant) as training, fused_attention(), workspace(size), Answers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = step_of(training, (ids,), {}, [], META, all_there=True)
+
+        def run() -> None:
+            training.zero_grad(set_to_none=True)
+            training(ids).backward()
+
+        with workspace(
+            max(size, rates.memory) if rates else size
+        ):  # an op counts as one launch: chunks only take longer to count
+            seconds = estimated(run, rates) if rates else 0.0
+    backward = step.stretches[-1]
+    return Counted(step.peak, backward.start, step.live.flops, seconds)
+
+
+def depths(first: Sequence[int], unit: int) -> tuple[list[int], list[tuple[list[int], float]]]:
+    """(places of the layers that are counted, (places of some more, how many times what they add is added)).
+
+    first: of each layer, the place of the first of its kind. unit: layers that are one region.
+    """
+    kinds = dict.fromkeys(first)
+    base = list(range(min(len(first), max(2 * unit, 1 + max(kinds)))))
+    more = []
+    for kind in kinds:
+        rest = [i for i in range(len(base), len(first)) if first[i] == kind]
+        if rest:
+            some = rest[:unit]
+            more.append((some, len(rest) / len(some)))
+    return base, more
+
+
+def count_all(
+    model: nn.Module,
+    first: Sequence[int],
+    variant: Variant,
+    batch: int,
+    tokens: int,
+    size: int,
+    rates: Rates | None = None,
+) -> Counted:
+    """A step of the model with all its layers."""
+    base, more = depths(first, variant.every)
+    with only(model, base):
+        found = less = count(model, variant, batch, tokens, size, rates)
+    for some, times in more:
+        with only(model, [*base, *some]):
+            found = found.plus(times, count(model, variant, batch, tokens, size, rates), less)
+    return found
+
+
+def longest(peak_of: Callable[[int], float], tokens: int, peak: float, budget: float) -> tuple[int, bool]:
+    """(the length at which the line through two lengths meets the budget, whether it is further than that line is trusted).
+
+    The lengths are `tokens`, whose peak is known, and twice as many, or half if it does not fit. Peaks are counted there, and
+    computed beyond.
+    """
+    other = max(1, tokens // 2) if peak > budget else 2 * tokens
+    slope = (peak_of(other) - peak) / (other - tokens)
+    found = int(tokens + (budget - peak) / slope) if slope > 0 else FURTHEST * tokens
+    return max(0, min(found, FURTHEST * tokens)), found >= FURTHEST * tokens
+
+
+FURTHEST = 16  # times the length that is asked for

@@ -1,0 +1,152 @@
+"""ckptkern.certify: a right model passes, a wrong one does not, and the model stays as it is."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.planning.certify import InFloat64
+
+
+class Model(nn.Module):
+    """Two MLPs with a norm that upcasts, as transformers' do, and a loss of labels."""
+
+    def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(dropout), nn.Linear(64, 16)) for _ in range(2)
+        )
+        self.head = nn.Linear(16, 8)
+        self.to(dtype)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x.float(), (16,)).to(x.dtype))
+        y = self.head(x)
+        return {"y": y} if labels is None else {"loss": F.cross_entropy(y.float(), labels), "y": y}
+
+
+X, LABELS = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)), torch.arange(32) % 8
+
+
+@pytest.mark.parametrize(("converted", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_a_right_model_passes_and_stays_as_it_is(converted: bool, dtype: torch.dtype) -> None:
+    model = Model(dtype=dtype).eval()
+    x = X.to(dtype)
+    if converted:
+        ckptkern.convert(model, x, labels=LABELS)
+    forwards = [m.__dict__.get("forward") for m in model.modules()]
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = ckptkern.certify(model, x, labels=LABELS)
+    assert found.passed, str(found)
+    assert {one.name for one in found.gradients} == dict(model.named_parameters()).keys()
+    assert all(0 < one.eager < 4 * torch.finfo(dtype).eps for one in found.gradients)
+    assert {"layers.0", "layers.1"} <= found.replaced.keys()
+    assert found.saved[1] < found.saved[0]
+    assert found.dropout
+    assert [m.__dict__.get("forward") for m in model.modules()] == forwards
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert not model.training
+
+
+@pytest.mark.parametrize("fault", ["weight", "output", "nan"])
+def test_a_wrong_one_does_not_pass(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x, *args, **kwargs):
+        if fault == "weight":  # a gradient alone
+            name = next(name for name, value in kwargs.items() if name.endswith("weight") and value is not None)
+            kwargs[name] = kwargs[name] * 1.0
+            kwargs[name].register_hook(lambda grad: 1.001 * grad)
+        return right(x, *args, **kwargs) * {"weight": 1.0, "output": 1.001, "nan": float("nan")}[fault]
+
+    model = Model()
+    ckptkern.convert(model, X, labels=LABELS)
+    op = next(iter(model.layers[0].forward.segments.values())).op
+    right = getattr(ckptkern.ops, op)
+    monkeypatch.setattr(ckptkern.ops, op, wrong)
+    found = ckptkern.certify(model, X, labels=LABELS)
+    assert not found.passed
+    assert {"weight": set(found.failures) < {one.name for one in found.gradients}}.get(fault, "loss" in found.failures)
+    assert found.failures
+    assert str(found).startswith("FAILED\nerrors too large: ")
+
+
+def test_a_replacement_that_does_not_run_does_not_pass() -> None:
+    model = Model()
+    ckptkern.convert(model, X, labels=LABELS)
+    forward = model.layers[1].forward
+    forward.segments = {"another pattern": next(iter(forward.segments.values()))}
+    with pytest.warns(UserWarning, match="runs its original forward"):
+        found = ckptkern.certify(model, X, labels=LABELS)
+    assert found.unused == ["layers.1"]
+    assert not found.passed
+    assert "replaced, but ran as before convert: layers.1" in str(found)
+
+
+def test_nothing_replaced_does_not_pass() -> None:
+    found = ckptkern.certify(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), X)
+    assert not found.passed
+    assert "nothing was replaced" in str(found)
+
+
+def test_dropout_is_off() -> None:
+    found = ckptkern.certify(Model(0.5), X, labels=LABELS)
+    assert found.passed
+    assert not found.dropout
+    assert "dropout: off" in str(found)
+
+
+def test_the_report_and_a_loss_of_ones_own(tmp_path: Path) -> None:
+    found = ckptkern.certify(Model(), X, loss=lambda output: output["y"].square().mean())
+    assert found.passed
+    found.write(tmp_path / "certificate.md")
+    text = (tmp_path / "certificate.md").read_text()
+    assert text.startswith("# passed: ")
+    assert all(f"| {one.name} | " in text for one in found.gradients)
+    assert "| gradient of | unmodified | converted | ratio |" in text
+
+
+def test_float64_is_not_rounded() -> None:
+    """With a norm in float32 the reference itself would be wrong by float32's rounding."""
+    model, flat = Model().double(), {}
+    for inside in (True, False):
+        with InFloat64() if inside else torch.no_grad():
+            flat[inside] = model(X.double())["y"].detach()
+    assert 1e-9 < float((flat[True] - flat[False]).abs().max()) < 1e-5
+
+
+class Random(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand(())
+
+
+class NoDouble(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("no float64")
+        return super().forward(x)
+
+
+def test_what_it_refuses() -> None:
+    with pytest.raises(TypeError, match=r"certify: model must be a torch\.nn\.Module, not int"):
+        ckptkern.certify(1, X)
+    with pytest.raises(TypeError, match="certify: wanted the inputs of a training step"):
+        ckptkern.certify(Model())
+    with pytest.raises(ValueError, match="certify: two calls in eval mode give two results"):
+        ckptkern.certify(Random(16, 16), X)
+    with pytest.raises(
+        ValueError, match="certify: the unmodified model does not run in float64: RuntimeError: no float64"
+    ):
+        ckptkern.certify(NoDouble(16, 16), X)
+    bad = Model()
+    bad.held = nn.Parameter(torch.ones(2)) * 2
+    with pytest.raises(ValueError, match="certify: the model cannot be copied: "):
+        ckptkern.certify(bad, X)
+    with pytest.raises(ValueError, match="certify: wanted an output with a gradient"):
+        ckptkern.certify(Model().requires_grad_(False), X)
