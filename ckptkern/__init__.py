@@ -40,7 +40,7 @@ __all__ = [
     "ACTIVATIONS", "Conversion", "Frontier", "LoRA", "Plan", "Report", "WarmUp", "accumulate_in_place", "attention_block",
     "backend", "checkpoint", "checkpoint_sequential", "checkpointed", "convert", "delay_weight_gradients", "dropout",
     "errors", "frontier", "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy",
-    "linear_stack", "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "patch_trl", "plan", "register_experts",
-    "report", "revert", "saved_decisions", "scaled_dot_product_attention", "selected_log_probs", "split_backward", "storage",
-    "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
+    "linear_stack", "memory", "mlp", "mlp_block", "moe_block", "moe_mlp", "nn", "patch_torch", "patch_trl", "plan",
+    "register_experts", "report", "revert", "saved_decisions", "scaled_dot_product_attention", "selected_log_probs",
+    "split_backward", "storage", "tiled", "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip
