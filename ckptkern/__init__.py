@@ -1,7 +1,7 @@
 """Activation recomputation inside the backward kernels, for PyTorch."""
 
 from . import errors, memory, nn, storage
-from .conversion import Conversion, convert, register_experts, revert
+from .conversion import Conversion, convert, patch_trl, register_experts, revert
 from .frozen import Frozen
 from .ops import (
     ACTIVATIONS,
@@ -42,7 +42,7 @@ __all__ = [
     "accumulate_in_place", "attention_block", "backend", "certify", "checkpoint", "checkpoint_sequential", "checkpointed",
     "convert", "delay_weight_gradients", "dropout", "errors", "frontier", "gated_mlp", "grouped_gated_mlp",
     "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_stack", "memory", "mlp", "mlp_block",
-    "moe_block", "moe_mlp", "nn", "patch_torch", "plan", "register_experts", "report", "revert", "saved_decisions",
-    "scaled_dot_product_attention", "selected_log_probs", "split_backward", "storage", "tiled", "transformer_layer",
-    "unpatch_torch", "varlen_attn", "warm_up", "workspace",
+    "moe_block", "moe_mlp", "nn", "patch_torch", "patch_trl", "plan", "register_experts", "report", "revert",
+    "saved_decisions", "scaled_dot_product_attention", "selected_log_probs", "split_backward", "storage", "tiled",
+    "transformer_layer", "unpatch_torch", "varlen_attn", "warm_up", "workspace",
 ]  # fmt: skip

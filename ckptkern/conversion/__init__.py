@@ -9,5 +9,6 @@ layout and by transformers' interface heads, logits the LM head before a loss, a
 from .convert import convert, revert
 from .experts import register_experts
 from .report import Conversion, Row
+from .trl import patch_trl
 
-__all__ = ["Conversion", "Row", "convert", "register_experts", "revert"]
+__all__ = ["Conversion", "Row", "convert", "patch_trl", "register_experts", "revert"]

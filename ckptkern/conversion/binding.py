@@ -155,10 +155,14 @@ class Forward:
     def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
         """The original forward; a training call of it is counted, and the first one warns."""
         if torch.is_grad_enabled() and self.module.training and not torch.compiler.is_compiling():
-            self.calls["original"] += 1
-            if self.calls["original"] == 1:
-                _warn_of_original(type(self.module).__name__, why())
+            self.not_fused(why)
         return self.original(*args, **kwargs)
+
+    def not_fused(self, why: Callable[[], str]) -> None:
+        """Counts a training call, and warns of the first."""
+        self.calls["original"] += 1
+        if self.calls["original"] == 1:
+            _warn_of_original(type(self.module).__name__, why())
 
     def may_leave_empty(self, caches: list[Any]) -> bool:
         """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
@@ -295,7 +299,7 @@ def _requires_grad(value: object) -> bool:
 def _warn_of_original(kind: str, why: str) -> None:
     warnings.warn(
         f"ckptkern.convert: a training call of {kind} runs its original forward, which saves everything: {why}",
-        stacklevel=5,
+        stacklevel=6,
     )
 
 

@@ -140,8 +140,17 @@ class Head(Forward):
             weight = self.linear.weight
             version = torch.ops.ckptkern.version_of(weight.detach())
             return TracedLogits(args[0], weight, self.linear.bias, version, (), mode, self.workspace)
-        self.calls["fused"] += self.log is None
-        return Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora).logits()
+        matmul = Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora)
+        if self.log is None:
+            self.calls["fused"] += 1
+            matmul.on_values = self.made_for
+        return matmul.logits()
+
+    def made_for(self, name: str) -> None:
+        """A function of this name reads the logits of a call, for which they are made."""
+        if self.module.training:
+            self.calls["fused"] -= 1
+            self.not_fused(lambda: f"{name} reads its logits, which are made for it")
 
     @property
     def may_be_traced(self) -> bool:

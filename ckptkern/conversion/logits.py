@@ -1,15 +1,17 @@
 """Defines lazy logits: the LM head's output in training, computed only when read.
 
-`Logits` follows the operations of models between the LM head and F.cross_entropy: views of tokens, float(), a scale, an
-untrained bias, a softcap. The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets
-values, which the model's own calls compute once, with their graph.
+`Logits` follows the operations of models between the LM head and F.cross_entropy: views and masks of tokens, float(), a
+scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token (`token_statistics`). The
+loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which the model's own calls
+compute once, with their graph.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +26,9 @@ from ..ops.sublayer.dropout import draw_state, dropout_arguments
 from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
 from ..subclasses import PLAIN
 from .reading import ADD, DIVIDE, MULTIPLY
-from .token_statistics import normalized_dtype, statistic
+from .token_statistics import LOGITS, form_after, product, statistic
+from .tokens import COPIES, PARTS, VIEWS, Tokens, share
 from .trace import is_in_place, leaves_of, mapped
-
-# Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
-VIEWS = frozenset((
-    "__getitem__", "movedim", "moveaxis", "narrow", "permute", "select", "squeeze", "swapaxes", "swapdims", "transpose",
-    "unflatten", "unsqueeze", "view",
-))  # fmt: skip
-COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
 
 # What Logits answer without values.
 GETTERS = (
@@ -98,80 +94,6 @@ class Step(NamedTuple):
         return 1 / others[0] if self.name in DIVIDE and others[0] and isinstance(self.args[0], Logits) else None
 
 
-class Tokens(NamedTuple):
-    """Of which tokens logits are. `placeholder`, on the meta device, is a view of what stands for the logits [..., classes] of
-    rows [..., d], as the logits are of those of all rows."""
-
-    rows: Tensor
-    classes: int
-    placeholder: Tensor
-
-    def others(self) -> list[int] | None:
-        """The dimensions of tokens; None unless the remaining one has all classes of a token."""
-        one, V = self.placeholder, self.classes
-        others = [i for i in range(one.dim()) if one.stride(i) != 1 or one.shape[i] != V]
-        whole = V > 1 and len(others) == one.dim() - 1 and one.storage_offset() % V == 0
-        return others if whole and all(one.stride(i) % V == 0 for i in others if one.shape[i] > 1) else None
-
-    @placeholders()
-    def shown(self) -> Tensor:
-        """The rows of these tokens [..., d], in their order; the leading shape may be another."""
-        one, others, (*lead, d) = self.placeholder, self.others(), self.rows.shape
-        sizes, strides = [one.shape[i] for i in others], [one.stride(i) // self.classes for i in others]
-        first = one.storage_offset() // self.classes
-        tokens = one.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
-        if tokens.is_contiguous() and tokens.numel() == math.prod(lead):
-            return self.rows
-        rows = self.rows.reshape(-1, d)
-        offset = rows.storage_offset() + first * rows.stride(0)
-        return rows.as_strided((*sizes, d), [*(s * rows.stride(0) for s in strides), rows.stride(1)], offset)
-
-    @placeholders()
-    def copied(self, shape: torch.Size, dtype: torch.dtype) -> Tokens | None:
-        """Those of a copy, whose elements have the same order."""
-        one = self.placeholder
-        if one.shape[-1:] == shape[-1:] == (self.classes,) and one.stride(-1) == 1:
-            return self._replace(rows=self.shown(), placeholder=one.new_empty(shape, dtype=dtype))
-        if one.shape != shape:
-            return None
-        whole = one.new_empty(math.prod(self.rows.shape[:-1]) * self.classes, dtype=dtype)
-        return self._replace(placeholder=whole.as_strided(shape, one.stride(), one.storage_offset()))
-
-    @placeholders()
-    def after(self, step: Step) -> Tokens | None:
-        """Those of step's result; None if it is not followed."""
-        before = self.placeholder
-        if step.name in MULTIPLY or step.name in DIVIDE or step.name == "tanh":
-            return self.copied(before.shape, before.dtype)
-        if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in step.others):
-            return None
-        try:
-            seen = _to(step, before, self.rows.device) if step.name == "to" else step(before)
-        except Exception:  # the function's own error, which it raises again for values
-            return None
-        if not isinstance(seen, Tensor) or not (
-            seen.dtype == before.dtype or (before.dtype.itemsize < seen.dtype.itemsize and seen.dtype == torch.float32)
-        ):
-            return None
-        if _share(seen, before):
-            found = self._replace(placeholder=seen)
-        else:
-            found = self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
-        return found if found is not None and found.others() is not None else None
-
-
-def _to(step: Step, placeholder: Tensor, device: torch.device) -> Tensor | None:
-    """Tensor.to of a tensor on this device; None for another device."""
-    wanted, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
-    return placeholder.to(dtype or placeholder.dtype) if wanted in (None, device) else None
-
-
-def _share(one: Any, other: Tensor) -> bool:
-    """Is `one` a tensor in other's memory?"""
-    strided = isinstance(one, Tensor) and one.layout is torch.strided
-    return strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 class Matmul:
     """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None, and its low-rank update, if it has one.
 
@@ -196,6 +118,7 @@ class Matmul:
         self.has_loss = False
         self.is_shown = False
         self.aliases: list[Tensor] = []
+        self.on_values: Callable[[str], None] | None = None  # gets the name of the first function that wants values
         self.given: list[weakref.ref[Logits]] = []
 
     @property
@@ -296,6 +219,12 @@ class _LazyLogits(torch.autograd.Function):
         return None, *(next(grads) if need else None for need in wanted)
 
 
+def is_result(logits: Logits) -> bool:
+    """Are they what an autograd.Function returned, in whose forward they were made? Their graph is the Function's then."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return logits.detached and logits.requires_grad
+
+
 class Logits(Tensor):
     """What a Matmul's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
 
@@ -308,7 +237,8 @@ class Logits(Tensor):
     cap: float | None = None
     bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
-    normalized: bool = False  # is log_softmax of that what they are?
+    form: str = LOGITS  # of token_statistics: which function of that over the classes they are
+    detached: bool = False  # from the graph, by detach() or torch.no_grad()
     source: Logits | None = None  # what the last step was called with
     made: list[Tensor]  # its values, if there are any; shared with its node
 
@@ -318,7 +248,8 @@ class Logits(Tensor):
         """Those of the matmul, which are made once, after the steps."""
         if not self.made:
             with torch.inference_mode(False), torch.enable_grad():
-                self.made.append(self.matmul.shared() if self.source is None else self.steps[-1](self.source.values()))
+                made = self.matmul.shared() if self.source is None else self.steps[-1](self.source.values())
+                self.made.append(made.detach() if self.detached else made)
         return self.made[0]
 
     def describes(self, function: Callable) -> bool:
@@ -332,7 +263,11 @@ class Logits(Tensor):
         step = Step(function, args, kwargs or {})
         given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
         self, matmul = given[0], given[0].matmul
-        if self.describes(function) or (function is Tensor.register_hook and matmul.has_loss):
+        if (
+            self.describes(function)
+            or (function is Tensor.register_hook and matmul.has_loss)
+            or any(map(is_result, given))
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
         if matmul.has_loss and step.wants_gradient:
@@ -340,21 +275,20 @@ class Logits(Tensor):
                 f"ckptkern.convert: {step.name} needs the gradient of logits whose loss was taken, which is not computed. "
                 "Convert with exclude= for this layer"
             )
-        if (torch.is_grad_enabled() or matmul.log is not None) and len(given) == 1 and not matmul.is_shown:
-            found = self.loss(step) if function is F.cross_entropy else self.followed(step)
-            if found is not None:
-                return found
-        if matmul.log is None and len(given) == 1 and not matmul.is_shown:
-            found = statistic(step, self)
+        if not (matmul.is_shown or torch.is_inference_mode_enabled()):
+            found = self.without_values(step, given)
             if found is not None:
                 return found
         if matmul.log is not None:
             matmul.log.append(Wanted(self, step, False))
+        if matmul.on_values is not None and torch.is_grad_enabled():
+            matmul.on_values(step.name)
+            matmul.on_values = None
         if step.is_in_place or step.name in SHOWING:  # copies that are still to be made are those of before
             matmul.show()
         args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
         result = function(*args, **kwargs)
-        if any(_share(one, values) for one in leaves_of(result) for it in given for values in it.made):
+        if any(share(one, values) for one in leaves_of(result) for it in given for values in it.made):
             matmul.show()
         return result
 
@@ -371,14 +305,27 @@ class Logits(Tensor):
         args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
 
+    def without_values(self, step: Step, given: list[Logits]) -> Any:
+        """The step's result without values; None if it needs them."""
+        if len(given) == 2:
+            return product(step, *given)
+        if len(given) > 1:
+            return None
+        if step.function is F.cross_entropy:
+            return self.loss(step)
+        found = self.parts(step) if step.name in PARTS else self.followed(step)
+        return statistic(step, self) if found is None and self.matmul.log is None else found
+
     def followed(self, step: Step) -> Logits | None:
         scale, cap, bias = self.scale, self.cap, self.bias
-        if self.normalized and step.name not in VIEWS | COPIES | {"unbind"}:
+        if (after := form_after(step, self)) is not None:
+            form, dtype = after
+            tokens = self.tokens.copied(self.shape, dtype)
+            return None if tokens is None else self.next(step, tokens, form=form)
+        if (self.form != LOGITS and step.name not in VIEWS | COPIES) or (
+            step.name == "detach" and self.matmul.log is not None
+        ):
             return None
-        if step.name == "unbind":  # which __iter__ calls
-            return self.unbound(step)
-        if step.name == "log_softmax":
-            return self.normal(step)
         tokens = self.with_added(step) if step.name in ADD else self.tokens.after(step)
         if tokens is None:
             return None
@@ -399,21 +346,36 @@ class Logits(Tensor):
 
     def next(self, step: Step, tokens: Tokens, **changed: Any) -> Logits:
         """What they are after this step."""
-        fields = {name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "normalized")} | changed
+        fields = {
+            name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "form", "detached")
+        } | changed
+        fields["detached"] |= step.name == "detach" or not torch.is_grad_enabled()
         fields |= {"tokens": tokens, "source": self, "steps": (*self.steps, step)}
-        return _LazyLogits.apply(fields, *self.matmul.tensors)
+        return _LazyLogits.apply(fields, *(one.detach() if fields["detached"] else one for one in self.matmul.tensors))
 
-    def normal(self, step: Step) -> Logits | None:
-        """log_softmax of them, outside of the example's call."""
-        dtype = None if self.matmul.log is not None else normalized_dtype(step, self)
-        tokens = None if dtype is None else self.tokens.copied(self.shape, dtype)
-        return None if tokens is None else self.next(step, tokens, normalized=True)
+    @property
+    def history(self) -> Iterator[Logits]:
+        """They, and the logits they were computed from, the latest first."""
+        one: Logits | None = self
+        while one is not None:
+            yield one
+            one = one.source
 
-    def unbound(self, step: Step) -> Any:
-        """The parts along the first dimension, if that is one of tokens."""
-        if step.args[1:] not in ((), (0,)) or step.kwargs or 0 not in (self.tokens.others() or ()):
+    def parts(self, step: Step) -> tuple[Logits, ...] | None:
+        """Those of unbind, which __iter__ calls, of split or chunk; None if they are not of whole tokens."""
+        dim = step.kwargs.get("dim", next(iter(step.args[PARTS[step.name] :]), 0))
+        if not isinstance(dim, int) or dim % self.dim() not in (self.tokens.others() or ()):
             return None
-        return tuple(self[i] for i in range(len(self)))
+        try:
+            found = step(self.tokens.placeholder)
+        except Exception:  # the function's own error, which it raises again for values
+            return None
+        if step.name == "unbind":
+            return tuple(self.select(dim, i) for i in range(len(found)))
+        sizes = [one.shape[dim] for one in found]
+        return tuple(
+            self.narrow(dim, end - size, size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+        )
 
     def with_added(self, step: Step) -> Tokens | None:
         """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
@@ -437,7 +399,7 @@ class Logits(Tensor):
         rows = rows if rows.dim() > 1 else rows[None]
         scale = self.scale * (1.0 if self.cap is None else self.cap)
         bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
-        with matmul.precision:
+        with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
             return ops.linear_cross_entropy(
                 rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, logit_scale=scale, softcap=self.cap,
                 lora=matmul.lora, recompute=matmul.mode, workspace=matmul.workspace, **options,
@@ -452,7 +414,7 @@ class Logits(Tensor):
         target, weight, others = given["target"], given.get("weight"), self.tokens.others()
         options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in given}
         covered = (
-            not self.normalized and isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
+            self.form == LOGITS and isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
             and PLAIN.issuperset((type(target), type(weight)))
             and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
             and given.get("size_average") is None and given.get("reduce") is None
@@ -464,7 +426,7 @@ class Logits(Tensor):
         matmul, loss = self.matmul, self.cross_entropy(target, weight=weight, **options)
         if loss is None:
             return None
-        matmul.has_loss = True
+        matmul.has_loss |= not self.detached
         if matmul.log is not None:
             matmul.log.append(Wanted(self, step, True))
         narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import warnings
+from collections.abc import Callable
 
 import torch.utils.checkpoint as torch_checkpoint
 
@@ -23,12 +23,15 @@ _patches: list[Patch] = []  # not yet removed, oldest first
 
 
 class Patch:
-    """Returned by `patch_torch`. ``remove()``, or the end of a ``with`` block, undoes the patch; again, it does nothing."""
+    """Returned by `patch_torch` and `patch_trl`. ``remove()``, or the end of a ``with`` block, undoes the patch; again, it does
+    nothing.
 
-    def __init__(self, cell: types.CellType):
-        self._cell = cell
-        cell.cell_contents = _checkpoint
-        _patches.append(self)
+    patches: those of the same function that are not yet removed, oldest first. restore: puts back what they replaced.
+    """
+
+    def __init__(self, patches: list[Patch], restore: Callable[[], None]):
+        self._patches, self._restore = patches, restore
+        patches.append(self)
 
     def __enter__(self) -> Patch:
         return self
@@ -37,10 +40,10 @@ class Patch:
         self.remove()
 
     def remove(self) -> None:
-        if self in _patches:
-            _patches.remove(self)
-            if not _patches:
-                self._cell.cell_contents = _torchs
+        if self in self._patches:
+            self._patches.remove(self)
+            if not self._patches:
+                self._restore()
 
 
 def patch_torch() -> Patch:
@@ -62,7 +65,8 @@ def patch_torch() -> Patch:
     torchs = torch_checkpoint.checkpoint
     for cell in getattr(torchs, "__closure__", None) or ():
         if cell.cell_contents in (_torchs, _checkpoint):
-            return Patch(cell)
+            cell.cell_contents = _checkpoint
+            return Patch(_patches, functools.partial(setattr, cell, "cell_contents", _torchs))
     raise RuntimeError(
         "ckptkern.patch_torch: wanted torch's own function at torch.utils.checkpoint.checkpoint but got "
         f"{torchs.__module__}.{torchs.__qualname__}"

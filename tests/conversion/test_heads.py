@@ -125,6 +125,7 @@ COVERED: dict[str, Loss] = {
     "one token": lambda m, z, t: F.cross_entropy(z[0, 1], t[0, 1]) + F.cross_entropy(z[1], t[1]),
     "every second": lambda m, z, t: flat(m, z.float()[1:, ::2].clone(), t[1:, ::2]),
     "in chunks": in_chunks,
+    "masked rows": lambda m, z, t: F.cross_entropy(z[:, 1:][t[:, 1:] != 3], t[:, 1:][t[:, 1:] != 3]),
 }
 
 
@@ -175,7 +176,6 @@ READ: dict[str, Loss] = {
 }
 LEFT: dict[str, Loss] = {
     "a detached head": lambda m, z, t: flat(m, z.detach(), t) + m.added.square().sum() + 0 * z.sum(),
-    "masked rows": lambda m, z, t: F.cross_entropy(z[t != 3], t[t != 3]),
     "listed rows": lambda m, z, t: F.cross_entropy(z.flatten(0, 1)[[1, 0, 5]], t.flatten()[:3]),
     "an added parameter": lambda m, z, t: flat(m, z + m.added, t),
     "a number for each logit": lambda m, z, t: flat(m, z + torch.arange(S * V).view(S, V) % 5.0, t),

@@ -1,0 +1,104 @@
+"""TRL's fused LM head on linear_cross_entropy: `patch_trl` returns what TRL's own function returns, with its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ckptkern
+from ckptkern.memory import peak_memory
+
+kernels = pytest.importorskip("trl.kernels")
+N, D, V = 9, 6, 40
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+    made = [torch.randn(N, D), torch.randn(V, D), torch.randn(V) if bias else None]
+    return [None if one is None else one.to(dtype).requires_grad_() for one in made]
+
+
+def targets(hidden: Tensor, weight: Tensor) -> Tensor:
+    """The first few are likely to have the largest logit."""
+    found = torch.arange(N) * 4
+    found[:3] = (hidden[:3].float() @ weight.float().t()).argmax(-1)
+    return found
+
+
+def run(tensors: list[Tensor | None], *arguments) -> list[Tensor | None]:
+    """The results, and the gradients of a function of those that have one."""
+    found = kernels.ChunkedLogProbFunction.apply(*tensors, targets(*tensors[:2]), *arguments)
+    weights = torch.linspace(1, 2, N)
+    wanted = sum((one * weights).sum() for one in found[:2] if one is not None)
+    grads = torch.autograd.grad(wanted, [one for one in tensors if one is not None])
+    return [*(None if one is None else one.detach() for one in found), *grads]
+
+
+@pytest.mark.parametrize(
+    ("bias", "temperature", "softcap", "scale", "outputs"),
+    [
+        (False, 1.0, None, 1.0, ("log_probs",)),
+        (True, 0.7, None, 0.5, ("log_probs", *OUTPUTS)),
+        (False, 0.7, 3.0, 0.5, ("log_probs", *OUTPUTS)),
+        (True, 1.0, 3.0, 1.0, ("entropy", "is_top1")),
+    ],
+)
+def test_it_is_trls(bias: bool, temperature: float, softcap: float | None, scale: float, outputs: tuple[str, ...]) -> None:
+    tensors, arguments = inputs(bias), (temperature, 16, softcap, scale, outputs)
+    theirs = run(tensors, *arguments)
+    with ckptkern.patch_trl():
+        ours = run(tensors, *arguments)
+    assert "apply" not in vars(kernels.ChunkedLogProbFunction)
+    assert theirs[4] is None or 0 < theirs[4].sum() < N
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_16_bits(autocast: bool) -> None:
+    """As in TRL the hidden states' dtype, or autocast's, is that of the matmuls. Logits are not rounded to it."""
+    hidden, weight, _ = inputs(False)
+    hidden = hidden.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
+    exact = (hidden.bfloat16().double() @ weight.bfloat16().double().t()).log_softmax(-1)[range(N), targets(hidden, weight)]
+    errors = []
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        theirs = run([hidden, weight, None], 1.0, 16)
+        with ckptkern.patch_trl():
+            ours = run([hidden, weight, None], 1.0, 16)
+    for found in (ours, theirs):
+        assert [one.dtype for one in found[-2:]] == [hidden.dtype, torch.float32]
+        errors.append((found[0].double() - exact).abs().max())
+    assert errors[0] < 1e-5 < errors[1]
+
+
+def test_its_memory_is_bounded() -> None:
+    hidden, weight = torch.randn(1024, 8, requires_grad=True), torch.randn(8192, 8, requires_grad=True)
+    with ckptkern.patch_trl("8MiB"), peak_memory("cpu") as peak:
+        found = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.arange(1024), 1.0, 32768)
+        (found[0].sum() + found[1].sum()).backward()
+    assert peak.bytes < 10 * 2**20  # logits are 32 MiB
+
+
+def test_patches_nest_and_an_error_gives_trls_back() -> None:
+    first = ckptkern.patch_trl()
+    with pytest.raises(KeyError), ckptkern.patch_trl("1MiB"):
+        raise KeyError
+    assert "apply" in vars(kernels.ChunkedLogProbFunction)
+    first.remove()
+    first.remove()
+    assert "apply" not in vars(kernels.ChunkedLogProbFunction)
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _ = inputs(False)
+    weight.ds_id = 0
+    with pytest.raises(ValueError, match="patch_trl: workspace must be a positive number of bytes"):
+        ckptkern.patch_trl(-1)
+    with ckptkern.patch_trl(), pytest.raises(RuntimeError, match="patch_trl: DeepSpeed's ZeRO-3 has split the head's weight"):
+        kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.zeros(N, dtype=torch.int64), 1.0, 16)
+    monkeypatch.setattr(kernels.ChunkedLogProbFunction, "forward", lambda ctx, hidden: None)
+    with pytest.raises(RuntimeError, match=r"no trl\.kernels\.ChunkedLogProbFunction with the arguments of TRL 1\.16"):
+        ckptkern.patch_trl()
