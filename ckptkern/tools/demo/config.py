@@ -12,15 +12,15 @@ from ...memory import parse_size
 VARIANTS = {
     "eager": "eager",
     "checkpointing": "gradient checkpointing",
-    "chunked": "checkpointing, loss in chunks",
-    "convert": "ckptkern.convert",
-    "bounded": 'ckptkern.convert, "{recompute}", {workspace}',
+    "chunked": "checkpointing, chunked loss",
+    "convert": "ckptkern",
+    "bounded": 'ckptkern, "{recompute}", {workspace}',
 }
 OURS = ("convert", "bounded")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRESETS = {
     "cpu": {
-        "steps": 40, "batch_size": 2, "seq_len": 2048, "vocabulary": 8192, "text_mib": 4, "layers": 8, "d_model": 128,
+        "steps": 30, "batch_size": 2, "seq_len": 2048, "vocabulary": 8192, "text_mib": 4, "layers": 8, "d_model": 128,
         "heads": 4, "lr": 3e-3, "dtype": "fp32",
     },
     "cuda": {

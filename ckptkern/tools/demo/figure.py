@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ...planning.figure import draw_timelines, unit_of
-from .config import Config
+from .config import OURS, Config
 from .results import Summary, relative_differences, title
 from .training import Run
 
@@ -48,9 +48,11 @@ def draw_plane(axes: Axes, summaries: list[Summary], unit: str, size: int) -> No
         axes.errorbar(
             row.ratio, row.peak_bytes / size, xerr=spread, fmt="o", markersize=8, capsize=3, color=COLORS[row.variant]
         )
+        below = row.variant in OURS  # labels of points at the same height lie apart
         axes.annotate(
-            row.label, (row.ratio, row.peak_bytes / size), (0, 8), textcoords="offset points", fontsize=8, ha="center"
-        )
+            row.label, (row.ratio, row.peak_bytes / size), (0, -16 if below else 8), textcoords="offset points", fontsize=8,
+            ha="center",
+        )  # fmt: skip
     axes.set_yscale("log")
     axes.margins(0.3, 0.15)
     axes.set_title("time and peak of one step: lower left is better", loc="left", fontsize=10)

@@ -71,7 +71,8 @@ def summarize(config: Config, runs: list[Run]) -> list[Summary]:
     rows = []
     for run, times in zip(runs, timed, strict=True):
         ratios = sorted(time / first for time, first in zip(times, timed[0], strict=True))
-        p20, _, _, p80 = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=5, method="inclusive")
+        last = len(ratios) - 1
+        p20, p80 = ratios[math.floor(0.2 * last)], ratios[math.ceil(0.8 * last)]
         rows.append(
             Summary(
                 run.variant, config.label(run.variant), run.losses[-1], run.saved_bytes, run.timeline.peak,
