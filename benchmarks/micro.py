@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import eager, memory, ops
+from .. import eager, ops
 from . import cases
 from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
 from .models import (
@@ -418,30 +418,3 @@ def item_of(args: argparse.Namespace, kind: str, modes: tuple[str, ...] | None, 
         exact=functools.partial(cases.dropout_exact, v.dropout) if args.op == "dropout" else None,
     )  # fmt: skip
     return Item(case, size, 0)
-
-
-def least_bytes(item: Item, dtype: torch.dtype) -> int:
-    """What the model in dtype and its float64 reference hold at least: weights, gradients, and what the reference saves."""
-    rows = item.size.length or 1
-    with torch.device("meta"):
-        model = item.case.model(item.size.width).double().eval()
-        x = torch.empty(item.size._replace(rows=rows).shape, dtype=torch.float64, requires_grad=True)
-        with memory.saved_tensors(model) as saved:
-            y = model(x)
-    weights = sum(p.numel() for p in model.parameters())
-    ends = item.size.rows // rows * (2 * x.numel() + 2 * y.numel())
-    return 2 * weights * (8 + dtype.itemsize) + item.size.rows // rows * saved.bytes + ends * (8 + dtype.itemsize)
-
-
-def check_fits(item: Item, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError if the device has too little memory for the least that is needed."""
-    try:
-        need = least_bytes(item, dtype)
-    except RuntimeError as error:  # sizes beyond what torch can count
-        raise ValueError(f"{item.name}: cannot allocate these tensors: {str(error).splitlines()[0]}") from error
-    free = memory.free_memory(device)
-    if need > free:
-        raise ValueError(
-            f"{item.name} needs at least {memory.format_size(need)}, its float64 reference included, but "
-            f"{memory.format_size(free)} are free on {device}: take fewer --tokens, or smaller sizes"
-        )

@@ -16,7 +16,7 @@ from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from ..tools.convert import load, model_and_inputs
-from .cases import MODES, Case, Function, Item
+from .cases import MODES, Case, Function, Item, Maker
 
 
 class Given(NamedTuple):
@@ -99,6 +99,37 @@ def in_mode(model: Called, mode: str) -> Function:
     return replica
 
 
+def shared(model: nn.Module) -> nn.Module:
+    """A copy on the same parameters and buffers."""
+    return copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())})
+
+
+def baseline_of(target: str) -> tuple[str, Maker]:
+    """A variant's name and maker, of FILE:FUNCTION. FUNCTION(model) returns what is called in the place of the model. It gets a
+    copy on the same parameters, which it may change. Raises ValueError with what is wrong with FILE:FUNCTION."""
+    function = load(target, again=False)
+
+    def make(model: nn.Module, x: Tensor) -> Function:
+        replica = model.replica() if isinstance(model, Called) else shared(model)
+        made = function(replica.module if isinstance(replica, Called) else replica)
+        if not callable(made):
+            raise TypeError(f"FUNCTION must return what is called as the model is, not {type(made).__name__}")
+        followers = [one for one in (replica, made) if isinstance(one, nn.Module)]
+        if isinstance(replica, Called):  # which knows the other inputs, and y among the outputs
+            del replica.module
+            replica.module = made
+
+        def run(x: Tensor) -> Tensor:
+            for one in followers:
+                if one.training != model.training:
+                    one.train(model.training)
+            return replica(x) if isinstance(replica, Called) else made(x)
+
+        return run
+
+    return f"your {target.rpartition(':')[2]}", make
+
+
 def has_dropout(model: Called) -> bool:
     """Do two runs in training give two results?"""
     x = model.x
@@ -108,7 +139,22 @@ def has_dropout(model: Called) -> bool:
         return not torch.equal(first, model(x).detach())
 
 
+def _on_meta(model: Called, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """A copy without memory, to count what the model needs."""
+
+    def empty(tensor: Tensor) -> Tensor:
+        made = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+    leaves = (one for one in leaves_of(model.call) if isinstance(one, Tensor))
+    tensors = {id(one): empty(one) for one in (*model.parameters(), *model.buffers(), *leaves)}
+    made = copy.deepcopy(model, {**tensors, id(model.replicas): {}})
+    return made, made.x
+
+
 def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tuple[nn.Module, Tensor]:
+    if device.type == "meta":
+        return _on_meta(model, dtype or torch.float64)
     x = model.x.detach()
     model, x = model.to(device), x.to(device)
     if dtype is not None:

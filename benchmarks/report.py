@@ -16,6 +16,7 @@ from pathlib import Path
 from ..extras import missing
 from .cases import CHECKPOINT
 
+WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: the median may be another program's doing
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 MIB = 2**20
 Rows = list[dict[str, str]]
@@ -49,17 +50,25 @@ def _bytes(row: dict[str, str], field: str) -> str:
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
 
 
+def _spread(row: dict[str, str]) -> float | None:
+    """(p80 - p20) / median of a row's times."""
+    known = row.get("ms") and row.get("p20_ms") and row.get("p80_ms")
+    return (float(row["p80_ms"]) - float(row["p20_ms"])) / float(row["ms"]) if known else None
+
+
 def case_table(rows: Rows, timed: bool) -> str:
     """All measured variants of a case. timed: with milliseconds, which mean something on a GPU only."""
     base = next((float(row["ms"]) for row in rows if row["variant"] == CHECKPOINT and row["ms"]), None)
     graphs = any(row["graph_ms"] for row in rows)
-    heading = ["variant", "time / eager", "time / checkpoint", "saved", "peak", "error / eager's"]
+    heading = ["variant", "time / eager", "time / checkpoint", "spread", "saved", "peak", "error / eager's"]
     heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs
     lines = []
     for row in rows:
         if row["status"] != "ok":
             continue
         line = [row["variant"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
+        spread = _spread(row)
+        line.append("–" if spread is None else f"{spread:.0%}")
         line += [_bytes(row, "saved_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
         if timed:
             line.append(
@@ -70,6 +79,9 @@ def case_table(rows: Rows, timed: bool) -> str:
         lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs)
     others = [f"- {row['variant'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] != "ok"]
     notes = dict.fromkeys(row["note"] for row in rows if row["status"] == "ok" and row["note"])
+    wide = [row["variant"] for row in rows if row["status"] == "ok" and (_spread(row) or 0.0) > WIDE]
+    if wide:
+        notes[f"spread above {WIDE:.0%}, so measure again on a quiet machine: {', '.join(wide)}"] = None
     others = [f"- {note}" for note in notes] + others
     return "\n\n".join(filter(None, (table(heading, lines) if lines else "", "\n".join(others))))
 
@@ -91,9 +103,12 @@ def report(folder: Path) -> str:
     by_case, env = read(folder)
     parts = [f"# {env.get('device', folder.name)}", preface(env)]
     parts.append(
-        "Time of forward + backward, median of interleaved rounds. Every variant was checked against float64 first; an\n"
-        "error is the largest of the output's and the gradients', in eager's own."
+        "Time of forward + backward, median of interleaved rounds; spread: from the 20th to the 80th percentile, of the\n"
+        "median. Every variant was checked against float64 first; an error is the largest of the output's and the\n"
+        "gradients', in eager's own."
     )
+    if env.get("warning"):
+        parts.append(f"**{env['warning']}**")
     for case, rows in by_case.items():
         if case != "ceiling":
             parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), case_table(rows, "ceilings" in env)]

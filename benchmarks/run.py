@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..tools import env
-from . import cases, compare, measure, micro, own, report
+from . import cases, compare, forecast, measure, micro, own, report
 
 DEFAULT_RESULTS = Path("benchmarks/results")
 OWN_RESULTS = Path("bench_output")  # of --op and --case
@@ -106,7 +106,8 @@ class Sheet:
             for name, value in dataclasses.asdict(row).items()
         }
         self._write()
-        measured = f"{row.ms:.4g} ms" + (f", {row.ratio:.2f} of eager" if row.ratio else "") if row.ms else row.note
+        ratio = f", {row.ratio:.2f} of eager" if row.ratio else ""
+        measured = f"{row.ms:.4g} ms ({row.p20_ms:.4g} to {row.p80_ms:.4g}){ratio}" if row.ms else row.note
         say(f"  {row.variant:30} {row.status:8} {measured}")
 
 
@@ -138,10 +139,7 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     if stray:
         raise ValueError(f"{micro.flag(stray[0])} goes with --op, which names one of {', '.join(micro.OPS)}")
     if args.op:
-        item = micro.item_of(args, device.type, modes, dtype)
-        if not args.list:
-            micro.check_fits(item, device, dtype or cases.DTYPES[device.type])
-        return [item]
+        return [micro.item_of(args, device.type, modes, dtype)]
     if args.case:
         return [own.item_of(args.case, device, modes, dtype)]
     found = select(args.cases, device.type)
@@ -163,7 +161,11 @@ def say(text: str) -> None:
 CASE_HELP = """\
 --case: FUNCTION takes no arguments and returns (model, inputs): inputs are a tensor, a tuple of positional arguments, or a dict
 of keyword arguments, of the size that training has. FILE is a file or an importable module. The first floating-point input gets
-a gradient. "ckptkern MODE" is what ckptkern.convert makes of the model, or its own layers of ckptkern.nn in that mode."""
+a gradient. "ckptkern MODE" is what ckptkern.convert makes of the model, or its own layers of ckptkern.nn in that mode.
+
+--baseline: FUNCTION(model) takes the case's eager model, for --op a module of ckptkern.benchmarks.models, and returns what is
+called in its place, on the same parameters: a function, or a module. It may change the model, which is a copy. Its results are
+checked like all others. The column's name is "your FUNCTION"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +177,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--headline", action="store_true", help="of the cases those of the first figures: d = 1024 and 4096"
     )
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
+    parser.add_argument(
+        "--baseline", metavar="FILE:FUNCTION", action="append", default=[],
+        help="a function of yours as one more variant; see below. May be given more than once",
+    )  # fmt: skip
     parser.add_argument(
         "--modes",
         metavar="MODE,...",
@@ -225,22 +231,50 @@ def jobs_of(items: list[cases.Item], compiling: bool, measured: Container[tuple[
     return found
 
 
+def with_baselines(items: list[cases.Item], targets: list[str]) -> list[cases.Item]:
+    """The cases with the user's own functions as further variants. Raises ValueError for what is not FILE:FUNCTION."""
+    found = {}
+    for target in targets:
+        try:
+            name, maker = own.baseline_of(target)
+        except ValueError as error:
+            raise ValueError(f"--baseline: {error}") from error
+        if name in found:
+            raise ValueError(f"--baseline: wanted functions of different names but got {target} twice")
+        found[name] = maker
+    return [
+        item._replace(case=dataclasses.replace(item.case, baselines={**item.case.baselines, **found})) for item in items
+    ]
+
+
+def foreseen(jobs: list[Job], device: torch.device, rounds: int) -> list[forecast.Forecast | None]:
+    """What each job needs; None, with the reason on the console, for a model that cannot be counted."""
+    rates, found = forecast.Rates(device), []
+    for item, makers in jobs:
+        try:
+            found.append(forecast.forecast(item, rates, len(makers), rounds, SECONDS[device.type]))
+        except ValueError:
+            raise
+        except Exception as error:  # whatever a user's model raises on meta tensors
+            say(f"{item.name}: neither its time nor its memory is known beforehand: {measure.one_line(error)}")
+            found.append(None)
+    return found
+
+
 def measure_all(
-    items: list[cases.Item],
+    jobs: list[Job],
+    needs: list[forecast.Forecast | None],
+    sheet: Sheet,
     device: torch.device,
     out: Path,
     found: dict[str, Any],
     rounds: int,
     minutes: float,
-    compiling: bool,
-    earlier: Iterable[dict[str, str]] = (),
 ) -> tuple[list[str], list[str]]:
     """Writes results.csv, and report.md after each case. (what of ours was not right, the cases that were dropped)"""
     kind = device.type
     deadline = time.monotonic() + 60 * minutes
     dropped, bad = [], []
-    sheet = Sheet(out / "results.csv", earlier)
-    jobs = jobs_of(items, compiling, sheet.rows)
 
     def emit(row: measure.Row) -> None:
         if sheet.rows.get((row.case, row.variant), {}).get("status") in STAND:
@@ -252,14 +286,16 @@ def measure_all(
     if kind == "cuda":
         found["ceilings"] = measure.ceilings(device, emit, rounds)
         (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
-    for place, (item, makers) in enumerate(jobs, 1):
+    for place, ((item, makers), needed) in enumerate(zip(jobs, needs, strict=True), 1):
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
-        if time.monotonic() > deadline:
+        left = deadline - time.monotonic()
+        over = f"over the budget of {minutes:.3g} minutes" if left < 0 else None
+        if reason := over or (needed and forecast.refusal(item, needed, device, left)):
             dropped.append(f"{item.name}, compiled" if compiled else item.name)
-            variant = "compile" if compiled else ""
-            emit(measure.Row(item.name, variant, kind, "", "dropped", note=f"over the budget of {minutes:.3g} minutes"))
+            emit(measure.Row(item.name, "compile" if compiled else "", kind, "", "dropped", note=reason))
             continue
-        say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}")
+        about = f", about {forecast.duration(max(1.0, needed.seconds))}" if needed else ""
+        say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}{about}")
         try:
             left = max(0.0, deadline - time.monotonic()) / (len(jobs) - place + 1)
             measure.measure(item, makers, device, emit, rounds, min(SECONDS[kind], left / 2), deadline)
@@ -290,7 +326,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         if args.rounds < 1:
             raise ValueError(f"--rounds: wanted at least 1 but got {args.rounds}")
-        items = chosen(args, device)
+        items = with_baselines(chosen(args, device), args.baseline)
         old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
     except ValueError as error:
         say(f"ckptkern bench: {error}")
@@ -300,24 +336,43 @@ def main(args: argparse.Namespace) -> int:
             variants = cases.variants(item.case) | (cases.compiled_variants(item.case) if compiling else {})
             print(f"{item.name:36} {', '.join(variants)}")
         return 0
+    return run(items, device, compiling, old, args)
+
+
+def run(
+    items: list[cases.Item], device: torch.device, compiling: bool, old: compare.Run | None, args: argparse.Namespace
+) -> int:
+    """Measures the items and writes the folder; main's exit status."""
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
-    out.mkdir(parents=True, exist_ok=True)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": compiling}
     found = {"device": device_name(device), "settings": settings, **environment(device)}
+    found["warning"] = env.load_warning(torch.get_num_threads())
+    minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]
     try:
         earlier = standing(out, compare.setting_of(found)) if args.resume else []
+        jobs = jobs_of(items, compiling, {(row["case"], row["variant"]) for row in earlier})
+        needs = foreseen(jobs, device, args.rounds)
+        alone = (args.op or args.case) and needs and needs[0]
+        if alone and (reason := forecast.refusal(jobs[0][0], needs[0], device, 60 * minutes)):
+            raise ValueError(reason)
     except ValueError as error:
         say(f"ckptkern bench: {error}")
         return 2
+    out.mkdir(parents=True, exist_ok=True)
     (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
 
-    minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[kind]
-    bad, dropped = measure_all(items, device, out, found, args.rounds, minutes, compiling, earlier)
+    if found["warning"]:
+        say(found["warning"])
+    count, total = sum(len(makers) for _, makers in jobs), max(1.0, sum(one.seconds for one in needs if one))
+    say(f"cases: {len(jobs)}, variants: {count}; about {forecast.duration(total)}, the budget is {minutes:.3g} minutes")
+    bad, dropped = measure_all(
+        jobs, needs, Sheet(out / "results.csv", earlier), device, out, found, args.rounds, minutes
+    )
     report.write_all(out)
     for line in bad:
         say(f"NOT RIGHT: {line}")
     if dropped:
-        say(f"dropped, over the budget of {minutes:.3g} minutes: {', '.join(dropped)}")
+        say(f"dropped, for the reasons in report.md: {', '.join(dropped)}")
     if args.op or args.case:
         print(report.report(out))
     if old is not None:

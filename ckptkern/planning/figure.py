@@ -43,14 +43,14 @@ def unit_of(top: float) -> tuple[str, int]:
     return next(((unit, size) for unit, size in UNITS if top >= size), UNITS[-1])
 
 
-def draw_timelines(axes: Axes, timelines: dict[str, Timeline]) -> None:
+def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str, str] = COLORS) -> None:
     """Forward and backward are each as wide as the other: under the profiler their times mean little."""
     top = max(one.peak for one in timelines.values())
     unit, size = unit_of(top)
     for mode, one in timelines.items():
         heights = [n / size for n in one.bytes]
         label = f"{mode}: peak {three_digits(one.peak / size)} {unit}"
-        axes.step(places(one), heights, where="post", color=COLORS.get(mode), linewidth=1.4, label=label)
+        axes.step(places(one), heights, where="post", color=colors.get(mode), linewidth=1.4, label=label)
     axes.axvline(1.0, color="#9aa3ab", linewidth=1.0, linestyle=":")
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)

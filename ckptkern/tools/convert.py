@@ -52,8 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, help="write a row for each module to this file")
 
 
-def load(target: str) -> Callable[[], Any]:
-    """The function that FILE:FUNCTION names. Raises ValueError with what is wrong."""
+def load(target: str, again: bool = True) -> Callable[..., Any]:
+    """The function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run a second time, so
+    its classes stay the same. Raises ValueError with what is wrong."""
     name, colon, function = target.rpartition(":")
     if not colon or not function.isidentifier():
         raise ValueError(f"wanted FILE:FUNCTION but got {target!r}")
@@ -61,11 +62,13 @@ def load(target: str) -> Callable[[], Any]:
         path = Path(name).resolve()
         if not path.is_file():
             raise ValueError(f"there is no file {name}")
-        sys.path.insert(0, str(path.parent))
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # classes of it are found when they are pickled
-        spec.loader.exec_module(module)
+        module = sys.modules.get(path.stem)
+        if again or getattr(module, "__file__", None) != str(path):
+            sys.path.insert(0, str(path.parent))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module  # classes of it are found when they are pickled
+            spec.loader.exec_module(module)
     else:
         sys.path.insert(0, "")
         try:

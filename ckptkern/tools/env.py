@@ -41,6 +41,19 @@ def collect() -> dict[str, Any]:
     }
 
 
+def load_warning(threads: int) -> str | None:
+    """Says that other programs take the cores that a measurement with this many threads needs; None if they do not.
+
+    Call it before the measurement: the load average, of the last minute, counts this process too.
+    """
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    if load <= max(cores - threads, 0) + 0.5:
+        return None
+    return (
+        f"Other programs run here (load average {load:.1f} on {cores} cores): times are less certain than their spread."
+    )
+
+
 def _or_missing(function: Callable[[], Any]) -> Callable[[], Any]:
     """A probe whose failure is part of the answer."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptkern import __main__
-from ckptkern.benchmarks import cases, compare, measure, micro, own
+from ckptkern.benchmarks import cases, compare, forecast, measure, micro, own
 from ckptkern.ops import catalog
 
 CPU = torch.device("cpu")
@@ -126,6 +126,15 @@ def test_an_op_from_the_command_line(tmp_path, capsys):
         ("--op mlp --tokens 1000000000000", "are free on cpu: take fewer --tokens, or smaller sizes"),
         ("--op mlp --features 100000000000000", "cannot allocate these tensors"),
         ("--case nowhere.py:f", "there is no file nowhere.py"),
+        ("--op mlp --baseline nowhere.py:f", "--baseline: there is no file nowhere.py"),
+        (
+            "--op mlp --baseline math:sqrt --baseline math:sqrt",
+            "--baseline: wanted functions of different names but got math",
+        ),
+        (
+            "--op mlp --tokens 64 --budget-minutes 0",
+            "0 s of the budget are left: raise --budget-minutes, or take smaller",
+        ),
         ("--op mlp --compare nowhere.csv", "--compare: cannot read nowhere.csv"),
     ],
 )
@@ -154,7 +163,7 @@ def test_the_least_that_is_needed_is_no_more_than_what_is_used(op):
         double(x.detach().double().requires_grad_())
     weights = 2 * sum(p.numel() for p in model.parameters()) * (8 + 4)
     ends = 2 * (x.numel() + double(x.detach().double()).numel()) * (8 + 4)
-    least, used = micro.least_bytes(made, torch.float32), weights + saved.bytes + ends
+    least, used = forecast.counted(made, torch.float32)[0], weights + saved.bytes + ends
     assert used / 2 < least <= 1.001 * used
     assert op != "attention_block" or least == used
 
@@ -178,6 +187,31 @@ def build():
 
 def plain():
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 8)
+
+def fused(model):
+    assert isinstance(model, Model)
+    model.mlp[1] = nn.GELU("none")  # of the copy
+
+    def call(ids, scale):
+        return model(ids, scale)["loss"]
+
+    return call
+
+def module(model):
+    return nn.Sequential(*model)
+
+def halved(model):
+    return lambda x: 0.5 * model(x)
+
+def nothing(model):
+    return None
+
+class Reads(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+def reads():
+    return Reads(8, 8), torch.randn(4, 8)
 
 def own_dispatch():
     return nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)), torch.randn(4, 2, 3)
@@ -204,6 +238,64 @@ def test_a_module_of_ones_own(file, tmp_path):
     _, rows = bench(tmp_path / "out", "--case", f"{file}:plain", "--modes", "full", "--dtype", "bf16")
     assert (rows["ckptkern full"]["saved_bytes"], rows["ckptkern full"]["dtype"]) == (str(4 * 8 * 2), "bfloat16")
     assert "ckptkern none" not in rows
+
+
+def test_a_function_of_ones_own_is_a_variant(file, tmp_path, capsys):
+    """Of a user's module and of an op, with a dictionary of inputs and dropout, as a function and as a module."""
+    status, rows = bench(tmp_path / "out", "--case", f"{file}:build", "--baseline", f"{file}:fused", "--modes", "full")
+    assert status == 0
+    assert rows["your fused"]["status"] == rows["ckptkern full"]["status"] == "ok"
+    assert rows["your fused"]["saved_bytes"] == rows["eager"]["saved_bytes"]
+    assert "| your fused |" in capsys.readouterr().out
+
+    functions = [f"--baseline={file}:{name}" for name in ("module", "halved", "nothing")]
+    status, rows = bench(tmp_path / "out", "--op", "linear_act", "--features", "8", "--tokens", "4", *functions)
+    assert status == 0
+    assert rows["your module"]["status"] == "ok"
+    assert rows["your halved"]["status"] == "wrong"
+    assert rows["your nothing"]["status"] == "failed"
+    assert "FUNCTION must return what is called as the model is, not NoneType" in rows["your nothing"]["note"]
+
+
+def test_a_baseline_has_dropout_where_it_is_timed_alone():
+    made = sized("mlp", dropout=0.5)
+    model, x, _ = cases.build(made, CPU)
+    own_copy = own.shared(model)
+    assert next(own_copy.parameters()) is next(model.parameters())
+    _, maker = own.baseline_of("copy:copy")  # the model itself, as a module
+    function = maker(model, x)
+    for training in (False, True):
+        model.train(training)
+        assert torch.equal(function(x), function(x)) != training
+
+
+def test_what_a_case_needs_is_counted_beforehand(file):
+    """A module of one's own without moving it, and an op: three times the matmuls of forward, and the rounds that are timed."""
+    made = own.item_of(f"{file}:build", CPU, None, None)
+    held, flops = forecast.counted(made, torch.float32)
+    assert flops == 3 * 2 * 16 * (8 * 32 + 32 * 8)
+    model, x, _ = cases.build(made, CPU)
+    assert all(p.device == CPU and p.dtype == torch.float32 for p in model.parameters())
+    double = model.double()
+    with measure.saved_tensors(double) as saved:
+        double(x)
+    assert held > 2 * 12 * sum(p.numel() for p in model.parameters()) + saved.bytes
+
+    rates = forecast.Rates(CPU)
+    rates.known = {torch.float32: 2.0**20, torch.float64: 2.0**19}
+    item = sized("linear_act")  # 24 tokens from 32 to 16 features
+    step = 3 * 2 * 24 * 32 * 16 / 2**20
+    once = 2 * step + 4 * forecast.CHECKS * step
+    for rounds, limit, timed in ((30, 1e9, 30), (30, 0.0, measure.ENOUGH), (2, 0.0, 2)):
+        needed = forecast.forecast(item, rates, 4, rounds, limit)
+        assert needed.step_seconds == pytest.approx(step)
+        assert needed.seconds == pytest.approx(once + 4 * timed * measure.CPU_BATCH * step)
+
+
+def test_a_model_that_cannot_be_counted_is_measured_all_the_same(file, tmp_path, capsys):
+    status, rows = bench(tmp_path / "out", "--case", f"{file}:reads")
+    assert (status, rows["eager"]["status"]) == (0, "ok")
+    assert "neither its time nor its memory is known beforehand: " in capsys.readouterr().err
 
 
 def test_a_module_in_which_nothing_is_fused(file, tmp_path, capsys):

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern import __main__
-from ckptkern.benchmarks import cases, measure, models, report, run
+from ckptkern.benchmarks import cases, forecast, measure, models, report, run
 
 TINY = cases.Case(
     "tiny",
@@ -66,7 +66,49 @@ def test_writes_rows_for_every_variant_environment_and_report(monkeypatch, tmp_p
     assert str(Path.home()) not in json.dumps(env)
     text = (tmp_path / "new" / "report.md").read_text()
     assert "## tiny/d16x24, float32" in text
-    assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| 1\.5 KiB \|", text)
+    assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| \d+% \| 1\.5 KiB \|", text)
+
+
+def test_a_wide_spread_and_a_busy_machine_are_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(run.env, "load_warning", lambda threads: "Others run here.")
+    bench(monkeypatch, tmp_path)
+    assert "Others run here." in capsys.readouterr().err
+    path = tmp_path / "results.csv"
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row, p80 in zip(rows, (12, 13, *[10] * (len(rows) - 2)), strict=True):
+        row.update(ms="10", p20_ms="10", p80_ms=str(p80))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, measure.FIELDS)
+        writer.writeheader()
+        writer.writerows(rows)
+    text = report.report(tmp_path)
+    assert "**Others run here.**" in text
+    assert f"- spread above 25%, so measure again on a quiet machine: {rows[1]['variant']}\n" in text
+    assert "| eager | 1.00 | 1.00 | 20% |" in text
+
+
+def test_what_a_case_needs_is_said_and_what_does_not_fit_is_not_run(monkeypatch, tmp_path, capsys):
+    bench(monkeypatch, tmp_path)
+    printed = capsys.readouterr().err
+    assert f"cases: 1, variants: {len(cases.variants(TINY))}; about 1 s, the budget is 4 minutes" in printed
+    assert re.search(r"  eager +ok +\S+ ms \(\S+ to \S+\), 1.00 of eager", printed)
+    for needed, reason in (
+        (
+            forecast.Forecast(2**60, 0.0, 0.0),
+            "tiny/d16x24 needs at least 1073741824 GiB, its float64 reference included",
+        ),
+        (
+            forecast.Forecast(0, 60.0, 600.0),
+            "tiny/d16x24 needs about 10 minutes here, 60 s for a step of eager, and 240 s",
+        ),
+    ):
+        monkeypatch.setattr(forecast, "forecast", lambda *args, needed=needed: needed)
+        _, rows = bench(monkeypatch, tmp_path)
+        assert [row["status"] for row in rows.values()] == ["dropped"]
+        assert reason in rows[""]["note"]
+        assert reason in (tmp_path / "report.md").read_text()
+        assert "dropped, for the reasons in report.md: tiny/d16x24" in capsys.readouterr().err
 
 
 def test_figures(monkeypatch, tmp_path):

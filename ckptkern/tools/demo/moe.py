@@ -1,4 +1,4 @@
-"""The demo's mixture of experts: a router, and experts by torch's grouped matmuls or by ckptkern."""
+"""The demo's mixture of experts: a router, and experts by torch's grouped matmuls."""
 
 from __future__ import annotations
 
@@ -52,12 +52,13 @@ class MoE(nn.Module):
     because a token between two experts goes either way by a rounding, and from there on no two runs compare.
     """
 
-    def __init__(self, config: Config, experts: type[Experts]) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.top_k, self.choice = config.top_k, []
+        self.top_k: int = config.top_k
+        self.choice: list[Tensor] = []
         hidden = -(-8 * config.d_model // (3 * config.top_k * 8)) * 8
         self.router = nn.Linear(config.d_model, config.experts, bias=False)
-        self.experts = experts(config.experts, config.d_model, hidden, config.activation, recompute=config.recompute)
+        self.experts = GroupedExperts(config.experts, config.d_model, hidden, config.activation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, S, d] -> (y alike, the router's imbalance)."""

@@ -1,4 +1,4 @@
-"""The results of the demo's runs: the table, the differences of the loss curves, and the files of both."""
+"""The results of the demo's runs: the table, what it says in words, the differences of the losses, and the files of them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,45 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...memory import format_size, three_digits
 from ..env import collect
-from .config import Config
+from .config import OURS, Config
 from .data import Corpus
 from .training import Run, measured_step
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-AGREEMENT = 1e-3  # largest relative difference between two loss curves that differ only in rounding
+AGREEMENT = 1e-3  # largest relative difference between two losses of a step that differ only in rounding
+HEADINGS = ("loss", "saved", "peak", "ms", "ratio", "p20–p80")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One row of the final table. Losses in nats per byte, bytes of one forward and backward."""
+    """One row of the table. loss: in nats a token, of the last step. ratio: the median, over steps, of the step's time over
+    the first variant's time of the same step; its 20th and 80th percentile beside it."""
 
     variant: str
-    train_loss: float
-    held_out_loss: float
-    saved_mib: float
-    peak_mib: float
-    ms_per_step: float
+    label: str
+    loss: float
+    saved_bytes: int
+    peak_bytes: int
+    ms: float
     ratio: float
+    p20_ratio: float
+    p80_ratio: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return (
+            self.label, f"{self.loss:.4f}", format_size(self.saved_bytes), format_size(self.peak_bytes), f"{self.ms:.0f}",
+            f"{self.ratio:.2f}", f"{self.p20_ratio:.2f}–{self.p80_ratio:.2f}",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Largest relative difference between two loss curves, and whether it has a limit."""
+    """Largest relative difference between the losses of two variants, and whether it has a limit."""
 
     first: str
     other: str
@@ -51,27 +63,23 @@ class Agreement:
         return self.limited and not self.difference <= AGREEMENT  # a NaN fails
 
 
-def tail_steps(config: Config) -> int:
-    """The number of last steps over which the final training loss is averaged."""
-    return max(1, min(20, config.steps // 5))
-
-
 def summarize(config: Config, runs: list[Run]) -> list[Summary]:
-    """A row per variant; the ratio is to the first variant. The steps up to the measured one are warm-up and not timed."""
+    """A row per variant. Ratios are to the first variant, step by step: other programs slow both in the same moments. The steps
+    up to the measured one are warm-up and not timed, unless there are no others."""
     warmup = measured_step(config) + 1
-    medians = [statistics.median(run.milliseconds[warmup:] or run.milliseconds) for run in runs]
-    return [
-        Summary(
-            run.variant,
-            statistics.fmean(run.losses[-tail_steps(config) :]),
-            run.held_out[config.steps],
-            run.saved_bytes / 2**20,
-            run.peak_bytes / 2**20,
-            median,
-            median / medians[0],
-        )
-        for run, median in zip(runs, medians, strict=True)
-    ]
+    timed = [run.milliseconds[warmup:] or run.milliseconds for run in runs]
+    rows = []
+    for run, times in zip(runs, timed, strict=True):
+        ratios = sorted(time / first for time, first in zip(times, timed[0], strict=True))
+        last = len(ratios) - 1
+        p20, p80 = ratios[math.floor(0.2 * last)], ratios[math.ceil(0.8 * last)]
+        rows.append(
+            Summary(
+                run.variant, config.label(run.variant), run.losses[-1], run.saved_bytes, run.timeline.peak,
+                statistics.median(times), statistics.median(ratios), p20, p80,
+            )
+        )  # fmt: skip
+    return rows
 
 
 def relative_differences(first: Run, other: Run) -> list[float]:
@@ -90,76 +98,114 @@ def agreements(config: Config, runs: list[Run]) -> list[Agreement]:
     for other in runs[1:]:
         differences = relative_differences(runs[0], other)
         largest = math.nan if any(map(math.isnan, differences)) else max(differences)
-        same_masks = config.dropout == 0.0 or "ckptkern" not in (runs[0].variant, other.variant)
-        result.append(Agreement(runs[0].variant, other.variant, largest, limited=exact and same_masks))
+        same_masks = config.dropout == 0.0 or (runs[0].variant in OURS) == (other.variant in OURS)
+        labels = config.label(runs[0].variant), config.label(other.variant)
+        result.append(Agreement(*labels, largest, limited=exact and same_masks))
     return result
 
 
-def print_summary(config: Config, summaries: list[Summary], agreed: list[Agreement], console: Console) -> None:
+def gain(summaries: list[Summary]) -> str | None:
+    """The table in one sentence: the lowest peak of ckptkern's beside eager's and the lowest of the others. None if one of
+    these was not run."""
+    ours = [row for row in summaries if row.variant in OURS]
+    others = [row for row in summaries if row.variant not in OURS and row.variant != "eager"]
+    eager = next((row for row in summaries if row.variant == "eager"), None)
+    if not ours or not others or eager is None:
+        return None
+    best, rival = (min(rows, key=lambda row: row.peak_bytes) for rows in (ours, others))
+
+    def beside(row: Summary) -> str:
+        return f"{format_size(row.peak_bytes)} ({three_digits(row.peak_bytes / best.peak_bytes)}×)"
+
+    return (
+        f"A step of {best.label} peaks at {format_size(best.peak_bytes)}, where eager takes {beside(eager)} and "
+        f"{rival.label}, the lowest of the others, {beside(rival)}; it takes {best.ratio / eager.ratio:.2f} of eager's "
+        f"time and {best.ratio / rival.ratio:.2f} of that one's."
+    )
+
+
+def notes(config: Config) -> str:
+    return (
+        f"Loss: of the last step, nats a token. Saved: what forward saves for backward. Peak: of forward and backward, above "
+        f"parameters, gradients and optimizer state. ms: of forward, backward and optimizer, median of "
+        f"{max(1, config.steps - measured_step(config) - 1)} interleaved steps. Ratio: of a step's time to that of "
+        f"{config.label(config.variants[0])}, which means something only within one run."
+    )
+
+
+def verdict(config: Config, one: Agreement) -> str:
+    """How far the losses of a variant are from the first's, and what limit that has."""
+    apart = f"at most {one.difference:.2g} apart, relatively" if one.difference else "equal bit for bit"
+    if one.limited:
+        limit = f"{'more than' if one.failed else 'within'} the limit of {AGREEMENT:g}"
+    elif config.dropout > 0.0:
+        limit = "no limit: their dropout masks come from different random streams"
+    else:
+        limit = "no limit: only fp32 on a CPU has one"
+    return f"Loss of {one.other} against {one.first}: {apart} ({limit})."
+
+
+def print_summary(
+    config: Config, summaries: list[Summary], agreed: list[Agreement], warning: str | None, console: Console
+) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        title=f"{config.model}, {config.layers} layers of width {config.d_model}, {config.steps} steps",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("variant", vertical="bottom")
-    for heading in ("train\nloss", "held-out\nloss", "saved\nMiB", "peak\nMiB", "ms per\nstep", "ratio"):
-        table.add_column(heading, justify="right", vertical="bottom")
+    table = Table(title=title(config), box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("variant")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in summaries:
-        table.add_row(
-            row.variant,
-            f"{row.train_loss:.4f}",
-            f"{row.held_out_loss:.4f}",
-            f"{row.saved_mib:.1f}",
-            f"{row.peak_mib:.1f}",
-            f"{row.ms_per_step:.1f}",
-            f"{row.ratio:.2f}",
-        )
+        table.add_row(*row.cells)
     console.print(table)
-    console.print(
-        f"Losses in nats per byte, the training loss over the last {tail_steps(config)} steps. Saved: what forward "
-        "saves for backward. Peak: of forward and backward, above what was allocated before."
+    for line in (gain(summaries), notes(config), warning, *(verdict(config, one) for one in agreed)):
+        if line:
+            console.print(line, markup=False)
+
+
+def title(config: Config) -> str:
+    """The run in a line."""
+    dropout = f", dropout {config.dropout:g}" if config.dropout else ""
+    return (
+        f"{config.model}: {config.layers} layers of width {config.d_model}, {config.vocabulary:,} tokens of vocabulary, "
+        f"{config.batch_size} × {config.seq_len} a step, {config.steps} steps, {config.dtype} on {config.device}{dropout}"
     )
-    for one in agreed:
-        apart = f"at most {one.difference:.2g} apart, relatively" if one.difference else "equal bit for bit"
-        if one.limited:
-            verdict = f"{'more than' if one.failed else 'within'} the limit of {AGREEMENT:g}"
-        elif config.dropout > 0.0:
-            verdict = "no limit: their dropout masks come from different random streams"
-        else:
-            verdict = "no limit: only fp32 on a CPU has one"
-        console.print(f"Loss of {one.other} against {one.first}: {apart} ({verdict}).")
+
+
+def page(config: Config, summaries: list[Summary], agreed: list[Agreement], warning: str | None) -> str:
+    """The same as Markdown."""
+    lines = [("variant", *HEADINGS), ("---", *["---:"] * len(HEADINGS)), *(row.cells for row in summaries)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    words = (gain(summaries), notes(config), warning)
+    verdicts = "\n".join(f"- {verdict(config, one)}" for one in agreed)
+    return "\n\n".join(filter(None, (f"{title(config)}:", table, *words, verdicts))) + "\n"
 
 
 def write_results(
-    config: Config, corpus: Corpus, runs: list[Run], summaries: list[Summary], agreed: list[Agreement], out: Path
+    config: Config,
+    corpus: Corpus,
+    runs: list[Run],
+    summaries: list[Summary],
+    agreed: list[Agreement],
+    warning: str | None,
+    out: Path,
 ) -> None:
-    """``losses.csv``, one line per step and variant, and ``results.json``: settings, environment, table, differences."""
+    """``losses.csv``, one line per step and variant, ``report.md``, and ``results.json``: settings, environment, table,
+    differences."""
     with (out / "losses.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("step", "variant", "loss", "held_out_loss", "ms"))
+        writer.writerow(("step", "variant", "loss", "ms"))
         for step, run in itertools.product(range(config.steps), runs):
-            writer.writerow(
-                (
-                    step + 1,
-                    run.variant,
-                    repr(run.losses[step]),
-                    repr(run.held_out[step + 1]) if step + 1 in run.held_out else "",
-                    f"{run.milliseconds[step]:.3f}",
-                )
-            )
+            writer.writerow((step + 1, run.variant, repr(run.losses[step]), f"{run.milliseconds[step]:.3f}"))
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "settings": dataclasses.asdict(config),
-        "text": {
-            "train_bytes": len(corpus.train),
-            "train_files": len(corpus.train_files),
-            "held_out_bytes": len(corpus.held_out),
-            "held_out_files": len(corpus.held_out_files),
-        },
+        "text": {"bytes": corpus.bytes, "files": corpus.files, "tokens": len(corpus.ids)},
         "table": [dataclasses.asdict(row) for row in summaries],
+        "gain": gain(summaries),
+        "warning": warning,
         "agreement": [dataclasses.asdict(one) for one in agreed],
         "environment": collect(),
     }
     (out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (out / "report.md").write_text(page(config, summaries, agreed, warning))

@@ -1,10 +1,9 @@
-"""The demo's runs, trained side by side step by step, with their bytes and times."""
+"""The demo's runs, trained side by side step by step, with their memory over a step and their times."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,22 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...memory import peak_memory, saved_tensors
+from ...memory import Timeline, memory_timeline, saved_tensors
 from .config import DTYPES, Config
-from .data import Corpus, held_out_batches, training_batches
-from .model import GPT
+from .data import batches
+from .model import GPT, build
 from .moe import MoE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVALUATIONS = 8  # held-out points on a curve
 BALANCE = 0.01  # weight of the routers' imbalance, as in Switch Transformer
+PRINTED = 8  # lines of progress where there is no terminal
 
 
 @dataclass
 class Run:
-    """One variant's model, its optimizer, and what was measured of it. Bytes are -1 until measured."""
+    """One variant's model, its optimizer, and what was measured of it: the loss and time of each step, and of one step the
+    bytes that forward saves for backward and the memory over time."""
 
     variant: str
     model: GPT
@@ -38,28 +38,27 @@ class Run:
     scaler: torch.amp.GradScaler
     losses: list[float] = field(default_factory=list)
     milliseconds: list[float] = field(default_factory=list)
-    held_out: dict[int, float] = field(default_factory=dict)
     saved_bytes: int = -1
-    peak_bytes: int = -1
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 def start_runs(config: Config) -> list[Run]:
-    """One run per variant; all start from the same weights."""
+    """One run per variant; all start from the same weights, with their gradients allocated."""
 
     def lr_factor(step: int) -> float:
         warmup = max(1, config.steps // 20)
         progress = (step - warmup) / max(1, config.steps - warmup)
         return (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
-    runs = []
+    runs: list[Run] = []
     for variant in config.variants:
-        torch.manual_seed(config.seed)
-        model = GPT(config, variant)
+        model = build(config, variant)
         if runs:
             model.load_state_dict(runs[0].model.state_dict())
             for one, first in zip(moe_layers(model), moe_layers(runs[0].model), strict=True):
                 one.choice = first.choice
-        model.to(config.device)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         matrices = [p for p in model.parameters() if p.dim() >= 2]
         vectors = [p for p in model.parameters() if p.dim() < 2]
         optimizer = torch.optim.AdamW(
@@ -78,11 +77,10 @@ def moe_layers(model: GPT) -> list[MoE]:
 
 
 def losses_of(config: Config, model: GPT, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(mean cross-entropy in nats per byte, what is minimised: that and a part of the routers' imbalance), under autocast
+    """(mean cross-entropy in nats a token, what is minimised: that and a part of the routers' imbalance), under autocast
     unless the run is in fp32."""
-    tokens, targets = batch
     with torch.autocast(config.device, dtype=DTYPES[config.dtype], enabled=config.dtype != "fp32"):
-        nats, imbalance = model.loss(tokens, targets)
+        nats, imbalance = model(*batch)
     return nats, nats + BALANCE * imbalance
 
 
@@ -92,16 +90,20 @@ def synchronize(config: Config) -> None:
 
 
 def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int, measure: bool) -> None:
-    """Forward, backward and optimizer; appends loss and milliseconds, or with measure also counts bytes."""
-    torch.manual_seed(config.seed + 1 + step)  # the two torch variants draw the same dropout masks
+    """Forward, backward and optimizer; appends loss and milliseconds, or with measure also counts bytes.
+
+    Gradients stay allocated from step to step, so what is measured is activations and transient memory.
+    """
+    torch.manual_seed(config.seed + 1 + step)  # the variants in torch's own layers sample the same dropout masks
     synchronize(config)
     begin = time.perf_counter()
     if measure:
-        with peak_memory(config.device) as peak:
+        with memory_timeline(config.device) as run.timeline:
             with saved_tensors(exclude=run.model.parameters()) as saved:
                 loss, total = losses_of(config, run.model, batch)
+            run.timeline.mark("backward")
             run.scaler.scale(total).backward()
-        run.saved_bytes, run.peak_bytes = saved.bytes, peak.bytes
+        run.saved_bytes = saved.bytes
     else:
         loss, total = losses_of(config, run.model, batch)
         run.scaler.scale(total).backward()
@@ -109,20 +111,11 @@ def train_step(config: Config, run: Run, batch: tuple[Tensor, Tensor], step: int
     nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.scaler.step(run.optimizer)
     run.scaler.update()
-    run.optimizer.zero_grad(set_to_none=True)
+    run.optimizer.zero_grad(set_to_none=False)
     run.schedule.step()
     run.losses.append(loss.item())
     synchronize(config)
     run.milliseconds.append(1000.0 * (time.perf_counter() - begin))
-
-
-@torch.no_grad()
-def evaluate(config: Config, run: Run, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Mean held-out loss, without dropout."""
-    run.model.eval()
-    losses = [losses_of(config, run.model, batch)[0].item() for batch in batches]
-    run.model.train()
-    return statistics.fmean(losses)
 
 
 def measured_step(config: Config) -> int:
@@ -159,17 +152,12 @@ def cpu_threads(threads: int | None, config: Config) -> Iterator[int]:
         torch.set_num_threads(outer)
 
 
-def short(variant: str) -> str:
-    return variant.rpartition(".")[2]
-
-
-def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
+def train(config: Config, ids: Tensor, console: Console) -> list[Run]:
     """Trains all variants step by step, in rotating order, so that slow moments of the machine hit all alike."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     runs = start_runs(config)
-    held_out = held_out_batches(config, corpus.held_out)
-    every = max(1, config.steps // EVALUATIONS)
+    every = max(1, config.steps // PRINTED)
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -181,17 +169,15 @@ def train(config: Config, corpus: Corpus, console: Console) -> list[Run]:
     )
     with progress:
         task = progress.add_task("loss", total=config.steps)
-        for step, batch in enumerate(training_batches(config, corpus.train)):
+        for step, batch in enumerate(batches(config, ids)):
             for one in moe_layers(runs[0].model):
                 one.choice.clear()
             for turn in range(len(runs)):
                 run = runs[(step + turn) % len(runs)]
                 train_step(config, run, batch, step, measure=step == measured_step(config))
-            losses = "  ".join(f"{short(run.variant)} {run.losses[-1]:.3f}" for run in runs)
-            progress.update(task, advance=1, description=f"loss  {losses}")
-            if (step + 1) % every == 0 or step + 1 == config.steps:
-                for run in runs:
-                    run.held_out[step + 1] = evaluate(config, run, held_out)
-                if not console.is_terminal:
-                    console.print(f"step {step + 1:4d} of {config.steps}   loss  {losses}")
+            losses = [run.losses[-1] for run in runs]
+            text = f"loss {losses[0]:.3f}, all within {max(losses) - min(losses):.1g}"
+            progress.update(task, advance=1, description=text)
+            if not console.is_terminal and ((step + 1) % every == 0 or step + 1 == config.steps):
+                console.print(f"step {step + 1:4d} of {config.steps}   {text}")
     return runs
