@@ -47,7 +47,7 @@ def statistics_of(
 
     inputs: (start, stop) -> those rows of the operand x [M, d], which has `beside` transient bytes a row.
     """
-    p, V, M, keep = primitives(o.backend), len(w), len(target), o.recompute != "full"
+    p, V, M, keep = primitives(o.backend), w.shape[0], target.shape[0], o.recompute != "full"
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
 
     def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ def statistics_with_update(
         return statistics_of(*given)
 
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
-    found = [of_entries(*chunk) for chunk in vocabulary_chunks(len(updated.w), of_entry, half)]
+    found = [of_entries(*chunk) for chunk in vocabulary_chunks(updated.w.shape[0], of_entry, half)]
     stacked = {name: torch.stack([one[name] for one in found]) for name in found[0]}
     return {name: one for name, one in combined(TokenStatistics(**stacked))._asdict().items() if one is not None}
 
