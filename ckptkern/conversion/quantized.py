@@ -46,8 +46,8 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def autocast_like(module: nn.Module, x: Tensor) -> contextlib.AbstractContextManager:
-    """The autocast under which a module is trained whose quantised layers multiply in 16 bits while x is float32, as after peft's
-    prepare_model_for_kbit_training; none for others."""
+    """The autocast under which a module is trained whose quantised layers multiply in 16 bits while x is float32, as after
+    peft's prepare_model_for_kbit_training; none for others."""
     leaves = [m for m in module.modules() if is_quantised(m._parameters.get("weight"))]
     dtypes = {compute_dtype(m) or Frozen(m.weight).dtype for m in leaves}
     if x.dtype != torch.float32 or len(dtypes) != 1 or x.dtype in dtypes:

@@ -38,8 +38,8 @@ class Layout(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """dequantized(parts, layout, dtype) -> the whole weight, in `dtype` if the kind can. transient: bytes of temporaries for each
-    of at most AT_ONCE elements, or for each of all if it is below 1."""
+    """dequantized(parts, layout, dtype) -> the whole weight, in `dtype` if the kind can. transient: bytes of temporaries for
+    each of at most AT_ONCE elements, or for each of all if it is below 1."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float

@@ -53,7 +53,7 @@ def llama(quantise, adapts=True, dtype=torch.float32):
     if adapts:
         peft = pytest.importorskip("peft")
         model.is_loaded_in_4bit = quantise is linear4bit
-        targets = list(("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+        targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -96,7 +96,7 @@ def test_a_llama_with_quantised_weights(quantise, adapts):
 def kbit():
     """As peft's prepare_model_for_kbit_training leaves it: quantised layers compute in bfloat16, all else is float32."""
     model = llama(linear4bit, dtype=torch.bfloat16)
-    for name, module in model.named_modules():
+    for module in model.modules():
         if not isinstance(module, type(linear4bit(nn.Linear(2, 2)))):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.float()

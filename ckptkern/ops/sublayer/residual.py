@@ -95,8 +95,8 @@ class Sublayer:
         return copy
 
     def dequantized(self, weight: Frozen, dtype: torch.dtype) -> Tensor:
-        """A weight or a part of one, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each matmul
-        that reads it dequantises."""
+        """A weight or a part of one, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
+        matmul that reads it dequantises."""
         if not self.holds:
             return weight.to(dtype)
         whole, views = weight.whole()
