@@ -1,5 +1,5 @@
-"""Quantised weights of the libraries that convert reads: what stands for them in a fused call, while a module is checked, and what
-keeps a module from being fused.
+"""Reads quantised weights of the libraries that convert knows: what stands for them in a fused call and while a module is
+checked, and what keeps a module from being fused.
 
 Frozen tells which weights can be dequantised. A layer whose own forward does something else with its weight, such as quantising
 its input, is not fused: its forward is compared with the dequantised weight's.
@@ -46,8 +46,8 @@ def compute_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def autocast_like(module: nn.Module, x: Tensor) -> contextlib.AbstractContextManager:
-    """Where the quantised layers inside multiply in 16 bits and x is float32, as after peft's prepare_model_for_kbit_training: the
-    autocast under which that is trained."""
+    """The autocast under which a module is trained whose quantised layers multiply in 16 bits while x is float32, as after
+    peft's prepare_model_for_kbit_training; none for others."""
     leaves = [m for m in module.modules() if is_quantised(m._parameters.get("weight"))]
     dtypes = {compute_dtype(m) or Frozen(m.weight).dtype for m in leaves}
     if x.dtype != torch.float32 or len(dtypes) != 1 or x.dtype in dtypes:
@@ -78,8 +78,8 @@ def as_linear(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_repacked(model: nn.Module) -> Iterator[None]:
-    """Keeps bitsandbytes from packing weights anew for inference, which it does in place in a call without gradients on a CPU with
-    AVX512-BF16: training cannot read them then."""
+    """Keeps bitsandbytes from packing weights anew for inference, which it does in place, in a call without gradients, on a CPU
+    with AVX512-BF16: training cannot read them then."""
     name = "support_avx512bf16_for_cpu"
     changed = [m for m in model.modules() if m.__dict__.get(name)]
     for m in changed:
@@ -92,8 +92,8 @@ def not_repacked(model: nn.Module) -> Iterator[None]:
 
 
 def why_different(module: nn.Module) -> str:
-    """Which quantised linear layer inside gives something else than its dequantised weight does, by its library's own forward; ""
-    if none."""
+    """Which quantised linear layer inside gives, by its library's own forward, something else than its dequantised weight does;
+    "" if none."""
     for path, leaf in module.named_modules():
         weight = leaf._parameters.get("weight")
         if weight is None or not is_quantised(weight) or not isinstance(leaf, nn.Linear):

@@ -27,8 +27,8 @@ QUANTISES_INPUT = ("act_quant_kwargs", "activation_quantization", "act_quant_sca
 
 
 class Layout(NamedTuple):
-    """What a Frozen is besides its tensors, in plain values. shape: of the whole weight; dtype: of the weight that it stands for;
-    numbers: of its kind; views: that are taken of the dequantised weight, in order."""
+    """What a Frozen is besides its tensors, in plain values. shape: of the whole weight; dtype: of the weight that it stands
+    for; numbers: of its kind; views: that are taken of the dequantised weight, in order."""
 
     kind: str
     shape: tuple[int, ...]
@@ -38,8 +38,8 @@ class Layout(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """dequantized(parts, layout, dtype) -> the whole weight, in `dtype` if the kind can. transient: bytes of temporaries for each of
-    at most AT_ONCE elements, or for each of all if it is below 1."""
+    """dequantized(parts, layout, dtype) -> the whole weight, in `dtype` if the kind can. transient: bytes of temporaries for
+    each of at most AT_ONCE elements, or for each of all if it is below 1."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
@@ -153,7 +153,7 @@ def _of_torchao(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tuple[Ten
     parts = [getattr(data, part) for part in (*data.tensor_data_names, *optional)]
     if data.dim() not in (2, 3) or len(block) != data.dim() or parts[0].shape != data.shape:
         raise ShapeError(
-            f"Frozen: a torchao {name} must be [out_features, in_features] or [experts, ...] with a value in each element, but is "
+            f"Frozen: a torchao {name} must be [out_features, in_features] or [experts, ...], a value in each element, but is "
             f"{tuple(data.shape)} in blocks {block}, of data {tuple(parts[0].shape)}"
         )
     target = str(getattr(data, "target_dtype", "")).removeprefix("torch.")

@@ -35,8 +35,9 @@ class Frozen(Tensor):
     or raw tensors of a `kind`,
         "block_fp8"  float8 data [n, k] or [E, n, k], scales [ceil(n / 128), ceil(k / 128)] or [E, ...] (DeepSeek-V3's
                      weight_scale_inv): w = data * scale of its 128 x 128 block;
-        "mxfp4"      uint8 data [n, k / 32, 16] or [E, n, k / 32, 16] of two 4-bit floats, the low one first, uint8 scales [n, k / 32]
-                     or [E, ...]: w = value * 2 ** (scale - 127) (OCP Microscaling Formats 1.0; GPT-OSS's blocks and scales).
+        "mxfp4"      uint8 data [n, k / 32, 16] or [E, n, k / 32, 16] of two 4-bit floats, the low one first, uint8 scales
+                     [n, k / 32] or [E, ...]: w = value * 2 ** (scale - 127) (OCP Microscaling Formats 1.0; GPT-OSS's blocks
+                     and scales).
 
     dtype: that of the weight that it stands for; by default what the library dequantises to, and bfloat16 for raw tensors.
     The library's own function dequantises (`dequantize`); of raw tensors it is ours. Only references are held: a state_dict,
@@ -180,8 +181,8 @@ def dequantized_bytes(weight: Frozen, dtype: torch.dtype) -> int:
 
 
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes of all Frozen among the weights dequantised at once, of the largest alone, of experts one expert), each with what is
-    transient while one is dequantised."""
+    """(bytes of all Frozen among the weights dequantised at once, of the largest alone, of experts one expert), each with what
+    is transient while one is dequantised."""
     found = [w for w in weights if type(w) is Frozen]
     if not found:
         return 0, 0

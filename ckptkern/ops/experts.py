@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from .. import eager
 from ..errors import DtypeError, ShapeError
+from ..frozen import Frozen
 from .dispatch.checks import check_input, check_options, check_tensor
 from .dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
 from .registration.delayed import Sum
@@ -18,7 +19,6 @@ from .registration.functions import build
 from .registration.gradients import by_chunks, main_grad_of, token_chunks
 from .registration.needs import flags, needed
 from .registration.op import Op
-from ..frozen import Frozen
 from .registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
 from .sublayer.lora import LoRA, gather_lora, grouped_low_rank, names_of
 

@@ -1,5 +1,5 @@
-"""convert of layers with quantised weights, with and without LoRA: fused where the library multiplies by the dequantised weight,
-and a checkpoint with the reason where it does something else."""
+"""convert of layers with quantised weights, with and without LoRA: fused where the library multiplies by the dequantised
+weight, and a checkpoint with the reason where it does something else."""
 
 import copy
 import functools
@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern import Frozen
 from ckptkern.conversion import quantized
 from ckptkern.memory import saved_tensors
 
@@ -54,7 +53,7 @@ def llama(quantise, adapts=True, dtype=torch.float32):
     if adapts:
         peft = pytest.importorskip("peft")
         model.is_loaded_in_4bit = quantise is linear4bit
-        targets = [name for name in ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")]
+        targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -75,7 +74,7 @@ def step(model):
 def test_a_llama_with_quantised_weights(quantise, adapts):
     """The same step, and what is saved is no more than of the same model with dense weights."""
     model = llama(quantise, adapts)
-    before = {name: one for name, one in model.state_dict().items()}
+    before = dict(model.state_dict().items())
     loss, _, grads = step(model)
     conversion = ckptkern.convert(model, input_ids=IDS, labels=IDS, use_cache=False)
     layers = [row for row in conversion.rows if row.kind == "LlamaDecoderLayer"]
@@ -85,7 +84,8 @@ def test_a_llama_with_quantised_weights(quantise, adapts):
     assert grads_.keys() == grads.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(grads_[name], grad, rtol=1e-3, atol=1e-5)
-    assert all(model.state_dict()[name] is not None for name in before) and len(before) == len(model.state_dict())
+    assert all(model.state_dict()[name] is not None for name in before)
+    assert len(before) == len(model.state_dict())
     dense = llama(lambda linear: linear, adapts)
     if not adapts:
         dense.model.layers.requires_grad_(False)
@@ -96,7 +96,7 @@ def test_a_llama_with_quantised_weights(quantise, adapts):
 def kbit():
     """As peft's prepare_model_for_kbit_training leaves it: quantised layers compute in bfloat16, all else is float32."""
     model = llama(linear4bit, dtype=torch.bfloat16)
-    for name, module in model.named_modules():
+    for module in model.modules():
         if not isinstance(module, type(linear4bit(nn.Linear(2, 2)))):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.float()
@@ -124,7 +124,8 @@ def test_in_16_bits(make, autocast):
     assert sum(row.replaced_by == "transformer_layer" for row in conversion.rows) == 2
     with context():
         ours = step(model)[2]
-    assert conversion.calls["fused"] and not conversion.calls["original"]
+    assert conversion.calls["fused"]
+    assert not conversion.calls["original"]
     assert error(ours) <= 2 * theirs
 
 
@@ -230,8 +231,10 @@ def test_an_evaluation_while_converting_packs_no_weight():
 
     model.up.forward = repacks
     ckptkern.convert(model, torch.randn(2, 5, DIM), include="down")
-    assert seen and not any(seen)
-    assert model.up.support_avx512bf16_for_cpu and model.down.support_avx512bf16_for_cpu
+    assert seen
+    assert not any(seen)
+    assert model.up.support_avx512bf16_for_cpu
+    assert model.down.support_avx512bf16_for_cpu
 
 
 def test_a_compiled_model_takes_frozen_weights_as_inputs():

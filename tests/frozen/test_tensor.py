@@ -36,7 +36,8 @@ VIEWS = {
 def test_a_view_is_of_what_it_stands_for(name):
     frozen, dense = make()
     view, wanted = VIEWS[name](frozen), VIEWS[name](dense)
-    assert type(view) is Frozen and view.parts[0] is frozen.parts[0]
+    assert type(view) is Frozen
+    assert view.parts[0] is frozen.parts[0]
     assert (view.shape, view.stride(), view.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
     assert torch.equal(view.dequantize(), wanted)
 
@@ -45,7 +46,8 @@ def test_experts_are_taken_one_at_a_time():
     frozen, dense = make(3)
     assert torch.equal(frozen.dequantize(), dense)
     for expert, own in zip(frozen, dense, strict=True):
-        assert type(expert) is Frozen and torch.equal(expert.dequantize(), own)
+        assert type(expert) is Frozen
+        assert torch.equal(expert.dequantize(), own)
         assert torch.equal(expert[2:].t().dequantize(), own[2:].t())
 
 
@@ -55,7 +57,8 @@ def test_other_operations_dequantise():
     y, y_ = F.linear(x, frozen), F.linear(x_, dense)
     y.sum().backward()
     y_.sum().backward()
-    assert torch.equal(y, y_) and torch.equal(x.grad, x_.grad)
+    assert torch.equal(y, y_)
+    assert torch.equal(x.grad, x_.grad)
     for made, wanted in ((frozen + 1, dense + 1), (frozen.sum(), dense.sum()), (frozen.cpu().clone(), dense)):
         assert type(made) is torch.Tensor
         assert torch.equal(made, wanted)
@@ -93,10 +96,12 @@ def test_in_the_arguments_of_a_library_op():
     (one, dense), (other, _) = make(), make(3)
     given = [x, None, one, one.t(), None, other[1][2:].double(), x]
     flat, _, _, strings, _ = flattened(function, (given, [], [], ["a"], []), {})
-    assert [type(t) for t in flat].count(Frozen) == 0 and len(flat) == 7 + 3
+    assert [type(t) for t in flat].count(Frozen) == 0
+    assert len(flat) == 7 + 3
     found = regrouped(flat, strings)
     assert [t if t is None else t.shape for t in found] == [t if t is None else t.shape for t in given]
-    assert torch.equal(found[3].dequantize(), dense.t()) and torch.equal(found[5].dequantize(), given[5].dequantize())
+    assert torch.equal(found[3].dequantize(), dense.t())
+    assert torch.equal(found[5].dequantize(), given[5].dequantize())
     assert regrouped(flat, ["a"]) is flat
 
 

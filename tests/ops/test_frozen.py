@@ -80,7 +80,8 @@ def test_an_op_computes_with_frozen_weights_what_it_computes_with_the_dequantise
             step(entry, arguments, leaves, **options) for leaves in (frozen, plain)
         )
         torch.testing.assert_close(y, y_)
-        assert saved == saved_ and grads.keys() == grads_.keys()
+        assert saved == saved_
+        assert grads.keys() == grads_.keys()
         for one in grads:
             torch.testing.assert_close(grads[one], grads_[one], msg=f"{mode} {one}")
 
@@ -177,9 +178,11 @@ def dequantised(monkeypatch, run):
 def test_a_weight_is_dequantised_once_in_each_pass_if_it_is_held(workspace, holds, monkeypatch):
     x = torch.randn(2, TOKENS // 2, D).bfloat16().requires_grad_()
     for op, arguments, count in ((ckptkern.mlp_block, mlp_arguments(), 3), (*BOUNDED["attention_block"](), 4)):
-        forward, y = dequantised(monkeypatch, lambda: op(x, **arguments, recompute="selective", workspace=workspace))
-        backward, _ = dequantised(monkeypatch, lambda: y.sum().backward())
-        assert (forward + backward == 2 * count) == holds and min(forward, backward) >= count
+        options = arguments | dict(recompute="selective", workspace=workspace)
+        forward, y = dequantised(monkeypatch, functools.partial(op, x, **options))
+        backward, _ = dequantised(monkeypatch, y.sum().backward)
+        assert (forward + backward == 2 * count) == holds
+        assert min(forward, backward) >= count
 
 
 # -- how ops are called ------------------------------------------------------------------------------------------------
@@ -258,7 +261,7 @@ def test_no_matmul_forms_a_gradient_of_a_frozen_weight():
 
 def test_kernels_get_what_is_dequantised():
     """Triton reads addresses, which a Frozen refuses to give."""
-    trained, frozen, plain = given()
+    trained, frozen, _plain = given()
     with ckptkern.backend("triton"), mock.patch.object(choices, "_constant_device_reason", return_value=None):
         seen = []
         kernels = types.SimpleNamespace(**vars(ckptkern.eager))
@@ -268,7 +271,8 @@ def test_kernels_get_what_is_dequantised():
         for workspace in (1, "1GiB"):
             with mock.patch.object(branch, "primitives", return_value=kernels):
                 ckptkern.gated_mlp(trained[0], *frozen, workspace=workspace).sum().backward()
-    assert seen and Frozen not in seen
+    assert seen
+    assert Frozen not in seen
 
 
 def test_a_dtype_that_is_not_xs_is_refused():

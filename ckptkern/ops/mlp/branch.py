@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
+from ...frozen import Frozen
 from ..dispatch.choices import primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
 from ..registration.late import arrived, is_late
-from ...frozen import Frozen
 from ..registration.rows import beside_frozen, cast_parameter, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from ... import eager
 from ...errors import ShapeError
+from ...frozen import Frozen, viewed
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import primitives
 from ..registration.gradients import by_chunks, token_chunks
-from ...frozen import Frozen, viewed
 from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
 from .lora import drops
@@ -95,8 +95,8 @@ class Sublayer:
         return copy
 
     def dequantized(self, weight: Frozen, dtype: torch.dtype) -> Tensor:
-        """Of the sublayer's weights and their parts: from the whole one, which is held for the pass; or, if it is not, a Frozen, which
-        each matmul that reads it dequantises."""
+        """A weight or a part of one, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
+        matmul that reads it dequantises."""
         if not self.holds:
             return weight.to(dtype)
         whole, views = weight.whole()
