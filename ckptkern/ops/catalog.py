@@ -37,6 +37,7 @@ from .transformer_layer import LAYER_OPS, transformer_layer
 Arguments = dict[str, Any]
 P = 0.25  # k/65536 exactly, so that torch's scale is ours
 ACROSS_RANKS = "needs several processes"  # an option's value
+SPLIT = {"group": ACROSS_RANKS, "vocab_start": ACROSS_RANKS}
 
 
 class Sizes(NamedTuple):
@@ -70,6 +71,10 @@ def _gain(*shape: int) -> Normal:
     return Normal(shape, 1.0)
 
 
+def _x(s: Sizes) -> Arguments:
+    return {"x": _normal(*s.lead, s.features)}
+
+
 def _alone(**values: Any) -> dict[str, Arguments]:
     """Options that go without others."""
     return {name: {name: value} for name, value in values.items()}
@@ -89,17 +94,13 @@ def _linear_act(s: Sizes) -> Arguments:
 
 def _linear_stack(s: Sizes) -> Arguments:
     widths = s.features, s.hidden, s.hidden, s.out
-    return dict(
-        x=_normal(*s.lead, s.features), weights=[_normal(n, k) for k, n in itertools.pairwise(widths)],
-        biases=[_normal(n) for n in widths[1:]],
-    )  # fmt: skip
+    weights = [_normal(n, k) for k, n in itertools.pairwise(widths)]
+    return _x(s) | dict(weights=weights, biases=[_normal(n) for n in widths[1:]])
 
 
 def _mlp(s: Sizes) -> Arguments:
-    return dict(
-        x=_normal(*s.lead, s.features), fc1_weight=_normal(s.hidden, s.features), fc1_bias=_normal(s.hidden),
-        fc2_weight=_normal(s.out, s.hidden), fc2_bias=_normal(s.out),
-    )  # fmt: skip
+    fc1 = dict(fc1_weight=_normal(s.hidden, s.features), fc1_bias=_normal(s.hidden))
+    return _x(s) | fc1 | dict(fc2_weight=_normal(s.out, s.hidden), fc2_bias=_normal(s.out))
 
 
 def _gated_mlp(s: Sizes) -> Arguments:
@@ -279,10 +280,8 @@ def _moe_mlp(s: Sizes) -> Arguments:
 
 
 def _experts_lora(s: Sizes) -> dict[str, LoRA]:
-    E, n, d = s.experts, s.hidden, s.features
-    return {
-        "gate_up": LoRA(_normal(E, 2, d), _normal(E, 2 * n, 2), 0.5), "down": LoRA(_normal(E, 2, n), _normal(E, d, 2), 0.25),
-    }  # fmt: skip
+    layers = {"gate_up": (2 * s.hidden, s.features, 0.5), "down": (s.features, s.hidden, 0.25)}
+    return {one: LoRA(_normal(s.experts, 2, d), _normal(s.experts, n, 2), c) for one, (n, d, c) in layers.items()}
 
 
 def _moe_block(s: Sizes) -> Arguments:
@@ -341,8 +340,7 @@ def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
     weight = torch.linspace(0.5, 2.0, s.out)
     return _with({"reduction": "sum"}, weight=weight) | _alone(
         reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
-        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3, lora=_lora(s.out, s.features),
-        group=ACROSS_RANKS, vocab_start=ACROSS_RANKS,
+        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3, lora=_lora(s.out, s.features), **SPLIT,
     )  # fmt: skip
 
 
@@ -353,10 +351,7 @@ def _selected(s: Sizes) -> Arguments:
 
 
 def _selected_options(s: Sizes) -> dict[str, Arguments]:
-    return _alone(
-        temperature=1.5, return_entropy=True, ignore_index=1, lora=_lora(s.out, s.features), group=ACROSS_RANKS,
-        vocab_start=ACROSS_RANKS,
-    )  # fmt: skip
+    return _alone(temperature=1.5, return_entropy=True, ignore_index=1, lora=_lora(s.out, s.features), **SPLIT)
 
 
 def _of_probabilities(s: Sizes) -> Arguments:
@@ -410,14 +405,8 @@ OPS = {
         Entry(linear_stack, LinearStack, _linear_stack, lambda s: _alone(activation="gelu")),
         Entry(mlp, MLP, _mlp, _mlp_options("gelu")),
         Entry(gated_mlp, GatedMLP, _gated_mlp, _mlp_options("silu")),
-        Entry(
-            mlp_block, MLPBlock,
-            lambda s: {"x": _normal(*s.lead, s.features)} | _mlp_branch(s), _mlp_block_options,
-        ),
-        Entry(
-            attention_block, AttentionBlock,
-            lambda s: {"x": _normal(*s.lead, s.features)} | _attention(s), _attention_options,
-        ),
+        Entry(mlp_block, MLPBlock, lambda s: _x(s) | _mlp_branch(s), _mlp_block_options),
+        Entry(attention_block, AttentionBlock, lambda s: _x(s) | _attention(s), _attention_options),
         Entry(latent_attention_block, LatentAttentionBlock, _latent, _latent_options),
         Entry(transformer_layer, LAYER_OPS[0], _layer_inputs, _layer_options),
         Entry(scaled_dot_product_attention, Attention, _sdpa_inputs, _sdpa_options),
@@ -430,7 +419,7 @@ OPS = {
         ),
         Entry(linear_cross_entropy, LinearCrossEntropy, _cross_entropy, _cross_entropy_options),
         Entry(selected_log_probs, LinearCrossEntropy, _selected, _selected_options),
-        Entry(dropout, Dropout, lambda s: {"x": _normal(*s.lead, s.features)}, lambda s: _alone(p=P, training=False)),
+        Entry(dropout, Dropout, _x, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip
 

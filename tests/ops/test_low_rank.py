@@ -138,3 +138,58 @@ def test_a_plain_tuple_will_do():
     update = torch.randn(8, 2)
     y = ckptkern.mlp_block(X, UP, None, DOWN, None, lora={"down": (torch.randn(2, 12), update)}, training=False)
     assert y.shape == X.shape
+
+
+GATE_UP, EXPERTS_A, EXPERTS_B = torch.randn(3, 24, 8), torch.randn(3, 2, 8), torch.randn(3, 24, 2)
+
+
+@pytest.mark.parametrize(("error", "message", "lora"), [
+    (ShapeError, r"must be \[3, r, 8\] and \[3, 24, r\]", LoRA(A, B)),
+    (ValueError, "is an update of experts, which has no dropout; pass dropout_p=0", LoRA(EXPERTS_A, EXPERTS_B, 1.0, 0.5)),
+])  # fmt: skip
+def test_errors_of_experts(error, message, lora):
+    index, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    with pytest.raises(error, match=message):
+        ckptkern.moe_mlp(X, index, weights, GATE_UP, torch.randn(3, 8, 12), lora={"gate_up": lora})
+
+
+def test_an_update_of_a_head_is_not_split_over_ranks():
+    with pytest.raises(ValueError, match="is not split over a process group; leave out one of both"):
+        ckptkern.linear_cross_entropy(X, UP, torch.zeros(3, dtype=torch.int64), lora=LoRA(A, B), group=object())
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_head_with_an_update_in_chunks_of_both(backend):
+    """Of tokens and of the vocabulary; every result, and float32 factors of a 16-bit head."""
+    torch.manual_seed(0)
+    x, w, bias, target = torch.randn(300, 24), torch.randn(600, 24) / 3, torch.randn(600), torch.arange(300) * 7 % 600
+    leaves = [one.requires_grad_() for one in (x, torch.randn(3, 24) / 2, torch.randn(600, 3) / 2, bias)]
+    target[::5] = -100
+    options = dict(
+        label_smoothing=0.1, softcap=4.0, return_entropy=True, return_log_probs=True, return_accuracy=True, top_k=3
+    )
+
+    def results(workspace, weight=w, **lora):
+        given = dict(target=target, linear_bias=bias, workspace=workspace, **options, **lora)
+        with ckptkern.backend(backend):
+            found = ckptkern.linear_cross_entropy(x, weight, **given)
+        total = found.loss + found.entropy.square().sum() + found.log_probs.sum()
+        return [*(found.loss, found.entropy, found.log_probs, found.accuracy, *found.top_k)], torch.autograd.grad(
+            total, leaves
+        )
+
+    update = LoRA(leaves[1], leaves[2], 0.5)
+    merged = results(None, weight=w + 0.5 * leaves[2] @ leaves[1])
+    for workspace in (1, 2**30):
+        torch.testing.assert_close(results(workspace, lora=update), merged, rtol=1e-3, atol=1e-4)
+
+
+def test_a_head_s_float32_update_of_16_bits():
+    x, w = torch.randn(64, 32).bfloat16(), (torch.randn(96, 32) / 6).bfloat16()
+    a, b = (torch.randn(4, 32) / 6).requires_grad_(), (torch.randn(96, 4) * 1e-3).requires_grad_()
+    target = torch.arange(64)
+    ckptkern.linear_cross_entropy(x, w, target, lora=LoRA(a, b, 2.0)).backward()
+    z = F.linear(x.float(), w.float()) + 2.0 * F.linear(F.linear(x.float(), a), b)
+    for grad, one in zip((a.grad, b.grad), torch.autograd.grad(F.cross_entropy(z, target), (a, b)), strict=True):
+        assert grad.dtype == torch.float32
+        assert (grad - one).norm() < 0.01 * one.norm()

@@ -102,9 +102,8 @@ def linear_cross_entropy(
     return_accuracy: also how often the target has the largest logit, and the class that has it, 0 where the target is ignored.
     top_k: also the k largest log-probabilities and their classes (k up to 64), without a gradient, 0 where the target is
         ignored. The logits of a chunk of tokens are held for torch.topk, also by the kernels.
-    lora: a low-rank update of linear_weight (ckptkern.LoRA: a [r, d], b [V, r], scale, dropout_p). One matmul multiplies both,
-        of chunks of the vocabulary in which b stands beside linear_weight. Saves what "full" saves, whatever recompute is.
-        dropout_p is applied in every call: pass 0 in evaluation. Not with a group.
+    lora: a low-rank update of linear_weight (ckptkern.LoRA(a [r, d], b [V, r], scale, dropout_p)), not with a group. Saves what
+        "full" saves, whatever recompute is. dropout_p is applied in every call: pass 0 in evaluation.
     group: a process group over which the vocabulary is split: linear_weight and linear_bias are this rank's rows, from
         vocab_start on (None: shards of equal size in the order of ranks); input, target and weight (of all classes) are equal
         on all ranks, and so are the results and input's gradient. One all-gather of 8 bytes a token (label_smoothing and
@@ -121,14 +120,12 @@ def linear_cross_entropy(
         linear_weight's gradient are final, rounded once; the float32 sum of input's gradient is not counted.
 
     A floating-point target of shape [..., V] holds class probabilities; it runs in PyTorch ops on all logits, log_probs are
-    expected ones, and the likeliest class is the target of accuracy. Inside torch.utils.checkpoint the mode is "none": the
-    checkpoint already recomputes the region.
+    expected ones, and the likeliest class is the target of accuracy. Inside torch.utils.checkpoint the mode is "none".
     Raises IndexError for a target that is no class (on a GPU: a device-side assertion, as in torch), ShapeError, DtypeError,
     DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
     """
-    flags = dict(
-        return_lse=return_lse, return_log_probs=return_log_probs, return_entropy=return_entropy, return_accuracy=return_accuracy
-    )  # fmt: skip
+    flags = {"return_lse": return_lse, "return_log_probs": return_log_probs, "return_entropy": return_entropy}
+    flags["return_accuracy"] = return_accuracy
     check_arguments(NAME, input, linear_weight, linear_bias, recompute, flags, ("linear_weight", "input"))
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
@@ -235,6 +232,8 @@ def token_results(
     x = cast_input(op, input, w)
     probabilities = op == NAME and isinstance(target, Tensor) and target.is_floating_point()
     check_target(op, target_name, input, w, target, probabilities)
+    if lora is not None and group is not None:
+        raise ValueError(f"{op}: a low-rank update (lora) is not split over a process group; leave out one of both")
     name, size, first = place_in(op, group, w.shape[0], vocab_start)
     check_class_weights(weight, input, first + w.shape[0], split=group is not None)
     if not {"arg_max", "top_k"}.isdisjoint(names) and first + w.shape[0] > CLASSES:
@@ -243,12 +242,10 @@ def token_results(
         )
     update, numbers = (None, None, None), ()
     if lora is not None:
-        if group is not None:
-            raise ValueError(f"{op}: a low-rank update (lora) is not split over a process group; leave out one of both")
         a, low_rank_b, *numbers = check_update(op, "lora", lora, w, input)
         drawn = lora.rng if isinstance(lora, ReplayedLoRA) else draw_state(x, numbers[1], True)
         update = a, low_rank_b, drawn
-    kinds = UpdateOptions(tuple(numbers), update_dtype(input, x.dtype, update[:2]))
+    kinds = UpdateOptions(lora=tuple(numbers), lora_dtype=update_dtype(input, x.dtype, update[:2]))
     if not probabilities:
         o = LinearCrossEntropyOptions(
             **options, **kinds._asdict(), vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
