@@ -16,8 +16,7 @@ from torch import Tensor
 from ..subclasses import PLAIN
 from .reading import MULTIPLY
 
-# What a tensor of the logits' shape is of them, the functions over the classes that lead from one to another, and what two of them
-# multiply to.
+# What a tensor of the logits' shape is of them, which function leads from one to another, and what two multiply to.
 LOGITS, LOG_PROBS, PROBS, P_LOG_P, P_LOGITS = "z", "log p", "p", "p log p", "p z"
 AFTER = {("log_softmax", LOGITS): LOG_PROBS, ("softmax", LOGITS): PROBS, ("exp", LOG_PROBS): PROBS}
 MULTIPLIED = {frozenset((PROBS, LOG_PROBS)): P_LOG_P, frozenset((PROBS, LOGITS)): P_LOGITS}

@@ -1,7 +1,8 @@
 """Defines the LM head's lazy logits under torch.compile, which Dynamo traces as an object of Python and not as a tensor.
 
-`TracedLogits` follows what models do between the LM head and F.cross_entropy, as `logits.Logits` does without a compiler. The
-graph holds the head's input in their place, and linear_cross_entropy in place of the loss. Logits that a compiled model returns
+`TracedLogits` follows what models do between the LM head and F.cross_entropy, as `logits.Logits` does without a compiler, and
+log_softmax, gather, logsumexp and argmax; an entropy is of values. The graph holds the head's input in their place, and
+linear_cross_entropy in place of the loss. Logits that a compiled model returns
 are such an object too: outside of the graph it is read as the `Logits` of the same matmul.
 """
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from .. import ops
 from .logits import Matmul
+from .token_statistics import LOG_PROBS, LOGITS, NEVER, STATISTICS, dtype_of
 
 IN_PLACE = (
     "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
@@ -43,7 +45,7 @@ def _followed(method: Callable) -> Callable:
 
 
 class TracedLogits:
-    """The logits F.linear(x, weight, bias) after `steps`, one number or dtype each: "to", "mul", "div", "tanh".
+    """The logits F.linear(x, weight, bias) after `steps`, one number or dtype each: "to", "mul", "div", "tanh", "log_softmax".
 
     x [..., d]: the head's input, of some tokens in the order in which the model sees them. version: the weight's, when x was
     computed. mode, workspace: of the loss.
@@ -66,8 +68,13 @@ class TracedLogits:
     def dtype(self) -> torch.dtype:
         found = self.x.dtype
         for name, value in self.steps:
-            found = value if name == "to" else found
+            found = value if name in ("to", "log_softmax") else found
         return found
+
+    @property
+    def form(self) -> str:
+        """Of token_statistics."""
+        return LOG_PROBS if any(name == "log_softmax" for name, _ in self.steps) else LOGITS
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +142,7 @@ class TracedLogits:
 
     @_followed
     def __mul__(self, other: Any) -> Any:
-        return self.of(self.x, ("mul", other)) if isinstance(other, (int, float)) else self.read() * other
+        return self.of(self.x, ("mul", other)) if self.takes(other) else self.read() * other
 
     @_followed
     def __rmul__(self, other: Any) -> Any:
@@ -143,13 +150,65 @@ class TracedLogits:
 
     @_followed
     def __truediv__(self, other: Any) -> Any:
-        return self.of(self.x, ("div", other)) if isinstance(other, (int, float)) else self.read() / other
+        return self.of(self.x, ("div", other)) if self.takes(other) else self.read() / other
+
+    def takes(self, other: Any) -> bool:
+        """May they be multiplied by it?"""
+        return isinstance(other, (int, float)) and self.form == LOGITS
 
     @_followed
-    def tanh(self) -> TracedLogits:
-        return self.of(self.x, ("tanh", None))
+    def tanh(self) -> Any:
+        return self.of(self.x, ("tanh", None)) if self.form == LOGITS else self.read().tanh()
+
+    # -- statistics of their tokens
+
+    @_followed
+    def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if self.form != LOGITS or dim not in (-1, self.dim() - 1):
+            return self.read().log_softmax(dim, dtype=dtype)
+        return self.of(self.x, ("log_softmax", dtype or dtype_of(torch.log_softmax, self, dim=-1)))
+
+    @_followed
+    def gather(self, dim: int, index: Tensor) -> Tensor:
+        tokens = index.dtype == torch.int64 and index.shape == (*self.shape[:-1], 1)
+        found = self.statistic("gather", dim, index[..., 0]) if tokens else None
+        return self.read().gather(dim, index) if found is None else found.to(self.dtype)[..., None]
+
+    @_followed
+    def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
+        found = self.statistic("logsumexp", dim)
+        if found is None:
+            return self.read().logsumexp(dim, keepdim)
+        found = found.to(dtype_of(torch.logsumexp, self, dim=-1))
+        return found[..., None] if keepdim else found
+
+    @_followed
+    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        found = self.statistic("argmax", dim)
+        if found is None:
+            return self.read().argmax(dim, keepdim)
+        return found[..., None] if keepdim else found
+
+    def statistic(self, name: str, dim: Any, target: Tensor | None = None) -> Tensor | None:
+        """What this function of each token's classes returns [...]; None if linear_cross_entropy does not compute it."""
+        found, last = self.scale_and_cap(), self.dim() - 1
+        if found is None or (found[1] is not None and found[1] <= 0) or last < 1 or dim not in (-1, last):
+            return None
+        if (name, self.form) not in STATISTICS:
+            return None
+        returned, of = STATISTICS[name, self.form]
+        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device) if target is None else target
+        options = {f"return_{one}": True for one in returned}
+        return of(self.cross_entropy(*found, target, reduction="none", ignore_index=NEVER, **options))
 
     # -- their loss
+
+    def cross_entropy(self, scale: float, cap: float | None, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of them, whose scale and cap are those of scale_and_cap."""
+        return ops.linear_cross_entropy(
+            self.x, self.weight, target, linear_bias=self.bias, logit_scale=scale if cap is None else scale * cap,
+            softcap=cap, recompute=self.mode, workspace=self.workspace, **options,
+        )  # fmt: skip
 
     def scale_and_cap(self) -> tuple[float, float | None] | None:
         """Logits are scale z, or cap tanh(scale z); None for what linear_cross_entropy does not compute."""
@@ -159,7 +218,7 @@ class TracedLogits:
                 if cap is not None:
                     return None
                 cap = 1.0
-            elif name != "to":
+            elif name in ("mul", "div"):
                 factor = value if name == "mul" else 1 / value
                 scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
         return scale, cap
@@ -170,16 +229,13 @@ class TracedLogits:
         found = self.scale_and_cap()
         options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         if (
-            found is None or (found[1] is not None and found[1] <= 0) or size_average is not None or reduce is not None
+            found is None or (found[1] is not None and found[1] <= 0) or self.form != LOGITS
+            or size_average is not None or reduce is not None
             or not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != self.x.shape[:-1]
             or self.dim() != 2 or (weight is not None and (weight.requires_grad or weight.dtype != self.dtype))
         ):  # fmt: skip
             return F.cross_entropy(self.read(), target, weight, size_average, reduce=reduce, **options)
-        scale, cap = found if found[1] is None else (found[0] * found[1], found[1])
-        loss = ops.linear_cross_entropy(
-            self.x, self.weight, target, linear_bias=self.bias, weight=weight, logit_scale=scale,
-            softcap=cap, recompute=self.mode, workspace=self.workspace, **options,
-        )  # fmt: skip
+        loss = self.cross_entropy(*found, target, weight=weight, **options)
         narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
         return loss.to(self.dtype) if narrow else loss
 
@@ -205,6 +261,8 @@ class TracedLogits:
                 z = z.to(value)
             elif name == "tanh":
                 z = z.tanh()
+            elif name == "log_softmax":
+                z = z.log_softmax(-1, dtype=value)
             else:
                 z = z * value if name == "mul" else z / value
         return z
@@ -216,8 +274,8 @@ class TracedLogits:
         if isinstance(first, TracedLogits) and torch.compiler.is_compiling():
             if function is F.cross_entropy:
                 return first.loss(*args, **kwargs) if args else first.loss(**kwargs)
-            if function is torch.tanh and len(args) == 1 and not kwargs:
-                return first.tanh()
+            if args and not {"input", "out", "sparse_grad"} & set(kwargs) and (name := _method(function, len(args))):
+                return getattr(first, name)(*args[1:], **kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or _changes(function):
             raise RuntimeError(IN_PLACE)
         args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
@@ -235,6 +293,17 @@ class TracedLogits:
         return f"TracedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     __hash__ = object.__hash__
+
+
+def _method(function: Callable, positional: int) -> str | None:
+    """The name of the method above that this function is. Dynamo cannot look for a function in a dict."""
+    for one, name in (
+        (torch.tanh, "tanh"), (torch.log_softmax, "log_softmax"), (torch.gather, "gather"), (torch.logsumexp, "logsumexp"),
+        (torch.argmax, "argmax"),
+    ):  # fmt: skip
+        if function is one:
+            return name
+    return "log_softmax" if function is F.log_softmax and positional <= 2 else None  # the third is _stacklevel
 
 
 def _is_in_place(name: str) -> bool:

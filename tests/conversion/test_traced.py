@@ -72,6 +72,44 @@ def test_a_loss_module_is_traced_as_it_is() -> None:
     assert type(run(ids(2), ids(3))[0]) is Tensor
 
 
+STATISTICS = {
+    "log_softmax": lambda z, t: F.log_softmax(z, -1).gather(-1, t[..., None]),
+    "a temperature": lambda z, t: torch.gather(
+        (z / 0.7)[:, 1:].log_softmax(dim=-1, dtype=torch.float32), -1, t[:, 1:, None]
+    ),
+    "logsumexp": lambda z, t: torch.gather(z, -1, t[..., None])[..., 0] - torch.logsumexp(z, dim=-1),
+    "capped": lambda z, t: torch.log_softmax(torch.tanh(z / 3) * 3, -1).reshape(-1, V).gather(1, t.reshape(-1, 1)),
+    "argmax": lambda z, t: z.logsumexp(-1, keepdim=True) * (torch.argmax(z, -1) == z.argmax(dim=-1)).sum(),
+}
+VALUES = {
+    "an entropy": lambda z, t: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1),
+    "a loss of log_softmax": lambda z, t: F.cross_entropy(z.log_softmax(-1).flatten(0, 1), t.flatten()),
+    "scaled after log_softmax": lambda z, t: (z.log_softmax(-1) * 2).gather(-1, t[..., None]),
+    "two tokens": lambda z, t: z.exp().gather(-1, t[..., None].expand(-1, -1, 2)),
+    "another dimension": lambda z, t: z.log_softmax(1).gather(-1, t[..., None]) + z.logsumexp(1).sum(),
+}
+
+
+@pytest.mark.parametrize("use", [*STATISTICS, *VALUES])
+def test_statistics_inside_of_the_graph(use: str) -> None:
+    function, theirs = (STATISTICS | VALUES)[use], model_of(bias=True)
+    ours, found = converted(theirs), []
+    for model in (ours, theirs):
+
+        def run(x, t, model=model):
+            return function(model(x)[0], t)
+
+        run = torch.compile(run, fullgraph=True, backend="aot_eager") if model is ours else run
+        model.zero_grad()
+        with saved_tensors(model.parameters()) as saved:
+            result = run(ids(2), ids(3))
+        (result.float() * torch.linspace(1, 2, result.numel()).view_as(result)).sum().backward()
+        found.append([result.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        if model is ours:
+            assert any(shape[-1:] == (V,) and shape.numel() > V for shape, _, _ in saved.tensors) == (use in VALUES)
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+
+
 def test_other_lengths() -> None:
     theirs = model_of(COVERED["shifted"])
     ours = converted(theirs)
