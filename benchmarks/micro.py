@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -62,8 +63,8 @@ OPTIONS = {
     "heads": Option(int, "of queries", "H"),
     "kv_heads": Option(int, "of keys and values", "K"),
     "head_dim": Option(int, "features per head", "D"),
-    "activation": Option(tuple(ops.ACTIVATIONS), "", ""),
-    "norm": Option(NORMS, "in front of each half", ""),
+    "activation": Option(tuple(ops.ACTIVATIONS), "one of", ""),
+    "norm": Option(NORMS, "in front of each sublayer:", ""),
     "gated": Option(bool, "act(gate(x)) * up(x) in place of act(up(x))", "gated"),
     "bias": Option(bool, "of the linear layers", "bias"),
     "causal": Option(bool, "each token sees those before it", "causal"),
@@ -337,15 +338,17 @@ def epilog() -> str:
 
     lines = ["options of each op, with their defaults:"]
     for op, entry in OPS.items():
-        lines += [f"  {op}", "    " + "  ".join(shown(name, value) for name, value in entry.defaults.items())]
-    return "\n".join(lines)  # fmt: skip
+        options = ", ".join(shown(name, value).replace(" ", "\xa0") for name, value in entry.defaults.items())
+        wrapped = textwrap.wrap(options, 74, break_on_hyphens=False)  # between options alone
+        lines += [f"  {op}", *(f"    {line}".replace("\xa0", " ") for line in wrapped)]
+    return "\n".join(lines)
 
 
 DERIVED = {
-    "hidden": "4 x features (gated: 8/3 x, up to a multiple of 256)",
-    "out_features": "= features",
-    "heads": "features / 128 (16 if features < 512)",
-    "kv_heads": "= heads",
+    "hidden": "(4 features; gated: 8/3 of them, up to a multiple of 256)",
+    "out_features": "(features)",
+    "heads": "(features / 128; features / 16 below 512)",
+    "kv_heads": "(heads)",
 }
 
 

@@ -111,10 +111,11 @@ def baseline_of(target: str) -> tuple[str, Maker]:
 
     def make(model: nn.Module, x: Tensor) -> Function:
         replica = model.replica() if isinstance(model, Called) else shared(model)
-        made = function(replica.module if isinstance(replica, Called) else replica)
+        given = replica.module if isinstance(replica, Called) else replica
+        made = function(given)
         if not callable(made):
             raise TypeError(f"FUNCTION must return what is called as the model is, not {type(made).__name__}")
-        followers = [one for one in (replica, made) if isinstance(one, nn.Module)]
+        followers = [one for one in (given, made) if isinstance(one, nn.Module)]
         if isinstance(replica, Called):  # which knows the other inputs, and y among the outputs
             del replica.module
             replica.module = made

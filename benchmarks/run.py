@@ -159,18 +159,21 @@ def say(text: str) -> None:
 
 
 CASE_HELP = """\
---case: FUNCTION takes no arguments and returns (model, inputs): inputs are a tensor, a tuple of positional arguments, or a dict
-of keyword arguments, of the size that training has. FILE is a file or an importable module. The first floating-point input gets
-a gradient. "ckptkern MODE" is what ckptkern.convert makes of the model, or its own layers of ckptkern.nn in that mode.
+--case: FUNCTION takes no arguments and returns (model, inputs): inputs are a
+tensor, a tuple of positional arguments, or a dict of keyword arguments, of the
+size that training has. FILE is a file or an importable module. The first
+floating-point input gets a gradient. "ckptkern MODE" is what ckptkern.convert
+makes of the model, or its own layers of ckptkern.nn in that mode.
 
---baseline: FUNCTION(model) takes the case's eager model, for --op a module of ckptkern.benchmarks.models, and returns what is
-called in its place, on the same parameters: a function, or a module. It may change the model, which is a copy. Its results are
-checked like all others. The column's name is "your FUNCTION"."""
+--baseline: FUNCTION(model) takes the case's eager model, for --op a module of
+ckptkern.benchmarks.models, and returns what is called in its place, on the same
+parameters: a function, or a module. It may change the model, which is a copy.
+Its results are checked like all others. The variant is called "your FUNCTION"."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern bench``."""
-    parser.description = "Measure every case in every variant: time, saved and peak bytes, error. Correct before fast."
+    parser.description = "Measure cases in every variant that is right: time, saved bytes, peak, error."
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(
@@ -203,7 +206,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"(default: {DEFAULT_RESULTS}/<device>; of --op and --case {OWN_RESULTS}/<device>)",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU if any)")
-    parser.add_argument("--rounds", type=int, default=30, help="turns of every variant (default: 30; on a CPU at most)")
+    parser.add_argument(
+        "--rounds", type=int, default=30, metavar="N", help="turns of every variant (default: 30; on a CPU at most)"
+    )
     parser.add_argument(
         "--budget-minutes", type=float, metavar="M",
         help=f"after this, the cases of lowest priority are dropped and named (default: {MINUTES['cuda']:g} on a GPU, "

@@ -13,7 +13,7 @@ from .extras import missing
 COMMANDS = {
     "demo": (
         ".tools.demo",
-        "train a small GPT three variants side by side: loss, memory and time",
+        "train a GPT in five variants side by side: memory over a step, time, loss",
         ("matplotlib", "rich"),
     ),
     "convert": (

@@ -26,11 +26,14 @@ def test_help_names_every_command(capsys):
 
 
 @pytest.mark.parametrize("command", sorted(__main__.COMMANDS))
-def test_help_of_a_command(command, capsys):
+def test_help_of_a_command(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as exit_:
         __main__.main([command, "--help"])
     assert exit_.value.code == 0
-    assert f"python -m ckptkern {command}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"python -m ckptkern {command}" in printed
+    assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_demo_help_shows_the_defaults(capsys):

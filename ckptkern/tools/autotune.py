@@ -158,20 +158,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "elementwise kernels; one kernel for two matmuls), and "
         "write the table that ckptkern then reads. Nothing is tuned unless you ask."
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda if there is one)")
     parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
     parser.add_argument(
-        "--dtype", nargs="+", choices=tuple(DTYPES), help="default: bf16 and fp16, or what --model runs in"
+        "--dtype",
+        nargs="+",
+        choices=tuple(DTYPES),
+        metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)} (default: bf16 and fp16, or what --model runs in)",
     )
     parser.add_argument(
-        "--shapes", type=shapes_of, help="FEATURESxHIDDEN,... (linear_act: INxOUT); default: one of each size"
+        "--shapes",
+        type=shapes_of,
+        metavar="SHAPE,...",
+        help="FEATURESxHIDDEN each, of linear_act INxOUT (default: one of each size)",
     )
     parser.add_argument("--model", metavar="FILE:FUNCTION", help="the matmuls of your model, as `report` loads it")
-    parser.add_argument("--tokens", type=int, help="rows (default: 8192, and 128 in 16-bit types)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="rows (default: 8192, and 128 in 16-bit types)")
     parser.add_argument(
         "--minutes",
         type=float,
         default=10.0,
+        metavar="M",
         help="try nothing new after so many (default: %(default)g); again begins with what is left",
     )
     parser.add_argument("--dry-run", action="store_true", help="measure, and write nothing")

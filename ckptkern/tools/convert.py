@@ -22,8 +22,9 @@ from ..conversion.convert import OTHERWISE
 MODES = ("none", "selective", "full")
 
 HELP = """\
-FUNCTION takes no arguments and returns the model, or (model, inputs): a tensor, a tuple of positional arguments, or a dict of
-keyword arguments, as small as the model accepts:
+FUNCTION takes no arguments and returns the model, or (model, inputs): a
+tensor, a tuple of positional arguments, or a dict of keyword arguments,
+as small as the model accepts:
 
     def build():
         model = LlamaForCausalLM(LlamaConfig(...))
@@ -39,17 +40,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = HELP
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
     parser.add_argument("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
-    parser.add_argument("--workspace", help="transient memory of each region, such as 16MiB (default: the device's)")
     parser.add_argument(
-        "--include", action="append", help="only modules of this name, wildcards allowed; may be repeated"
+        "--workspace", metavar="SIZE", help="transient memory of each region, such as 16MiB (default: the device's)"
     )
-    parser.add_argument("--exclude", action="append", help="no modules of this name; may be repeated")
+    parser.add_argument(
+        "--include",
+        action="append",
+        metavar="NAME",
+        help="only modules of this name, wildcards allowed; may be repeated",
+    )
+    parser.add_argument("--exclude", action="append", metavar="NAME", help="no modules of this name; may be repeated")
     parser.add_argument(
         "--otherwise", choices=OTHERWISE, default="checkpoint",
         help="what becomes of a layer that is not one fused op: an activation checkpoint where that saves less, or left "
         "(default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--csv", type=Path, help="write a row for each module to this file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each module to this file")
 
 
 def load(target: str, again: bool = True) -> Callable[..., Any]:

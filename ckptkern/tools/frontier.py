@@ -11,8 +11,9 @@ from ..planning import frontier
 from .convert import load
 
 HELP = """\
-FUNCTION takes no arguments and returns (model, make_inputs): make_inputs takes a size, such as a number of tokens, and returns
-the inputs of a step of that size: a tensor, a tuple of positional arguments, or a dict of keyword arguments:
+FUNCTION takes no arguments and returns (model, make_inputs): make_inputs takes
+a size, such as a number of tokens, and returns the inputs of a step of that
+size: a tensor, a tuple of positional arguments, or a dict of keyword arguments:
 
     def build():
         def inputs(tokens):
@@ -29,9 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
-    parser.add_argument("--budget", required=True, help="bytes that a step may allocate at its peak, such as 24GiB")
-    parser.add_argument("--multiple", type=int, default=64, help="try multiples of this size (default: %(default)s)")
-    parser.add_argument("--limit", type=int, help="try no larger size")
+    parser.add_argument(
+        "--budget", required=True, metavar="SIZE", help="bytes that a step may allocate at its peak, such as 24GiB"
+    )
+    parser.add_argument(
+        "--multiple", type=int, default=64, metavar="N", help="try multiples of this size (default: %(default)s)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="try no larger size")
 
 
 def main(args: argparse.Namespace) -> int:

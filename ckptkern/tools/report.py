@@ -15,11 +15,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP.replace("as small as the model accepts", "of the size that training has")
     parser.add_argument("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
-    parser.add_argument("--csv", type=Path, help="write a row for each region and mode to this file")
-    parser.add_argument("--figure", type=Path, help="draw memory over the step into this file (needs matplotlib)")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a row for each region and mode to this file")
+    parser.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw memory over the step into this file (needs matplotlib)"
+    )
     bound = parser.add_mutually_exclusive_group()
-    bound.add_argument("--budget", help="show what ckptkern.plan chooses for this peak, such as 20GiB (needs scipy)")
-    bound.add_argument("--saved", help="show what it chooses for these saved bytes, such as 10GiB (needs scipy)")
+    bound.add_argument(
+        "--budget", metavar="SIZE", help="show what ckptkern.plan chooses for this peak, such as 20GiB (needs scipy)"
+    )
+    bound.add_argument(
+        "--saved", metavar="SIZE", help="show what it chooses for these saved bytes, such as 10GiB (needs scipy)"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import csv
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -148,8 +149,8 @@ def test_help_names_the_options_of_each_op():
     text = micro.epilog()
     for op, entry in micro.OPS.items():
         assert f"\n  {op}\n" in text
-        line = text.split(f"\n  {op}\n")[1].splitlines()[0]
-        assert all(micro.flag(name) in line.replace("--no-", "--") for name in entry.defaults), op
+        lines = re.match(r"(    .*\n?)+", text.split(f"\n  {op}\n")[1]).group()
+        assert re.findall(r"--[a-z-]+", lines.replace("--no-", "--")) == [micro.flag(name) for name in entry.defaults]
 
 
 @pytest.mark.parametrize("op", micro.OPS)

@@ -100,7 +100,7 @@ def test_what_a_case_needs_is_said_and_what_does_not_fit_is_not_run(monkeypatch,
         ),
         (
             forecast.Forecast(0, 60.0, 600.0),
-            "tiny/d16x24 needs about 10 minutes here, 60 s for a step of eager, and 240 s",
+            "tiny/d16x24 needs about 10 minutes here, 60 s for a step of eager, and 4 minutes of",
         ),
     ):
         monkeypatch.setattr(forecast, "forecast", lambda *args, needed=needed: needed)

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", default="auto", help="how many the model has (default: auto, the configuration's)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
     parser.add_argument(
-        "--optimizer", choices=STATES, default="adamw",
+        "--optimizer", choices=STATES, default="adamw", metavar="NAME",
         help="adamw: two states in the parameters' dtype; adamw-8bit: two of a byte; adamw-float32: two and a copy of the "
         "parameters, of 4 bytes; sgd: none (default: %(default)s)",
     )  # fmt: skip
@@ -65,7 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workspace", default="1GiB", help="of the bounded variants (default: %(default)s)")
     parser.add_argument("--variants", help=f"by commas, of {', '.join(VARIANTS)} (default: all but {', '.join(SLOW)})")
     parser.add_argument(
-        "--today", choices=VARIANTS, help="the variant to compare with (default: PyTorch's with the lowest peak)"
+        "--today",
+        choices=VARIANTS,
+        metavar="VARIANT",
+        help="the one to compare with (default: PyTorch's with the lowest peak)",
     )
     parser.add_argument("--csv", type=Path, help="write a row for each variant to this file")
     parser.add_argument("--picture", type=Path, help="draw matmuls against peak into this file (needs matplotlib)")
