@@ -44,7 +44,9 @@ def run(tensors: list[Tensor | None], *arguments) -> list[Tensor | None]:
         (True, 1.0, 3.0, 1.0, ("entropy", "is_top1")),
     ],
 )
-def test_it_is_trls(bias: bool, temperature: float, softcap: float | None, scale: float, outputs: tuple[str, ...]) -> None:
+def test_it_is_trls(
+    bias: bool, temperature: float, softcap: float | None, scale: float, outputs: tuple[str, ...]
+) -> None:
     tensors, arguments = inputs(bias), (temperature, 16, softcap, scale, outputs)
     theirs = run(tensors, *arguments)
     with ckptkern.patch_trl():
@@ -62,7 +64,9 @@ def test_16_bits(autocast: bool) -> None:
     """As in TRL the hidden states' dtype, or autocast's, is that of the matmuls. Logits are not rounded to it."""
     hidden, weight, _ = inputs(False)
     hidden = hidden.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
-    exact = (hidden.bfloat16().double() @ weight.bfloat16().double().t()).log_softmax(-1)[range(N), targets(hidden, weight)]
+    exact = (hidden.bfloat16().double() @ weight.bfloat16().double().t()).log_softmax(-1)[
+        range(N), targets(hidden, weight)
+    ]
     errors = []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         theirs = run([hidden, weight, None], 1.0, 16)
@@ -97,7 +101,10 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weight.ds_id = 0
     with pytest.raises(ValueError, match="patch_trl: workspace must be a positive number of bytes"):
         ckptkern.patch_trl(-1)
-    with ckptkern.patch_trl(), pytest.raises(RuntimeError, match="patch_trl: DeepSpeed's ZeRO-3 has split the head's weight"):
+    with (
+        ckptkern.patch_trl(),
+        pytest.raises(RuntimeError, match="patch_trl: DeepSpeed's ZeRO-3 has split the head's weight"),
+    ):
         kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.zeros(N, dtype=torch.int64), 1.0, 16)
     monkeypatch.setattr(kernels.ChunkedLogProbFunction, "forward", lambda ctx, hidden: None)
     with pytest.raises(RuntimeError, match=r"no trl\.kernels\.ChunkedLogProbFunction with the arguments of TRL 1\.16"):

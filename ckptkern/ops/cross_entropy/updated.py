@@ -67,7 +67,9 @@ class UpdatedHead:
     @property
     def bytes_of_all(self) -> int:
         """Of what backward holds of all tokens: u and du, and a copy of u that is joined of chunks."""
-        return self.rows.shape[0] * self.b.shape[1] * (2 * self.b.dtype.itemsize + 4 * max(1, self.b.dtype.itemsize // 4))
+        return (
+            self.rows.shape[0] * self.b.shape[1] * (2 * self.b.dtype.itemsize + 4 * max(1, self.b.dtype.itemsize // 4))
+        )
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the tokens that backward takes at once: they have a quarter of the workspace."""
