@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test quick lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo demo-docs test quick lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -22,8 +22,11 @@ $(STAMP): requirements-dev.txt setup.py pyproject.toml $(wildcard csrc/*)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
-demo: $(STAMP) ## train a small GPT three ways, side by side; writes demo_output/. ARGS="--dropout 0.1"
+demo: $(STAMP) ## train a GPT in five variants, side by side; a few minutes; writes demo_output/. ARGS=--quick, ARGS="--dropout 0.1"
 	$(PY) -m ckptkern demo $(ARGS)
+
+demo-docs: $(STAMP) ## the demo, and its picture and table in the documentation; on a quiet machine. ARGS="--threads 2"
+	$(PY) -m benchmarks.dev.demo $(ARGS)
 
 test: $(STAMP) ## the test suite, a process for each core. ARGS="tests/test_state.py -k philox"
 	$(VENV)/bin/pytest -n auto --dist worksteal $(ARGS)

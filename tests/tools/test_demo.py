@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.dev import demo as page
 from ckptkern import __main__
 from ckptkern.memory import Timeline
 from ckptkern.tools import demo, env
@@ -102,7 +103,12 @@ def test_end_to_end(tmp_path, capsys):
     assert bounded["saved_bytes"] <= 1.02 * chunked["saved_bytes"] < convert["saved_bytes"] < eager["saved_bytes"] / 3
     assert eager["ratio"] == eager["p20_ratio"] == eager["p80_ratio"] == 1.0
 
-    png = (tmp_path / "out" / "demo.png").read_bytes()
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    (docs / "index.md").write_text("before\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nafter\n")
+    page.refresh(tmp_path / "out", docs)
+    assert (docs / "index.md").read_text() == f"before\n<!-- demo:begin -->\n{report}<!-- demo:end -->\nafter\n"
+    png = (docs / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 20_000
 
