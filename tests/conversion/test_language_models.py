@@ -139,6 +139,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert (ours[name] - want).norm() <= 2e-5 * (want.norm() + floor), name
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_gradients_and_saved_bytes(name: str) -> None:
     theirs = model_of(name)

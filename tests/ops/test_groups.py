@@ -289,6 +289,7 @@ def transient(name: str, dtype: torch.dtype, mode: str, workspace: int) -> tuple
     return forward.bytes - saved.bytes - y.nbytes, backward.bytes - sums
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", PEAKS)

@@ -200,6 +200,7 @@ def test_gradients_are_as_exact_as_torchs(variant, dtype, mode, sizes):
     check_exactness(ours, theirs, tensors_of(variant, dtype, *sizes))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_mode_gives_the_same_bits(variant, backend):
@@ -327,6 +328,7 @@ def test_a_training_step_under_noise_and_checkpoint():
 # -- what is saved -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("variant", ["Mixtral", "DeepSeek-V3", "Qwen2-MoE"])

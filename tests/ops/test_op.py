@@ -267,6 +267,7 @@ def test_every_subset_of_frozen_inputs(setup):
         assert_same(some, {name: value for name, value in everything.items() if name not in frozen})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(SAVED_SETS, dropout=(P,)))
 def test_matmuls_of_every_subset_of_frozen_inputs(setup):
     """No matmuls run besides autograd's own and the recomputed ones, and the registered FLOPs are those that run."""

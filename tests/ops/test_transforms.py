@@ -45,6 +45,7 @@ LEARNED = variants(("full",), ("learned bias", "low-rank decoder"))
 # -- the library ops ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", STEPS + in_turn() + calls())
 def test_opcheck(setup):
     """Schema, fakes, aot dispatch with dynamic shapes, on the arguments of a step; the first two on one that mixes dtypes, and
@@ -102,6 +103,7 @@ def test_compiled_equals_eager(setup):
     assert_same(gradients(compiled(setup), tensors), gradients(setup.fused, tensors))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "setup", setups(("silu",), ("full",), dropout=(P,)) + blocks(("selective",), names=("llama",)) + calls()
 )
@@ -112,6 +114,7 @@ def test_inductor(setup):
         assert_same_within_rounding(gradients(compiled(setup, "inductor"), tensors), gradients(setup.fused, tensors))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(("gelu",), ("none", "full"), ops=LAYERS) + blocks(("full",), names=("llama",)))
 def test_compiled_with_frozen_inputs(setup):
     """Only what needs a gradient gets one; x alone, the last weight alone."""
@@ -123,6 +126,7 @@ def test_compiled_with_frozen_inputs(setup):
         assert_same(gradients(compiled(setup), tensors), gradients(setup.fused, tensors))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("setup", setups(("gelu",), dropout=(P,)) + in_turn(LLAMAS, shift=1))
 def test_compiled_autocast_saves_no_cast_weight(setup):
     """The same bytes as in eager mode, and the same bits."""

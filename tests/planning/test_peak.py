@@ -81,6 +81,7 @@ def least_of(plan: ckptkern.Plan) -> int:
     return error.value.least
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("gradients", [True, False], ids=["gradients there", "no gradients"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_stays_within_the_budget_and_is_as_predicted(
