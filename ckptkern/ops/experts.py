@@ -397,19 +397,10 @@ def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace)
 
 
 def moe_mlp(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up_weight: Tensor,
-    down_weight: Tensor,
-    activation: str = "silu",
-    *,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    lora: Mapping[str, LoRA] | None = None,
-    recompute: str = "full",
-    workspace: int | str | None = None,
-) -> Tensor:
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_weight: Tensor, down_weight: Tensor,
+    activation: str = "silu", *, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None, recompute: str = "full", workspace: int | str | None = None,
+) -> Tensor:  # fmt: skip
     """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]; mlp_e is the gated MLP of expert e.
 
     mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e], [g | u] = x gate_up_weight[e]^T + gate_up_bias[e].

@@ -112,15 +112,15 @@ def gain(summaries: list[Summary]) -> str | None:
     eager = next((row for row in summaries if row.variant == "eager"), None)
     if not ours or not others or eager is None:
         return None
-    best, rival = (min(rows, key=lambda row: row.peak_bytes) for rows in (ours, others))
+    best, baseline = (min(rows, key=lambda row: row.peak_bytes) for rows in (ours, others))
 
     def beside(row: Summary) -> str:
         return f"{format_size(row.peak_bytes)} ({three_digits(row.peak_bytes / best.peak_bytes)}×)"
 
     return (
         f"A step of {best.label} peaks at {format_size(best.peak_bytes)}, where eager takes {beside(eager)} and "
-        f"{rival.label}, the lowest of the others, {beside(rival)}; it takes {best.ratio / eager.ratio:.2f} of eager's "
-        f"time and {best.ratio / rival.ratio:.2f} of that one's."
+        f"{baseline.label}, the lowest of the others, {beside(baseline)}; it takes {best.ratio / eager.ratio:.2f} of eager's "
+        f"time and {best.ratio / baseline.ratio:.2f} of that one's."
     )
 
 
