@@ -427,7 +427,7 @@ DEFAULTS = {
     "mlp": dict(activation="gelu", dropout_p=0.0, training=True, recompute="full", workspace=None),
     "gated_mlp": dict(activation="silu", gate_bias=None, up_bias=None, down_bias=None, dropout_p=0.0, training=True,
                       recompute="full", workspace=None),
-    "moe_mlp": dict(activation="silu", gate_up_bias=None, down_bias=None, recompute="full", workspace=None),
+    "moe_mlp": dict(activation="silu", gate_up_bias=None, down_bias=None, lora=None, recompute="full", workspace=None),
     "moe_block": dict(
         activation="silu", scoring="softmax", normalize=True, score_bias=None, num_groups=1, top_groups=None,
         group_score="top2", routed_scaling_factor=1.0, router_bias=None, router_dtype=None, gate_up_bias=None,
@@ -435,9 +435,9 @@ DEFAULTS = {
         shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None, norm=None, norm_weight=None,
         norm_bias=None, norm_scale=None, norm_shift=None, norm_eps=1e-5, norm_first=True, post_norm=None,
         post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, layer_scale=None, resid_dropout_p=0.0,
-        drop_path_p=0.0, residual=True, training=True, recompute="full", workspace=None,
+        drop_path_p=0.0, residual=True, lora=None, training=True, recompute="full", workspace=None,
     ),
-    "grouped_gated_mlp": dict(activation="silu", row_weights=None, recompute="full", workspace=None),
+    "grouped_gated_mlp": dict(activation="silu", row_weights=None, lora=None, recompute="full", workspace=None),
 }  # fmt: skip
 
 
