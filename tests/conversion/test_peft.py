@@ -131,6 +131,15 @@ def test_two_adapters_of_experts_are_an_activation_checkpoint() -> None:
     assert "several adapters of one weight of its experts" in conversion.converted[0].reason
 
 
+def test_experts_inside_of_an_adapter_are_no_region_without_it() -> None:
+    """Their parameters are others while the adapter calls them."""
+    model = adapted("mixtral", target_parameters=EXPERTS)
+    theirs, conversion = step(model), convert(model, include="*.experts.base_layer.base_layer")
+    assert fused_of(conversion) == [], str(conversion)
+    assert "parametrizations inside that last for a call" in next(iter(conversion)).reason
+    assert_same(step(model), theirs)
+
+
 def test_a_router_with_an_adapter_is_named() -> None:
     conversion = assert_converted(adapted("mixtral", target_parameters=["gate.weight", *EXPERTS]), "checkpoint", HEAD)
     assert "an adapter of an MoE's router or gate (mlp.gate)" in conversion.converted[0].reason

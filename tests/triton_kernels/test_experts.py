@@ -46,13 +46,14 @@ class Given:
         h, gu = backend.experts_fwd(self.x, self.w, self.b, g, *how, save_gu=True)
         full = backend.experts_bwd(self.x, self.w, self.b, self.dy, self.wd, self.s, g, *how)
         saved = backend.experts_act_grad(self.gu, self.dy, self.wd, self.s, g, *how)
+        updated = backend.experts_act_grad(self.gu, self.dy, self.wd, self.s, g, *how, added=self.h)
         down = backend.experts_gemm(self.h, self.wd, self.bd, g, "ieee", transposed=True)
         rows = backend.experts_gemm(self.gu, self.w, None, g, "ieee", transposed=False)
         dw, dwd = torch.full_like(self.w, float("nan")), self.wd.to(eager.wide_of(self.wd.dtype), copy=True)
         backend.experts_dw(self.gu, self.x, g, "ieee", dw, gathered="b")
         backend.experts_dw(self.dy, self.h, g, "ieee", dwd, gathered="a", add=True)
         found = {"h": h[live], "gu": gu[live], "down": down[live], "rows": rows[live], "dw": dw, "dwd": dwd}
-        for name, (hs, dgu, ds) in (("full", full), ("saved", saved)):
+        for name, (hs, dgu, ds) in (("full", full), ("saved", saved), ("updated", updated)):
             found |= {f"hs {name}": hs[live], f"dgu {name}": dgu[live], f"ds {name}": ds}
         found["out"] = backend.experts_combine(self.h, self.s, g)
         found["dx"] = backend.experts_combine(self.h, None, g)
