@@ -173,11 +173,21 @@ class Watch:
             and [get(d) for get, d in settings] == values
             and self.kinds.issuperset(map(type, flat(parameters)))
             and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
-            and contents == held
+            and (contents == held or _differ_in_caches(contents, held))
             and [d.get(name) for d, name in containers] == were
             and not (objects and any(d.get(name) is not value for d, name, value in objects))
             and not (self.ties and any(a._parameters[name] is not b._parameters[as_] for a, name, b, as_ in self.ties))
         )
+
+
+def _differ_in_caches(contents: list[Any], held: list[Any]) -> bool:
+    """Do these differ in use_cache alone, which trainers set, and the model reads, not its layers? Then they are noted."""
+    for i, (now, was) in enumerate(zip(contents, held, strict=True)):
+        if now != was:
+            if not isinstance(now, dict) or {**now, "use_cache": None} != {**was, "use_cache": None}:
+                return False
+            held[i] = copy.copy(now)
+    return True
 
 
 Watch.unchanged._dynamo_marked_constant = True  # torch.compile calls it once, and does not trace it

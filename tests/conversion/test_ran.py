@@ -181,3 +181,16 @@ def test_a_cache_stays_empty_in_a_checkpoint_of_what_has_changed(language_model:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert conversion.calls["original"] == 0
     assert conversion.calls["checkpointed"] >= 2
+
+
+def test_a_trainer_that_sets_use_cache_changes_nothing(language_model: nn.Module) -> None:
+    """TRL's SFTTrainer sets it in the configuration, which layers hold. Another setting of it may matter."""
+    conversion = ckptkern.convert(language_model, input_ids=tokens(), use_cache=False)
+    layers = [row for row in conversion if row.name.startswith("layers.")]
+    for value in (False, True):
+        language_model.config.use_cache = value
+        step(language_model, input_ids=tokens(), use_cache=False)
+    assert [row.calls["fused"] for row in layers] == [2, 2]
+    language_model.config.rms_norm_eps = 0.1
+    step(language_model, input_ids=tokens(), use_cache=False)
+    assert [row.calls["checkpointed"] for row in layers] == [1, 1]
