@@ -25,7 +25,8 @@ SPLITS = {
     "the first empty": (0, 40),
 }
 CHOSEN = OPS["linear_cross_entropy"].every_option()
-HERE = {"weight", "ignore_index", "group", "vocab_start", "recompute", "workspace"}  # what the tests below choose
+# What the tests below choose, and a low-rank update, which no group has.
+HERE = {"weight", "ignore_index", "group", "vocab_start", "recompute", "workspace", "lora"}
 OPTIONS = {
     "plain": {},
     "everything": {name: given[name] for name, given in CHOSEN.items() if name not in HERE} | {"weighted": True},
