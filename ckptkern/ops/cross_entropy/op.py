@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,30 +12,17 @@ from ... import eager
 from ...results import TokenStatistics
 from ..dispatch.choices import primitives
 from ..registration.functions import build
-from ..registration.gradients import CHUNK_ROWS, by_chunks, main_grad_of, token_chunks
+from ..registration.gradients import CHUNK_ROWS, by_chunks, token_chunks
 from ..registration.needs import flags, needed
 from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
+from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .checks import NAME, check_equal_shards, check_targets
+from .gradients import COLUMNS, HeadGradients, vocabulary_chunks
 from .logits import reference_logits, results_of_logits
 from .statistics import Sums, as_rows, combined, gathered, of_rows, top_of
 from .updated import UPDATE, UpdatedHead, update_of
 
 X, W, B, TARGET, CLASS_WEIGHT = range(5)
-COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
-
-
-def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
-    """[start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as equal as
-    multiples of COLUMNS can be. Without a workspace, one range."""
-    units = -(-entries // COLUMNS)
-    count = min(units, 1) if workspace is None else -(-units // max(workspace // max(bytes_per_entry, 1) // COLUMNS, 1))
-    bounds = [i * units // count * COLUMNS for i in range(count)]
-    return list(itertools.pairwise([*bounds, entries]))
-
-
-def all_reduced(x: Tensor, group: str) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
 
 
 def statistics_of(
@@ -164,7 +150,7 @@ class LinearCrossEntropy(Op):
         x, w, b, target, class_weight, *_ = tensors
         lse, logits, parts, z_t = (saved.get(name) for name in ("lse", "logits", "parts", "z_t"))
         p, (V, d), targets = primitives(o.backend), w.shape, target
-        need_dx, need_dw, need_db, *_ = wanted = flags(needs, CLASS_WEIGHT + 1 + len(UPDATE))
+        wanted = flags(needs, CLASS_WEIGHT + 1 + len(UPDATE))
         dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
         rows, target, M = None if x is None else rows_2d(x), target.reshape(-1), lse.shape[0]
         o, _ = beside_frozen((w,), o, dtype)
@@ -172,7 +158,7 @@ class LinearCrossEntropy(Op):
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
         gradients = sums.gradients(of_rows(dy, o.results), lse, saved.get("entropy"))
         weights = all_weights if o.label_smoothing else None
-        of_update = zip(("x", *UPDATE), (need_dx, *wanted[-len(UPDATE) :]), strict=True)
+        of_update = zip(("x", *UPDATE), (wanted[X], *wanted[-len(UPDATE) :]), strict=True)
         updated = UpdatedHead(rows, w_, tensors, o, {name for name, one in of_update if one}) if o.lora else None
 
         transient = M * dtype.itemsize
@@ -185,46 +171,29 @@ class LinearCrossEntropy(Op):
             transient += updated.bytes_beside
             workspace = None if workspace is None else workspace - workspace // 4 - updated.bytes_of_all
         chunks = vocabulary_chunks(V, transient, workspace)
-        widest = max((stop - start for start, stop in chunks), default=0)
-        workspace_rows = lse.new_empty((M, -(-widest // COLUMNS) * COLUMNS), dtype=dtype)
-        summed = len(chunks) != 1 or bool(o.group)  # then dx is a sum of several matmuls, in the wide type
-        dx = lse.new_empty((M, d), dtype=wide if summed else dtype) if need_dx else None
-        main = main_grad_of(w) if need_dw else None
-        dw = main if main is not None else torch.empty_like(w) if need_dw else None
-        db = torch.empty_like(b) if need_db else None
+        grads = HeadGradients(rows, w, w_, b, lse, dtype, needs, chunks, o.group)
 
         def of_entries(start: int, stop: int) -> None:
-            dz = workspace_rows[:, : stop - start]
+            dz, need_db = grads.dz(start, stop), grads.needs_bias
             here = slice(o.vocab_start + start, o.vocab_start + stop)
             given = (target, None if weights is None else weights[here], lse, gradients)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
             if updated is not None:
                 bias = None if b_ is None else b_[start:stop]
-                total = updated.write_gradient(slice(start, stop), bias, given, head, dz, need_db)
+                db = updated.write_gradient(slice(start, stop), bias, given, head, dz, need_db)
                 updated.add(dz, start, stop)
             elif logits is None:
                 part = w_[start:stop], None if b_ is None else b_[start:stop]
-                total = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
+                db = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
             else:
                 of_chunk = logits[:, start:stop], parts, z_t, start
-                total = p.cross_entropy_saved_bwd(*of_chunk, *given, head, dz, db=need_db)
-            if need_db:
-                db[start:stop] = total
-            if need_dw:
-                eager.upcast_matmul(dz.t(), rows, out=dw[start:stop], add=main is not None)
-            if need_dx:
-                eager.upcast_matmul(dz, w_[start:stop], out=dx, add=start > 0)
+                db = p.cross_entropy_saved_bwd(*of_chunk, *given, head, dz, db=need_db)
+            grads.add(start, stop, db)
 
         for start, stop in chunks:
             of_entries(start, stop)
-        da, dlb = (None, None) if updated is None else updated.results(dx)
-        if need_dx:
-            dx = dx if chunks else dx.zero_()
-            dx = cast_parameter(all_reduced(dx, o.group) if o.group else dx, dtype)
-        if main is not None:
-            w.grad_added_to_main_grad = True
-        dx = unflattened(dx, targets[..., None]) if need_dx else None
-        return dx, dw if main is None else None, db, None, None, da, dlb, None
+        da, dlb = (None, None) if updated is None else updated.results(grads.dx)
+        return *grads.results(targets[..., None]), None, None, da, dlb, None
 
     @staticmethod
     def made_on_meta(x, made, o):
