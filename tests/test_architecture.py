@@ -67,6 +67,7 @@ OPS_LAYERS = {
     "cross_entropy": 3,
     "experts": 3,
     "moe": 4,
+    "distillation": 4,
     "transformer_layer": 5,
     "sharded": 5,
     "catalog": 6,

@@ -22,6 +22,8 @@ from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from .cross_entropy.op import LinearCrossEntropy
 from .dispatch.checks import MODES
 from .dispatch.choices import backend
+from .distillation.loss import linear_distillation
+from .distillation.op import LinearDistillation
 from .experts import Experts, grouped_gated_mlp, moe_mlp
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.gated_mlp import GatedMLP, gated_mlp
@@ -354,6 +356,26 @@ def _selected_options(s: Sizes) -> dict[str, Arguments]:
     return _alone(temperature=1.5, return_entropy=True, ignore_index=1, lora=_lora(s.out, s.features), **SPLIT)
 
 
+def _distillation(s: Sizes) -> Arguments:
+    d, e = s.features, s.hidden
+    return dict(
+        student_input=_normal(*s.lead, d), student_weight=_normal(s.out, d), student_bias=_normal(s.out),
+        teacher_input=_fixed(*s.lead, e), teacher_weight=_fixed(s.out, e), teacher_bias=_fixed(s.out),
+    )  # fmt: skip
+
+
+def _fixed(*shape: int) -> Tensor:
+    """Numbers without a period."""
+    return torch.arange(torch.Size(shape).numel()).square().sin().view(shape)
+
+
+def _distillation_options(s: Sizes) -> dict[str, Arguments]:
+    mask = torch.arange(s.tokens).view(s.lead) % 3 > 0
+    return _with({"beta": 0.3}, mask=mask, reduction="none") | _alone(
+        beta=1.0, temperature=1.5, softcap=3.0, teacher_softcap=2.0
+    )
+
+
 def _of_probabilities(s: Sizes) -> Arguments:
     given = _cross_entropy(s)
     return given | {"target": torch.nn.functional.one_hot(given["target"], s.out).float()}
@@ -419,6 +441,7 @@ OPS = {
         ),
         Entry(linear_cross_entropy, LinearCrossEntropy, _cross_entropy, _cross_entropy_options),
         Entry(selected_log_probs, LinearCrossEntropy, _selected, _selected_options),
+        Entry(linear_distillation, LinearDistillation, _distillation, _distillation_options),
         Entry(dropout, Dropout, _x, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip

@@ -31,6 +31,7 @@ SIZES = Sizes()
 TILED = Sizes((2, 3), 36, 40, 70)  # several of the interpreter's tiles, the last of which are not full
 OF_OPS = (*OPS.values(), *OTHER_OPS)
 ALL = (*OF_OPS, *IN_TORCH_OPS)
+WITH_KERNELS = [one for one in OF_OPS if one.op.kernels]
 
 
 def tensors_of(found) -> tuple[torch.Tensor, ...]:
@@ -267,7 +268,7 @@ def test_compiled_equals_eager(case):
 MANY = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as are combined at once
 
 
-@pytest.mark.parametrize("case", cases(0, -1, once=True))
+@pytest.mark.parametrize("case", cases(0, -1, entries=WITH_KERNELS, once=True))
 def test_kernels_compute_what_eager_does(case):
     """Every result, with a graph or without, and the gradients."""
     case = case._replace(sizes=MANY if case.entry.op is LinearCrossEntropy else TILED)
@@ -285,7 +286,7 @@ def test_kernels_compute_what_eager_does(case):
     assert_same_within_rounding(ours, found())
 
 
-HEADS = ("linear_cross_entropy", "selected_log_probs")
+HEADS = ("linear_cross_entropy", "selected_log_probs", "linear_distillation")
 BOUNDED = dict.fromkeys(HEADS, Sizes((640,), 16, 16, 2048))  # scaled_dot_product_attention: test_query_blocks.py
 BOUNDED |= dict.fromkeys(
     (
@@ -308,9 +309,13 @@ def test_ops_with_a_workspace_are_bounded():
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in WITH_KERNELS if one.name in BOUNDED]))
+def test_the_workspace_counts_what_kernels_hold(case, monkeypatch):
+    test_the_workspace_counts_what_a_pass_holds(case, monkeypatch, "triton")
+
+
 @pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in OF_OPS if one.name in BOUNDED]))
-def test_the_workspace_counts_what_a_pass_holds(case, backend, monkeypatch):
+def test_the_workspace_counts_what_a_pass_holds(case, monkeypatch, backend="eager"):
     """With room for four of the smallest chunks forward takes no fifth, and backward neither. Kernels are not run: here they
     are what their launchers allocate."""
     monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)

@@ -204,7 +204,7 @@ def options() -> list[str]:
     for case in cases.all_cases():
         if (case.arch, case.dtype) == (90, "bfloat16"):
             gated |= forms(compiling.catch_launches(case.launch, 90))
-    for entry in catalog.OPS.values():
+    for entry in (one for one in catalog.OPS.values() if one.op.kernels):
         sizes = catalog.Sizes((2, 64), 64, 128, 64)
         chosen = {"": {}} | {
             name: one for name, one in entry.every_option(sizes).items() if ACROSS_RANKS not in one.values()

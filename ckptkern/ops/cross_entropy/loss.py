@@ -287,10 +287,13 @@ def reduced(results: TokenResults, target, weight, reduction: str, ignore_index:
         if weight is not None:
             total = (weight[target.masked_fill(~counted, 0)] * counted).sum(dtype=results.loss.dtype)
 
-    def over_tokens(one: Tensor, divisor: Tensor | int) -> Tensor:
-        if reduction == "none":
-            return one.view(target.shape if classes else target.shape[:-1])
-        return one.sum() / divisor if reduction == "mean" else one.sum()
+    lead = target.shape if classes else target.shape[:-1]
+    loss = reduced_over(results.loss, reduction, total, lead)
+    return loss + z_loss * reduced_over(results.lse_squared, reduction, count, lead) if z_loss else loss
 
-    loss = over_tokens(results.loss, total)
-    return loss + z_loss * over_tokens(results.lse_squared, count) if z_loss else loss
+
+def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
+    """The mean or the sum of a number for each token, or all of them, in the leading shape."""
+    if reduction == "none":
+        return tokens.view(lead)
+    return tokens.sum() / divisor if reduction == "mean" else tokens.sum()

@@ -19,17 +19,19 @@ Place = slice | tuple[slice, ...]  # of a part of a tensor
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
 
-def token_chunks(rows: int, bytes_per_row: int, workspace: int | None) -> list[tuple[int, int]]:
-    """[start, stop) row ranges whose transient tensors fit `workspace`; at least CHUNK_ROWS rows each, and as equal as
-    multiples of CHUNK_ROWS can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them.
+def token_chunks(
+    rows: int, bytes_per_row: int, workspace: int | None, unit: int = CHUNK_ROWS
+) -> list[tuple[int, int]]:
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
+    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them.
 
     Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
     """
     if workspace is None or rows * bytes_per_row <= workspace:
         return [(0, rows)]
-    units = -(-rows // CHUNK_ROWS)
-    count = -(-units // max(workspace // bytes_per_row // CHUNK_ROWS, 1))
-    bounds = [i * units // count * CHUNK_ROWS for i in range(count)]
+    units = -(-rows // unit)
+    count = -(-units // max(workspace // bytes_per_row // unit, 1))
+    bounds = [i * units // count * unit for i in range(count)]
     return list(itertools.pairwise([*bounds, rows]))
 
 

@@ -23,11 +23,13 @@ class Op:
     name       the op's word, as users know it
     Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (`_codec.pack` says of which types)
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
+    kernels    are there Triton kernels of it?
     """
 
     name: str
     Options: type
     constants: frozenset[int] = frozenset()
+    kernels = True
     inference_recompute = "full"  # the mode in which forward writes nothing for a backward
 
     @staticmethod

@@ -1,0 +1,142 @@
+"""The op linear_distillation: the divergence of softmax(x w^T + b) and the teacher's softmax, without logits that are
+stored."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ... import eager
+from ..cross_entropy.gradients import HeadGradients, vocabulary_chunks
+from ..cross_entropy.logits import reference_logits
+from ..dispatch.choices import primitives
+from ..registration.functions import build
+from ..registration.gradients import by_chunks, token_chunks
+from ..registration.op import Op
+from ..registration.rows import cast_parameter, rows_2d
+
+NAME = "linear_distillation"
+X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)
+TOKENS = 16  # of a chunk at least: no kernel's tile asks for more
+
+
+class LinearDistillationOptions(NamedTuple):
+    beta: float
+    temperature: float
+    softcap: float
+    teacher_softcap: float
+    backend: str
+    workspace: int
+
+    def head(self, softcap: float) -> eager.Head:
+        """z = softcap tanh(x w^T / softcap) / temperature."""
+        return eager.Head(1.0 / self.temperature, softcap / self.temperature)
+
+
+def models(tensors, o: LinearDistillationOptions) -> tuple[eager.Model, eager.Model]:
+    """(the student's, the teacher's), each with parameters in the dtype of its x."""
+    x, w, b, teacher_x, teacher_w, teacher_b, _ = tensors
+    rows, teacher = rows_2d(x), rows_2d(teacher_x)
+    return (
+        eager.Model(rows, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), o.head(o.softcap)),
+        eager.Model(
+            teacher, cast_parameter(teacher_w, teacher.dtype), cast_parameter(teacher_b, teacher.dtype),
+            o.head(o.teacher_softcap),
+        ),
+    )  # fmt: skip
+
+
+def of_tokens(model: eager.Model, start: int, stop: int) -> eager.Model:
+    return model._replace(x=model.x[start:stop])
+
+
+def of_entries(model: eager.Model, start: int, stop: int) -> eager.Model:
+    return model._replace(w=model.w[start:stop], b=None if model.b is None else model.b[start:stop])
+
+
+class LinearDistillation(Op):
+    name = NAME
+    Options = LinearDistillationOptions
+    constants = frozenset({TEACHER_X, TEACHER_W, TEACHER_B, MASK})
+    kernels = False
+
+    @staticmethod
+    def saves(o):
+        return ("lse", "teacher_lse", "student_kl") if o.beta else ("lse", "teacher_lse")
+
+    @staticmethod
+    def forward(tensors, o):
+        p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
+
+        def divergence(start: int, stop: int) -> dict[str, Tensor]:
+            found = p.divergence_fwd(of_tokens(student, start, stop), of_tokens(teacher, start, stop), o.beta)
+            return {name: one for name, one in found._asdict().items() if one is not None}
+
+        buffers = 4 if 0 < o.beta < 1 else 3
+        per_token = buffers * eager.wide_of(student.x.dtype).itemsize * student.w.shape[0]
+        chunks = token_chunks(len(student.x), per_token, o.workspace, TOKENS)
+        made = by_chunks(chunks, divergence)
+        y = made.pop("value")
+        return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), made
+
+    @staticmethod
+    def backward(dy, tensors, saved, o, needs):
+        p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
+        dtype, (M, d), V = student.x.dtype, student.x.shape, student.w.shape[0]
+        found = eager.Divergence(dy, saved["lse"], saved["teacher_lse"], saved.get("student_kl"))
+        ignored = None if mask is None else ~mask.reshape(-1)
+        wide = found.lse.dtype
+        narrow = int(dtype != wide)
+        held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
+        widest = max(d, teacher.x.shape[1])
+        transient = M * dtype.itemsize + wide.itemsize * (M * held + (M + 2 * widest) * narrow)
+        chunks = vocabulary_chunks(V, transient, o.workspace)
+        grads = HeadGradients(student.x, tensors[W], tensors[B], found.lse, dtype, needs, chunks)
+
+        def of_range(start: int, stop: int) -> None:
+            pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
+            total = p.divergence_bwd(*pair, o.beta, found, dy, ignored, grads.dz(start, stop), db=grads.needs_bias)
+            grads.add(start, stop, total)
+
+        for start, stop in chunks:
+            of_range(start, stop)
+        return *grads.results(tensors[X]), None, None, None, None
+
+    @staticmethod
+    def reference(tensors, o):
+        x, w, b, *teacher, mask = tensors
+        counted = None if mask is None else mask.reshape(-1, 1)
+
+        def log_probabilities(x, w, b, softcap: float) -> Tensor:
+            z = reference_logits(rows_2d(x), w, b, *o.head(softcap)[:2])
+            if counted is not None:
+                z = z.masked_fill(~counted, 0)  # where these are infinite, derivatives would be NaN
+            log_p = torch.log_softmax(z, 1)
+            return log_p if b is None else log_p.clamp_min(torch.finfo(z.dtype).min)
+
+        log_q = log_probabilities(x, w, b, o.softcap)
+        teacher_x, *parameters = (None if one is None else one.detach() for one in teacher)
+        teacher_x = teacher_x.to(torch.promote_types(teacher_x.dtype, log_q.dtype))
+        log_p = log_probabilities(teacher_x, *parameters, o.teacher_softcap).to(log_q.dtype)
+        y = divergence(log_p, log_q, o.beta).sum(1)
+        return y if mask is None else y.masked_fill(~mask.reshape(-1), 0)
+
+
+def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Of each class, the part of D_beta(p, q), in differentiable PyTorch ops: its sum over the classes is the divergence of
+    `eager.distillation`."""
+    ratio = log_p - log_q
+    if beta == 0:
+        return log_p.exp() * ratio
+    if beta == 1:
+        return -log_q.exp() * ratio
+    ratio = ratio.clamp(-eager.RATIO, eager.RATIO)
+    to_mixture = -F.softplus(ratio + math.log(beta / (1 - beta)), threshold=40) - math.log1p(-beta)
+    return beta * log_p.exp() * (ratio + to_mixture) + (1 - beta) * log_q.exp() * to_mixture
+
+
+apply = build(LinearDistillation)
