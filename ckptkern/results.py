@@ -44,7 +44,7 @@ class GatedGradient(NamedTuple):
 class TokenStatistics(NamedTuple):
     """Of each token, float32 [M]: lse of its logits, z_t of its target, wz the sum of logits weighted by class; the entropy of
     its probabilities; the largest logit, and arg_max, its class, which float32 holds up to 2^24; the k largest logits [M, k] in
-    descending order, and their classes."""
+    descending order, and their classes; z_c [M, k] of the candidates of a token."""
 
     lse: Tensor
     z_t: Tensor
@@ -54,6 +54,7 @@ class TokenStatistics(NamedTuple):
     arg_max: Tensor | None = None
     top_z: Tensor | None = None
     top_v: Tensor | None = None
+    z_c: Tensor | None = None
 
 
 class TokenGradients(NamedTuple):

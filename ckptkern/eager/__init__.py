@@ -23,7 +23,7 @@ from .cross_entropy import (
     slice_count,
     upcast_matmul,
 )
-from .distillation import RATIO, Divergence, Model, divergence_bwd, divergence_fwd
+from .distillation import Divergence, Model, divergence_bwd, divergence_fwd
 from .elementwise import (
     ACTIVATIONS,
     NO_DROPOUT,
@@ -56,7 +56,7 @@ from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
-    "ACTIVATIONS", "NO_DROPOUT", "RATIO", "AttentionCore", "Divergence", "Dropout", "Groups", "Head", "Model", "act",
+    "ACTIVATIONS", "NO_DROPOUT", "AttentionCore", "Divergence", "Dropout", "Groups", "Head", "Model", "act",
     "act_bwd", "act_fwd", "act_grad", "act_grad_of", "as_heads", "attention_reference", "attention_weights", "attn_bwd",
     "attn_delta", "attn_dmask", "attn_fwd", "attn_grads", "column_sum", "cross_entropy_bwd", "cross_entropy_fwd",
     "cross_entropy_saved_bwd", "divergence_bwd", "divergence_fwd", "dropout", "empty_heads", "experts_act_grad",

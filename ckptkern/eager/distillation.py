@@ -21,9 +21,6 @@ from torch import Tensor
 from .cross_entropy import Head, capped, uncapped_logits
 from .elementwise import wide_of
 
-RATIO = 200.0  # of log p and log q at most: e^-200 is nothing beside 1 in float64
-
-
 class Model(NamedTuple):
     """x [M, d], w [V, d] and b [V] or None, and what makes logits of them."""
 
@@ -56,18 +53,18 @@ def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
     return capped(uncapped_logits(*teacher), teacher.head)
 
 
-def log_ratio_to_mixture(ratio: Tensor, beta: float, *, out: Tensor | None = None) -> Tensor:
-    """log q - log m of ratio = log p - log q: -log(1 - beta + beta e^ratio)."""
+def log_mixture(log_p: Tensor, log_q: Tensor, beta: float, out: Tensor | None = None) -> Tensor:
+    """log m; log p itself for beta = 1."""
     if beta == 1:
-        return torch.neg(ratio, out=out)
-    shifted = torch.add(ratio, math.log(beta / (1 - beta)), out=out)
-    return torch._C._nn.softplus(shifted, 1, 40, out=shifted).neg_().sub_(math.log1p(-beta))
+        return log_p
+    odds = torch.add(log_p, math.log(beta / (1 - beta)), out=out)
+    return torch.logaddexp(odds, log_q, out=odds).add_(math.log1p(-beta))
 
 
-def ratio_of(log_p: Tensor, log_q: Tensor, beta: float, *, out: Tensor) -> Tensor:
-    """log p - log q; where a mixture has nothing of one of them, bounded."""
-    ratio = torch.sub(log_p, log_q, out=out)
-    return ratio.clamp_(-RATIO, RATIO) if 0 < beta < 1 else ratio
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p, q) of each token, in the memory of log_p and of another buffer."""
+    p = log_p.exp()
+    return p.mul_(log_p.sub_(log_q)).sum(1)
 
 
 def divergence_fwd(student: Model, teacher: Model, beta: float) -> Divergence:
@@ -78,17 +75,12 @@ def divergence_fwd(student: Model, teacher: Model, beta: float) -> Divergence:
     teacher_lse = torch.logsumexp(t, 1)
     log_p = log_probabilities(t, teacher, teacher_lse)
     if beta == 0:
-        ratio = ratio_of(log_p, log_q, beta, out=log_q)
-        return Divergence(log_p.exp_().mul_(ratio).sum(1), lse, teacher_lse, None)
+        return Divergence(kl(log_p, log_q), lse, teacher_lse, None)
+    log_m = log_mixture(log_p, log_q, beta)
+    student_kl = kl(log_q, log_m)
     if beta == 1:
-        ratio = ratio_of(log_p, log_q, beta, out=log_p)
-        kl = log_q.exp_().mul_(ratio).sum(1).neg_()
-        return Divergence(kl, lse, teacher_lse, kl.clone())  # two results of an op are two tensors
-    ratio = ratio_of(log_p, log_q, beta, out=torch.empty_like(log_p))
-    to_mixture = log_ratio_to_mixture(ratio, beta)
-    teacher_kl = log_p.exp_().mul_(ratio.add_(to_mixture)).sum(1)
-    student_kl = log_q.exp_().mul_(to_mixture).sum(1)
-    return Divergence(teacher_kl * beta + student_kl * (1 - beta), lse, teacher_lse, student_kl)
+        return Divergence(student_kl.clone(), lse, teacher_lse, student_kl)  # two results of an op are two tensors
+    return Divergence(kl(log_p, log_m).mul_(beta).add_(student_kl, alpha=1 - beta), lse, teacher_lse, student_kl)
 
 
 def divergence_bwd(
@@ -102,9 +94,9 @@ def divergence_bwd(
     if beta == 0:
         dz = log_q.exp_().sub_(log_p.exp_())
     else:
-        to_mixture = ratio_of(log_p, log_q, beta, out=log_p)
-        to_mixture = log_ratio_to_mixture(to_mixture, beta, out=to_mixture)
-        dz = log_q.exp_().mul_(to_mixture.sub_(of.student_kl[:, None]))
+        log_m = log_mixture(log_p, log_q, beta, out=log_p)
+        of_q = torch.sub(log_q, log_m, out=log_m).sub_(of.student_kl[:, None])
+        dz = log_q.exp_().mul_(of_q)
     share = 1 - beta if 0 < beta < 1 else 1.0
     dz.mul_((dy * (share * head.scale))[:, None])
     if head.softcap:

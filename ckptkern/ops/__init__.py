@@ -6,7 +6,7 @@ from .attention.sdpa import scaled_dot_product_attention, varlen_attn
 from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from .dispatch.checks import ACTIVATIONS
 from .dispatch.choices import backend, workspace
-from .distillation.loss import linear_distillation
+from .distillation.loss import linear_distillation, linear_topk_distillation
 from .experts import grouped_gated_mlp, moe_mlp
 from .mlp.block import mlp_block
 from .mlp.gated_mlp import gated_mlp
@@ -23,6 +23,6 @@ from .transformer_layer import transformer_layer
 __all__ = [
     "ACTIVATIONS", "LoRA", "accumulate_in_place", "attention_block", "backend", "delay_weight_gradients", "dropout",
     "gated_mlp", "grouped_gated_mlp", "latent_attention_block", "linear_act", "linear_cross_entropy", "linear_distillation",
-    "linear_stack", "mlp", "mlp_block", "moe_block", "moe_mlp", "scaled_dot_product_attention", "selected_log_probs", "split_backward",
+    "linear_stack", "linear_topk_distillation", "mlp", "mlp_block", "moe_block", "moe_mlp", "scaled_dot_product_attention", "selected_log_probs", "split_backward",
     "transformer_layer", "varlen_attn", "workspace",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from .cross_entropy.op import LinearCrossEntropy
 from .dispatch.checks import MODES
 from .dispatch.choices import backend
-from .distillation.loss import linear_distillation
+from .distillation.loss import linear_distillation, linear_topk_distillation
 from .distillation.op import LinearDistillation
 from .experts import Experts, grouped_gated_mlp, moe_mlp
 from .mlp.block import MLPBlock, mlp_block
@@ -376,6 +376,19 @@ def _distillation_options(s: Sizes) -> dict[str, Arguments]:
     )
 
 
+def _topk_distillation(s: Sizes) -> Arguments:
+    teacher, k = _distillation(s), 3
+    student = {name: one for name, one in teacher.items() if name.startswith("student")}
+    tokens = (torch.arange(s.tokens)[:, None] + 2 * torch.arange(k)).view(*s.lead, k) % s.out
+    log_probs = _fixed(*s.lead, s.out).log_softmax(-1).gather(-1, tokens)
+    return student | dict(teacher_log_probs=log_probs, teacher_tokens=tokens)
+
+
+def _topk_distillation_options(s: Sizes) -> dict[str, Arguments]:
+    shared = {name: one for name, one in _distillation_options(s).items() if "softcap" not in name}
+    return shared | _alone(add_tail_bucket=False, group=ACROSS_RANKS, vocab_start=ACROSS_RANKS)
+
+
 def _of_probabilities(s: Sizes) -> Arguments:
     given = _cross_entropy(s)
     return given | {"target": torch.nn.functional.one_hot(given["target"], s.out).float()}
@@ -442,6 +455,7 @@ OPS = {
         Entry(linear_cross_entropy, LinearCrossEntropy, _cross_entropy, _cross_entropy_options),
         Entry(selected_log_probs, LinearCrossEntropy, _selected, _selected_options),
         Entry(linear_distillation, LinearDistillation, _distillation, _distillation_options),
+        Entry(linear_topk_distillation, LinearCrossEntropy, _topk_distillation, _topk_distillation_options),
         Entry(dropout, Dropout, _x, lambda s: _alone(p=P, training=False)),
     )
 }  # fmt: skip

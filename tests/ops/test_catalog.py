@@ -286,7 +286,7 @@ def test_kernels_compute_what_eager_does(case):
     assert_same_within_rounding(ours, found())
 
 
-HEADS = ("linear_cross_entropy", "selected_log_probs", "linear_distillation")
+HEADS = ("linear_cross_entropy", "selected_log_probs", "linear_distillation", "linear_topk_distillation")
 BOUNDED = dict.fromkeys(HEADS, Sizes((640,), 16, 16, 2048))  # scaled_dot_product_attention: test_query_blocks.py
 BOUNDED |= dict.fromkeys(
     (

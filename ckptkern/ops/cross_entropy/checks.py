@@ -67,7 +67,10 @@ def check_top_k(k: int | None, classes: int | None) -> None:
         raise ValueError(f"{NAME}: top_k must be from 1 to {most}, not {k}; for more, compute the logits")
 
 
-def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool) -> None:
+def check_target(
+    op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool, several: bool = False
+) -> None:
+    """several: may a token have k targets?"""
     check_tensor(op, name, target, x, floating=False)
     lead = tuple(x.shape[:-1])
     if probabilities:
@@ -77,6 +80,8 @@ def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, proba
         if target.dtype != torch.int64:
             either = ", or floating point for probabilities" if op == NAME else ""
             raise DtypeError(f"{op}: {name} must be int64{either}, not {target.dtype}")
+    if several and target.dim() == x.dim() and target.shape[-1]:
+        wanted = (*lead, target.shape[-1])
     if tuple(target.shape) != wanted:
         raise ShapeError(f"{op}: {name} must have shape {wanted}, {what}, but has {tuple(target.shape)}")
 

@@ -35,9 +35,11 @@ def results_of_logits(
     smoothing: float,
     names: tuple[str, ...],
     top_k: int = 0,
+    candidates: Tensor | None = None,
 ) -> TokenResults:
     """Those of these names, of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them
-    ignored, whose log-probability is the expected one and whose class is the likeliest."""
+    ignored, whose log-probability is the expected one and whose class is the likeliest. candidates: [M, k], whose
+    log-probabilities [k, M] are given in place of the target's."""
     z, weight, options = rows_2d(z), cast_parameter(weight, z.dtype), dict(reduction="none", label_smoothing=smoothing)
     if target.is_floating_point():
         target = rows_2d(target.to(z.dtype))
@@ -51,6 +53,9 @@ def results_of_logits(
         loss = F.cross_entropy(z, classes, weight, ignore_index=ignore_index, **options)
         log_probs = F.cross_entropy(z, classes, ignore_index=ignore_index, reduction="none").neg()
     lse = torch.logsumexp(z, 1)
+    if candidates is not None:
+        padding = candidates == ignore_index
+        log_probs = (z.gather(1, candidates.masked_fill(padding, 0)) - lse[:, None]).masked_fill(padding, 0).t()
     results = TokenResults(loss=loss, lse_squared=lse.square(), lse=lse, log_probs=log_probs)
     if "entropy" in names:
         log_p = z - lse[:, None]

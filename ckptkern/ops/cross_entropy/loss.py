@@ -55,7 +55,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class TokenLogProbs(NamedTuple):
-    """What selected_log_probs returns with return_entropy, each [...]."""
+    """What selected_log_probs returns with return_entropy: log_probs of tokens' shape, entropy [...]."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -188,7 +188,8 @@ def selected_log_probs(
 
     hidden [..., d], weight [V, d], bias [V], tokens int64 [...] -> log_softmax(logits / temperature)[..., tokens], float32
     (float64 for float64) [...], differentiable to any order; 0 for tokens equal to ignore_index, such as those of a prompt.
-    Shift tokens, not hidden. Saves 4 bytes a token for backward.
+    Shift tokens, not hidden. Saves 4 bytes a token for backward. Tokens [..., k] are k candidates for each place, such as a
+    teacher's likeliest; log-probabilities are then [..., k].
 
     temperature: a positive number. return_entropy: a TokenLogProbs, with the entropy of softmax(logits / temperature), float32
         [...], differentiable too; saves 4 bytes a token more.
@@ -209,6 +210,8 @@ def selected_log_probs(
         top_k=0, lora=lora,
     )  # fmt: skip
     found = public(results, hidden.shape[:-1])
+    if tokens.dim() == hidden.dim():
+        found["log_probs"] = found["log_probs"].view(tokens.shape)
     return TokenLogProbs(**found) if return_entropy else found["log_probs"]
 
 
@@ -231,7 +234,7 @@ def token_results(
     be the one value? options: fields of the op's options."""
     x = cast_input(op, input, w)
     probabilities = op == NAME and isinstance(target, Tensor) and target.is_floating_point()
-    check_target(op, target_name, input, w, target, probabilities)
+    check_target(op, target_name, input, w, target, probabilities, several=op != NAME)
     if lora is not None and group is not None:
         raise ValueError(f"{op}: a low-rank update (lora) is not split over a process group; leave out one of both")
     name, size, first = place_in(op, group, w.shape[0], vocab_start)
@@ -248,7 +251,7 @@ def token_results(
     kinds = UpdateOptions(lora=tuple(numbers), lora_dtype=update_dtype(input, x.dtype, update[:2]))
     if not probabilities:
         o = LinearCrossEntropyOptions(
-            **options, **kinds._asdict(), vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
+            **options, **kinds._asdict(), candidates=0 if target.dim() < input.dim() else target.shape[-1], vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
             recompute=choose_mode(recompute) if lora is None else "full", backend=choose_backend(op, x),
             precision=matmul_precision(x), workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS), results=names,
         )  # fmt: skip
@@ -274,7 +277,8 @@ def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
             found[name] = TopK(log_probs, indices.to(torch.int64))
         elif one is not None:
             one = one if name in DIFFERENTIABLE else one.detach()
-            found[name] = (one.to(torch.int64) if name == "arg_max" else one).view(lead)
+            one = one.to(torch.int64) if name == "arg_max" else one
+            found[name] = one.view(lead) if one.dim() == 1 else one.t().reshape(*lead, len(one))
     return found
 
 

@@ -16,7 +16,7 @@ from ...results import TokenGradients, TokenStatistics
 class TokenResults(NamedTuple):
     """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
 
-    log_probs: of the target. entropy: of the probabilities. arg_max: the class of the largest logit, exact up to 2^24 classes.
+    log_probs: of the target, or [k, M], of k candidates. entropy: of the probabilities. arg_max: the class of the largest logit, exact up to 2^24 classes.
     accuracy: is it the target? top_k: [2 k, M], the largest log-probabilities in descending order, then their classes.
     """
 
@@ -42,10 +42,10 @@ def as_rows(results: TokenResults, names: tuple[str, ...], ignored: Tensor) -> T
 
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
     """The inverse."""
-    count = len(y) - len(names) + 1  # of top_k
-    parts = y.split([count if name == "top_k" else 1 for name in names])
+    several, count = "top_k" if "top_k" in names else "log_probs", len(y) - len(names) + 1
+    parts = y.split([count if name == several else 1 for name in names])
     named = zip(names, parts, strict=True)
-    return TokenResults(**{name: one if name == "top_k" else one[0] for name, one in named})
+    return TokenResults(**{name: one if name == several and count > 1 else one[0] for name, one in named})
 
 
 def top_of(z: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
@@ -55,14 +55,38 @@ def top_of(z: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
     return F.pad(values, beside, value=-math.inf), F.pad((classes + first).to(z.dtype), beside)
 
 
+def candidate_columns(candidates: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
+    """(columns [M, k], is a candidate one of these `width` columns from class `first` on? [M, k])."""
+    columns = candidates - first
+    here = (columns >= 0) & (columns < width)
+    return columns.masked_fill(~here, 0), here
+
+
+def logits_of_candidates(z: Tensor, candidates: Tensor, first: int) -> Tensor:
+    """[M, k] of logits [M, V] from class `first` on; 0 of a candidate that is not among these."""
+    columns, here = candidate_columns(candidates, first, z.shape[1])
+    return torch.where(here, z.gather(1, columns), 0) if z.shape[1] else z.new_zeros(candidates.shape)
+
+
+def add_to_candidates(dz: Tensor, candidates: Tensor, gradients: Tensor, first: int) -> None:
+    """Adds the gradients [M, k] of candidates' logits to dz [M, V] of the classes from `first` on."""
+    columns, here = candidate_columns(candidates, first, dz.shape[1])
+    if dz.shape[1]:
+        dz.scatter_add_(1, columns, torch.where(here, gradients, 0).to(dz.dtype))
+
+
 class Sums:
     """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
 
     loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
 
-    def __init__(self, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, entries):
+    def __init__(
+        self, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, entries,
+        candidates: Tensor | None = None,
+    ):  # fmt: skip
         self.target, self.ignored = target, target == ignore_index
+        self.padding = None if candidates is None else (candidates == ignore_index).t()
         self.share = 1.0 - smoothing
         if class_weight is not None:
             self.share = class_weight[target.masked_fill(self.ignored, 0)] * self.share
@@ -71,9 +95,13 @@ class Sums:
 
     def results(self, s: TokenStatistics) -> TokenResults:
         loss = self.share * (s.lse - s.z_t)
+        if s.z_c is not None:
+            s = s._replace(z_t=s.z_c.t())
         if s.wz is not None:
             loss = loss + (self.all * s.lse - self.even * s.wz)
-        results = TokenResults(loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=s.z_t - s.lse, entropy=s.entropy)
+        log_probs = s.z_t - s.lse
+        log_probs = log_probs if self.padding is None else log_probs.masked_fill(self.padding, 0)
+        results = TokenResults(loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=log_probs, entropy=s.entropy)
         if s.top_z is not None:
             results = results._replace(top_k=torch.cat([s.top_z.t() - s.lse, s.top_v.t()]))
         if s.arg_max is None:
@@ -124,9 +152,8 @@ def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tupl
 
 def combined(ranks: TokenStatistics) -> TokenStatistics:
     """Those of the whole vocabulary, from those of its parts, each with an axis of parts in front, in their order."""
-    whole = TokenStatistics(
-        lse=torch.logsumexp(ranks.lse, 0), z_t=ranks.z_t.sum(0), wz=None if ranks.wz is None else ranks.wz.sum(0)
-    )
+    z_t, wz, z_c = (None if one is None else one.sum(0) for one in (ranks.z_t, ranks.wz, ranks.z_c))
+    whole = TokenStatistics(lse=torch.logsumexp(ranks.lse, 0), z_t=z_t, wz=wz, z_c=z_c)
     if ranks.entropy is not None:  # of shares p of the whole: sum_ranks p (entropy - log p), 0 where p is 0
         log_p = ranks.lse - whole.lse
         parts_of_it = log_p.exp() * (ranks.entropy - log_p)

@@ -1,4 +1,5 @@
-"""Defines linear_distillation: the divergence of a student's probabilities from a teacher's, from both models' LM heads."""
+"""Defines linear_distillation and linear_topk_distillation: the divergence of a student's probabilities from a teacher's, which
+comes from its LM head, or as its k largest log-probabilities."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..cross_entropy.loss import reduced_over
+from ..cross_entropy.loss import check_arguments, public, reduced_over, token_results
 from ..dispatch.checks import check_choice, check_input, check_number, check_tensor, check_weight
 from ..dispatch.choices import WORKSPACE_OF_LOSS, cast_input, choose_backend, choose_workspace
-from .op import NAME, LinearDistillationOptions, apply
+from .op import NAME, LinearDistillationOptions, apply, divergence
 
+TOPK, PADDING = "linear_topk_distillation", -100
 REDUCTIONS = ("none", "mean", "sum")
 
 
@@ -108,3 +110,83 @@ def check_positive(op: str, name: str, value: float, more: str = "") -> None:
     check_number(op, name, value)
     if not value > 0:
         raise ValueError(f"{op}: {name} must be positive{more}, not {value}")
+
+
+def linear_topk_distillation(
+    student_input: Tensor,
+    student_weight: Tensor,
+    teacher_log_probs: Tensor,
+    teacher_tokens: Tensor,
+    *,
+    student_bias: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    add_tail_bucket: bool = True,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    group: torch.distributed.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    workspace: int | str | None = None,
+) -> Tensor:
+    """Computes the divergence of a student from the k log-probabilities of each token that a teacher's server returned.
+
+    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64 [..., k],
+    distinct classes, such as vLLM's prompt_logprobs -> the loss in float32 (float64 for float64): a scalar, or [...] for
+    reduction "none". A log-probability of -inf is padding, whatever its class. The teacher gets no gradient.
+
+    With p_i of the teacher and q_i of the student, both of the whole vocabulary, i = 1 ... k, the loss is linear_distillation's
+    of k + 1 or of k classes:
+
+    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q, all other tokens as one class: at most the divergence of
+        the whole vocabulary, and 0 where the student agrees on the k tokens. Shares of that class below the float's epsilon
+        count as it. False, p_i / sum_j p_j and q_i / sum_j q_j: blind to the mass that the student has elsewhere. TRL has this
+        argument and this default.
+    beta: as in linear_distillation. The reverse KL, 1, asks for the teacher's opinion of the student's tokens; k tokens of the
+        teacher's choice have little of that.
+    temperature: a positive number that the student's logits are divided by. The teacher's log-probabilities are taken as given,
+        and should be of this temperature.
+    mask, reduction: as in linear_distillation. group, vocab_start, workspace: see linear_cross_entropy.
+
+    Saves what selected_log_probs saves for tokens [..., k], which this calls, and some numbers for each of k.
+    Raises what linear_cross_entropy raises.
+    """
+    check_arguments(
+        TOPK, student_input, student_weight, student_bias, "full", dict(add_tail_bucket=add_tail_bucket),
+        ("student_weight", "student_input"),
+    )  # fmt: skip
+    check_options(TOPK, beta, temperature, mask, reduction, student_input)
+    check_tensor(TOPK, "teacher_log_probs", teacher_log_probs, student_input)
+    lead = student_input.shape[:-1]
+    if teacher_log_probs.dim() != student_input.dim() or teacher_log_probs.shape[:-1] != lead:
+        raise ShapeError(
+            f"{TOPK}: teacher_log_probs must have shape {(*lead, 'k')}, but has {tuple(teacher_log_probs.shape)}"
+        )
+    check_tensor(TOPK, "teacher_tokens", teacher_tokens, student_input, floating=False)
+    if teacher_tokens.shape != teacher_log_probs.shape:
+        raise ShapeError(
+            f"{TOPK}: teacher_tokens must have the shape of teacher_log_probs, {tuple(teacher_log_probs.shape)}, but has "
+            f"{tuple(teacher_tokens.shape)}"
+        )
+    padding = teacher_log_probs == -torch.inf
+    if mask is not None:
+        padding = padding | ~mask[..., None]
+    results = token_results(
+        TOPK, "teacher_tokens", student_input, student_weight, student_bias, teacher_tokens.masked_fill(padding, PADDING), None,
+        ("log_probs",), group, vocab_start, workspace, "full", ignore_index=PADDING, label_smoothing=0.0,
+        logit_scale=1.0 / temperature, softcap=0.0, top_k=0,
+    )  # fmt: skip
+    log_q = public(results, lead)["log_probs"].view(padding.shape)
+    both = teacher_log_probs.detach().to(log_q.dtype), log_q
+    log_p, log_q = (distribution(one, padding, add_tail_bucket) for one in both)
+    losses = divergence(log_p, log_q, beta).sum(-1).view(-1)
+    return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), lead)
+
+
+def distribution(log_probs: Tensor, padding: Tensor, add_tail_bucket: bool) -> Tensor:
+    """Log-probabilities [..., k + 1] or [..., k] whose probabilities sum to one; equal ones where all are padding."""
+    least = torch.finfo(log_probs.dtype).min / 2  # as good as -inf, but its differences are numbers
+    log_probs = log_probs.masked_fill(padding, least).clamp_min(least)
+    if not add_tail_bucket:
+        return log_probs - torch.logsumexp(log_probs, -1, keepdim=True)
+    inside = log_probs.exp().sum(-1, keepdim=True).clamp_max(1 - torch.finfo(log_probs.dtype).eps)
+    return torch.cat([log_probs, torch.log1p(-inside)], -1)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ... import eager
 from ..cross_entropy.gradients import HeadGradients, vocabulary_chunks
@@ -129,14 +128,12 @@ class LinearDistillation(Op):
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """Of each class, the part of D_beta(p, q), in differentiable PyTorch ops: its sum over the classes is the divergence of
     `eager.distillation`."""
-    ratio = log_p - log_q
     if beta == 0:
-        return log_p.exp() * ratio
+        return log_p.exp() * (log_p - log_q)
     if beta == 1:
-        return -log_q.exp() * ratio
-    ratio = ratio.clamp(-eager.RATIO, eager.RATIO)
-    to_mixture = -F.softplus(ratio + math.log(beta / (1 - beta)), threshold=40) - math.log1p(-beta)
-    return beta * log_p.exp() * (ratio + to_mixture) + (1 - beta) * log_q.exp() * to_mixture
+        return log_q.exp() * (log_q - log_p)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m)
 
 
 apply = build(LinearDistillation)
