@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from .. import ops
 from ..conversion.check import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from .models import MLP, Attention, GatedMLP, Layer, LlamaLayer, LMHeadLoss, MoE, gpt_layer
+from .models import MLP, Attention, Distillation, GatedMLP, Layer, LlamaLayer, LMHeadLoss, MoE, gpt_layer
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -213,6 +213,20 @@ def lm_head_loss(model: LMHeadLoss, mode: str, workspace: int | str | None = Non
 def selected_log_probs(model: LMHeadLoss, mode: str) -> Function:
     head = model.linear
     return lambda x: ops.selected_log_probs(x, head.weight, model.targets(x), bias=head.bias, recompute=mode)
+
+
+def distillation(model: Distillation, mode: str) -> Function:
+    head, teacher = model.linear, model.teacher
+    return lambda x: ops.linear_distillation(
+        x, head.weight, x, teacher.weight, student_bias=head.bias, teacher_bias=teacher.bias, reduction="none"
+    )
+
+
+def topk_distillation(model: Distillation, mode: str) -> Function:
+    head = model.linear
+    return lambda x: ops.linear_topk_distillation(
+        x, head.weight, *model.likeliest(x), student_bias=head.bias, reduction="none"
+    )
 
 
 def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .models import (
     MLP,
     Attention,
     Core,
+    Distillation,
     GatedMLP,
     GroupedRows,
     LatentAttention,
@@ -59,7 +60,7 @@ OPTIONS = {
     "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
     "layers": Option(int, "of the stack", "L"),
     "experts": Option(int, "of the MoE layer", "E"),
-    "top_k": Option(int, "experts of a token", "k"),
+    "top_k": Option(int, "experts, or a teacher's log-probabilities, of a token", "k"),
     "heads": Option(int, "of queries", "H"),
     "kv_heads": Option(int, "of keys and values", "K"),
     "head_dim": Option(int, "features per head", "D"),
@@ -274,6 +275,16 @@ OPS = {
         {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "bias": False},
         lambda v: SelectedLogProbs(v.features, v.classes, v.bias),
         lambda v, model, mode: cases.selected_log_probs(model, mode), ("none", "full"),
+    ),
+    "linear_distillation": Op(
+        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "bias": False},
+        lambda v: Distillation(v.features, v.classes, v.bias),
+        lambda v, model, mode: cases.distillation(model, mode), ("",),
+    ),
+    "linear_topk_distillation": Op(
+        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "top_k": {"cuda": 64, "cpu": 8}, "bias": False},
+        lambda v: Distillation(v.features, v.classes, v.bias, v.top_k),
+        lambda v, model, mode: cases.topk_distillation(model, mode), ("",),
     ),
     "mlp": Op(
         {**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, baselines=_mlp_baselines

@@ -386,6 +386,32 @@ class LMHeadLoss(nn.Module):
         return F.cross_entropy(z, self.targets(x), reduction="none")
 
 
+class Distillation(LMHeadLoss):
+    """The KL divergence of each row's probabilities from those of a teacher, whose head has weights of its own and reads the
+    same rows; top_k: from its k largest and the rest as one class."""
+
+    def __init__(self, width: int, classes: int, bias: bool = False, top_k: int = 0):
+        super().__init__(width, classes, bias)
+        self.teacher, self.top_k = nn.Linear(width, classes, bias).requires_grad_(False), top_k
+
+    def likeliest(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The teacher's k largest log-probabilities, and their classes."""
+        z = self.teacher(x.detach())
+        return (z if z.dtype == torch.float64 else z.float()).log_softmax(-1).topk(self.top_k)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        log_q = (z if z.dtype == torch.float64 else z.float()).log_softmax(-1)
+        if not self.top_k:
+            t = self.teacher(x.detach())
+            return F.kl_div(log_q, t.to(log_q.dtype).log_softmax(-1), reduction="none", log_target=True).sum(-1)
+        log_p, tokens = self.likeliest(x)
+        log_p, log_q = (
+            torch.cat([one, torch.log1p(-one.exp().sum(-1, keepdim=True))], -1) for one in (log_p, log_q.gather(-1, tokens))
+        )
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
+
 class SelectedLogProbs(LMHeadLoss):
     """The log-probability of each row's target."""
 

@@ -15,7 +15,7 @@ from ..subclasses import PLAIN
 from .computed import Computed
 from .leaves import Probability, Weight
 from .quantized import compute_dtype
-from .reading import Argument, OfExperts, Rows, Table
+from .reading import Argument, OfExperts, Rows, Table, Update
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -171,6 +171,31 @@ class Arguments:
         return self.constants | {name: get(call) for name, get in self.live}
 
 
+SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left out for now, as in disable_adapter()?
+
+
+def switch_of(module: nn.Module, update: Update) -> str | None:
+    """The path of the layer inside the module that leaves the update out while its SWITCH is true."""
+    path = next(templates(update.a, Weight)).path
+    while path:
+        path = path.rpartition(".")[0]
+        if SWITCH in vars(module.get_submodule(path)):
+            return path
+    return None
+
+
+@dataclass
+class Updates:
+    """The argument `lora`: the updates that are not switched off."""
+
+    all: Arguments
+    switches: dict[str, nn.Module]
+
+    def __call__(self, call: Call) -> dict[str, Any] | None:
+        off = [name for name, layer in self.switches.items() if getattr(layer, SWITCH)]
+        return {name: one for name, one in self.all(call).items() if name not in off} or None
+
+
 def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
     """How to get the live value of a template; None for a constant."""
     if isinstance(value, Weight):
@@ -191,7 +216,10 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
         owner = module.get_submodule(value.path) if value.attribute else None
         return LiveProbability(owner, value.attribute, value.value)
     if isinstance(value, dict):
-        return arguments_getter(module, value)
+        found = arguments_getter(module, value)
+        paths = {name: switch_of(module, one) for name, one in value.items() if isinstance(one, Update)}
+        switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
+        return Updates(found, switches) if switches else found
     if isinstance(value, (tuple, list)):
         live = [getter(module, one) for one in value]
         return Values(value, live) if any(live) else None

@@ -210,8 +210,8 @@ class Fused(Forward):
         # in training also without gradients: a reentrant checkpoint samples in such a forward what its recompute samples again
         # and on a shard or a part of a sequence, which have no original
         several = ACTIVE.shard is not None or ACTIVE.context is not None
-        runs = torch.is_grad_enabled() or self.module.training or several
-        if not runs:
+        trains = torch.is_grad_enabled() or self.module.training or several
+        if not trains and torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
         if not self.form.takes(kwargs):
             return self.unfused(lambda: self.form.unknown(kwargs), args, kwargs)
@@ -228,6 +228,8 @@ class Fused(Forward):
             or any(_requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
+            if not trains:
+                return self.original(*args, **kwargs)
             return self.checkpointed(args, kwargs, **({"context_fn": saved_decisions} if segment.routes else {}))
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
@@ -236,7 +238,7 @@ class Fused(Forward):
         except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)
-        self.calls["fused"] += 1
+        self.calls["fused"] += trains
         return y
 
 

@@ -251,7 +251,8 @@ def token_results(
     kinds = UpdateOptions(lora=tuple(numbers), lora_dtype=update_dtype(input, x.dtype, update[:2]))
     if not probabilities:
         o = LinearCrossEntropyOptions(
-            **options, **kinds._asdict(), candidates=0 if target.dim() < input.dim() else target.shape[-1], vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
+            **options, **kinds._asdict(), candidates=0 if target.dim() < input.dim() else target.shape[-1],
+            vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
             recompute=choose_mode(recompute) if lora is None else "full", backend=choose_backend(op, x),
             precision=matmul_precision(x), workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS), results=names,
         )  # fmt: skip

@@ -94,7 +94,7 @@ class LinearDistillation(Op):
         widest = max(d, teacher.x.shape[1])
         transient = M * dtype.itemsize + wide.itemsize * (M * held + (M + 2 * widest) * narrow)
         chunks = vocabulary_chunks(V, transient, o.workspace)
-        grads = HeadGradients(student.x, tensors[W], tensors[B], found.lse, dtype, needs, chunks)
+        grads = HeadGradients(student.x, tensors[W], student.w, tensors[B], found.lse, dtype, needs, chunks)
 
         def of_range(start: int, stop: int) -> None:
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
