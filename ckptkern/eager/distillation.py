@@ -21,6 +21,7 @@ from torch import Tensor
 from .cross_entropy import Head, capped, uncapped_logits
 from .elementwise import wide_of
 
+
 class Model(NamedTuple):
     """x [M, d], w [V, d] and b [V] or None, and what makes logits of them."""
 
@@ -31,7 +32,7 @@ class Model(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Of each token, [M] in the wide type: D, lse of both models' logits, and for beta > 0 the student's KL(q, m), with m = p for
+    """Of each token, [M] in the wide type: D, lse of both models' logits, and for beta > 0 the student's KL(q, m); m = p at
     beta = 1."""
 
     value: Tensor

@@ -1,5 +1,5 @@
-"""The two passes of DPO and GRPO through one converted model: the policy with gradients, the reference without, for which peft's
-adapters are switched off."""
+"""The two passes of DPO and GRPO through one converted model: the policy with gradients, the reference without, for which
+peft's adapters are switched off."""
 
 import contextlib
 import copy
@@ -81,7 +81,9 @@ def test_both_passes_of_one_model(training):
     assert [len(one.segments) for one in layers] == patterns
     after = calls(model)
     passes = 6 if training else 3  # of a pass without gradients in evaluation nothing is counted
-    assert {name: after[name] - before[name] for name in after} == dict(fused=passes * LAYERS, checkpointed=0, original=0)
+    assert {name: after[name] - before[name] for name in after} == dict(
+        fused=passes * LAYERS, checkpointed=0, original=0
+    )
     torch.testing.assert_close(policy, log_probs(plain, tokens))
     with as_reference(plain):
         torch.testing.assert_close(reference, log_probs(plain, tokens))

@@ -311,14 +311,18 @@ def test_ops_with_a_workspace_are_bounded():
 
 @pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in WITH_KERNELS if one.name in BOUNDED]))
 def test_the_workspace_counts_what_kernels_hold(case, monkeypatch):
-    test_the_workspace_counts_what_a_pass_holds(case, monkeypatch, "triton")
+    """Kernels are not run: here they are what their launchers allocate."""
+    monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
+    check_what_a_pass_holds(case, "triton")
 
 
 @pytest.mark.parametrize("case", cases(0, -1, entries=[one for one in OF_OPS if one.name in BOUNDED]))
-def test_the_workspace_counts_what_a_pass_holds(case, monkeypatch, backend="eager"):
-    """With room for four of the smallest chunks forward takes no fifth, and backward neither. Kernels are not run: here they
-    are what their launchers allocate."""
-    monkeypatch.setattr(InterpretedFunction, "run", lambda *args, **options: None)
+def test_the_workspace_counts_what_a_pass_holds(case):
+    check_what_a_pass_holds(case, "eager")
+
+
+def check_what_a_pass_holds(case, backend):
+    """With room for four of the smallest chunks forward takes no fifth, and backward neither."""
     case = case._replace(sizes=BOUNDED[case.entry.name])
     leaves = case.make(torch.float32)
 

@@ -28,11 +28,17 @@ def make(dtype=torch.float32, bias=True, lead=LEAD, classes=CLASSES, seed=0):
 
     student, teacher = model(WIDTH), model(TEACHERS)
     student["weight"] /= 3
-    return {name: one.requires_grad_() for name, one in student.items()}, teacher, torch.rand(lead, generator=generator) > 0.3
+    return (
+        {name: one.requires_grad_() for name, one in student.items()},
+        teacher,
+        torch.rand(lead, generator=generator) > 0.3,
+    )
 
 
 def named(student, teacher):
-    return {f"student_{name}": one for name, one in student.items()} | {f"teacher_{name}": t for name, t in teacher.items()}
+    return {f"student_{name}": one for name, one in student.items()} | {
+        f"teacher_{name}": t for name, t in teacher.items()
+    }
 
 
 def divergence(log_p, log_q, beta):
@@ -64,7 +70,10 @@ def unfused(
     teacher, student, *, beta=0.0, temperature=1.0, softcap=None, teacher_softcap=None, mask=None, reduction="mean", **_
 ):  # fmt: skip
     teacher = {name: one.to(student["input"].dtype) for name, one in teacher.items()}
-    log_p, log_q = log_probabilities(teacher, temperature, teacher_softcap), log_probabilities(student, temperature, softcap)
+    log_p, log_q = (
+        log_probabilities(teacher, temperature, teacher_softcap),
+        log_probabilities(student, temperature, softcap),
+    )
     return reduced(divergence(log_p, log_q, beta), mask, reduction)
 
 
@@ -173,7 +182,9 @@ def test_there_is_no_kernel():
     student, teacher, _ = make()
     with (
         ckptkern.backend("triton"),
-        pytest.raises(RuntimeError, match=r"linear_distillation: backend\('triton'\) was asked for, but there is no kernel"),
+        pytest.raises(
+            RuntimeError, match=r"linear_distillation: backend\('triton'\) was asked for, but there is no kernel"
+        ),
     ):
         fused(teacher, student)
 
@@ -189,7 +200,9 @@ def top_k(teacher, padded=False):
     return log_probs, tokens
 
 
-def of_k(teacher, student, *, beta=0.0, temperature=1.0, add_tail_bucket=True, padded=False, mask=None, reduction="mean", **_):
+def of_k(
+    teacher, student, *, beta=0.0, temperature=1.0, add_tail_bucket=True, padded=False, mask=None, reduction="mean", **_
+):
     log_p, tokens = top_k(teacher, padded)
     log_q = log_probabilities(student, temperature)
     log_p, counted = log_p.to(log_q.dtype), tokens >= 0
@@ -225,7 +238,9 @@ def test_top_k_as_exact_as_pytorch(case):
     student, teacher, mask = make(case.pop("dtype"), case.pop("bias"))
     case["mask"] = mask if case.pop("masked") else None
     with ckptkern.backend(backend):
-        check_exactness(functools.partial(fused_of_k, teacher, **case), functools.partial(of_k, teacher, **case), student)
+        check_exactness(
+            functools.partial(fused_of_k, teacher, **case), functools.partial(of_k, teacher, **case), student
+        )
 
 
 def test_a_tail_bucket_is_at_most_the_whole_divergence_and_all_classes_are_it():
@@ -265,7 +280,7 @@ WRONG = {
     "temperature": (dict(temperature=0.0), ValueError, "temperature must be positive, not 0.0"),
     "reduction": (dict(reduction="batchmean"), ValueError, "reduction must be one of 'none', 'mean', 'sum', not 'batchmean'"),
     "a mask of numbers": (dict(mask=torch.ones(LEAD)), TypeError, "mask must be bool, True for tokens that count, not"),
-    "a mask's shape": (dict(mask=torch.ones(3, dtype=torch.bool)), ValueError, r"mask must have shape \(5, 7\), but has \(3,\)"),
+    "a mask's shape": (dict(mask=torch.ones(3).bool()), ValueError, r"mask must have shape \(5, 7\), but has \(3,\)"),
     "a mask that is none": (dict(mask=[True]), TypeError, "mask must be a Tensor, not list"),
     "workspace": (dict(workspace=0), ValueError, "workspace must be a positive number of bytes"),
 }  # fmt: skip
@@ -319,7 +334,10 @@ def test_wrong_arguments_of_top_k(what):
     student, teacher, _ = make()
     log_probs, tokens = top_k(teacher)
     given = dict(
-        student_input=student["input"], student_weight=student["weight"], teacher_log_probs=log_probs, teacher_tokens=tokens
+        student_input=student["input"],
+        student_weight=student["weight"],
+        teacher_log_probs=log_probs,
+        teacher_tokens=tokens,
     )
     with pytest.raises(kind, match=message):
         ckptkern.linear_topk_distillation(**given | changed)

@@ -16,8 +16,9 @@ from ...results import TokenGradients, TokenStatistics
 class TokenResults(NamedTuple):
     """What the op gives of each token, [M] in the wide type; y has a row for each that was asked for, 0 of ignored tokens.
 
-    log_probs: of the target, or [k, M], of k candidates. entropy: of the probabilities. arg_max: the class of the largest logit, exact up to 2^24 classes.
-    accuracy: is it the target? top_k: [2 k, M], the largest log-probabilities in descending order, then their classes.
+    log_probs: of the target, or [k, M], of k candidates. entropy: of the probabilities. arg_max: the class of the largest
+    logit, exact up to 2^24 classes. accuracy: is it the target? top_k: [2 k, M], the largest log-probabilities in
+    descending order, then their classes.
     """
 
     loss: Tensor | None = None

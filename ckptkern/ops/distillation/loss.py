@@ -46,14 +46,15 @@ def linear_distillation(
     softcap, teacher_softcap: c tanh(logits / c) before that, as in Gemma 2. A scale of logits (Cohere) is one of the input.
     mask: bool [...], the tokens that count, such as labels != -100; None for all.
     reduction: "mean" divides by the number of tokens that count, "sum", "none", with 0 for tokens that do not count.
-    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 16 at
-        least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
+    workspace: bytes of transient memory in each pass, an int or "64MiB": forward takes tokens in equal chunks that fit, of 16
+        at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
         student_weight's gradient are final, rounded once; the float32 sum of student_input's gradient is not counted.
 
     Saves for backward, besides the arguments, the logsumexp of both models' logits, 8 bytes a token, and for beta > 0 the
     student's part of the divergence, 4 more. Runs four matmuls of the student's weight and two of the teacher's. PyTorch ops on
     every device: backend("triton") is an error.
-    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError (backend).
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError
+    (backend).
     """
     given = student_input, student_weight, teacher_input, teacher_weight, student_bias, teacher_bias
     check_models(*given)
@@ -73,7 +74,9 @@ def linear_distillation(
     return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), student_input.shape[:-1])
 
 
-def check_models(x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, b: Tensor | None, teacher_b: Tensor | None):
+def check_models(
+    x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, b: Tensor | None, teacher_b: Tensor | None
+):
     check_input(NAME, x, "student_input")
     check_weight(NAME, "student_weight", w, b, x, x.shape[-1], "student_input")
     check_input(NAME, teacher_x, "teacher_input")
@@ -130,15 +133,15 @@ def linear_topk_distillation(
 ) -> Tensor:
     """Computes the divergence of a student from the k log-probabilities of each token that a teacher's server returned.
 
-    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64 [..., k],
-    distinct classes, such as vLLM's prompt_logprobs -> the loss in float32 (float64 for float64): a scalar, or [...] for
-    reduction "none". A log-probability of -inf is padding, whatever its class. The teacher gets no gradient.
+    student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64
+    [..., k], distinct classes, such as vLLM's prompt_logprobs -> the loss in float32 (float64 for float64): a scalar, or [...]
+    for reduction "none". A log-probability of -inf is padding, whatever its class. The teacher gets no gradient.
 
     With p_i of the teacher and q_i of the student, both of the whole vocabulary, i = 1 ... k, the loss is linear_distillation's
     of k + 1 or of k classes:
 
-    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q, all other tokens as one class: at most the divergence of
-        the whole vocabulary, and 0 where the student agrees on the k tokens. Shares of that class below the float's epsilon
+    add_tail_bucket: True, p_1 ... p_k, 1 - sum_i p_i and the same of q, all other tokens as one class: at most the divergence
+        of the whole vocabulary, and 0 where the student agrees on the k tokens. Shares of that class below the float's epsilon
         count as it. False, p_i / sum_j p_j and q_i / sum_j q_j: blind to the mass that the student has elsewhere. TRL has this
         argument and this default.
     beta: as in linear_distillation. The reverse KL, 1, asks for the teacher's opinion of the student's tokens; k tokens of the

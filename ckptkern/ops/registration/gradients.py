@@ -19,9 +19,7 @@ Place = slice | tuple[slice, ...]  # of a part of a tensor
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
 
-def token_chunks(
-    rows: int, bytes_per_row: int, workspace: int | None, unit: int = CHUNK_ROWS
-) -> list[tuple[int, int]]:
+def token_chunks(rows: int, bytes_per_row: int, workspace: int | None, unit: int = CHUNK_ROWS) -> list[tuple[int, int]]:
     """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
     multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them.
 
