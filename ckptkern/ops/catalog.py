@@ -24,6 +24,12 @@ from .dispatch.checks import MODES
 from .dispatch.choices import backend
 from .distillation.loss import linear_distillation, linear_topk_distillation
 from .distillation.op import LinearDistillation
+from .examples import ACROSS_RANKS, SPLIT, Arguments, Normal, P, Sizes
+from .examples import alone as _alone
+from .examples import fixed as _fixed
+from .examples import gain as _gain
+from .examples import normal as _normal
+from .examples import together as _with
 from .experts import Experts, grouped_gated_mlp, moe_mlp
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.gated_mlp import GatedMLP, gated_mlp
@@ -36,55 +42,9 @@ from .sublayer.dropout import Dropout, dropout
 from .sublayer.lora import LoRA
 from .transformer_layer import LAYER_OPS, transformer_layer
 
-Arguments = dict[str, Any]
-P = 0.25  # k/65536 exactly, so that torch's scale is ours
-ACROSS_RANKS = "needs several processes"  # an option's value
-SPLIT = {"group": ACROSS_RANKS, "vocab_start": ACROSS_RANKS}
-
-
-class Sizes(NamedTuple):
-    """lead: of the input's shape, its features apart. heads: of attention, which have 4 features each. experts: of an
-    MoE layer, each token has two."""
-
-    lead: tuple[int, ...] = (2, 3)
-    features: int = 6
-    hidden: int = 5
-    out: int = 7
-    heads: int = 2
-    experts: int = 3
-
-    @property
-    def tokens(self) -> int:
-        return torch.Size(self.lead).numel()
-
-
-class Normal(NamedTuple):
-    """An input that is trained, of random numbers."""
-
-    shape: tuple[int, ...]
-    mean: float = 0.0
-
-
-def _normal(*shape: int) -> Normal:
-    return Normal(shape)
-
-
-def _gain(*shape: int) -> Normal:
-    return Normal(shape, 1.0)
-
 
 def _x(s: Sizes) -> Arguments:
     return {"x": _normal(*s.lead, s.features)}
-
-
-def _alone(**values: Any) -> dict[str, Arguments]:
-    """Options that go without others."""
-    return {name: {name: value} for name, value in values.items()}
-
-
-def _with(common: Arguments, **values: Any) -> dict[str, Arguments]:
-    """Options that go with others."""
-    return {name: common | {name: value} for name, value in values.items()}
 
 
 # -- linear layers and MLPs --------------------------------------------------------------------------------------------
@@ -362,11 +322,6 @@ def _distillation(s: Sizes) -> Arguments:
         student_input=_normal(*s.lead, d), student_weight=_normal(s.out, d), student_bias=_normal(s.out),
         teacher_input=_fixed(*s.lead, e), teacher_weight=_fixed(s.out, e), teacher_bias=_fixed(s.out),
     )  # fmt: skip
-
-
-def _fixed(*shape: int) -> Tensor:
-    """Numbers without a period."""
-    return torch.arange(torch.Size(shape).numel()).square().sin().view(shape)
 
 
 def _distillation_options(s: Sizes) -> dict[str, Arguments]:

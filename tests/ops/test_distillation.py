@@ -159,6 +159,25 @@ def test_sizes_at_the_edge(lead, classes):
     )
 
 
+def test_a_frozen_quantised_teacher_and_student():
+    """A teacher in four bits, and a student whose head is one, of which only the hidden states are trained."""
+    student, teacher, _ = make(bias=False)
+    raw = torch.randint(0, 256, (CLASSES, 1, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    head = ckptkern.Frozen(raw, torch.full((CLASSES, 1), 124, dtype=torch.uint8), kind="mxfp4", dtype=torch.float32)
+    found, exact = (
+        {"weight": one, "input": teacher["input"][..., :1].expand(*LEAD, 32)} for one in (head, head.dequantize())
+    )
+    assert_same_within_rounding(
+        gradients(functools.partial(fused, found), student), gradients(functools.partial(fused, exact), student)
+    )
+    x = {"input": torch.randn(*LEAD, 32).requires_grad_()}
+    ours, theirs = (
+        gradients(lambda t, weight=weight: fused(teacher, t | {"weight": weight}, beta=0.3), x)
+        for weight in (head, head.dequantize())
+    )
+    assert_same_within_rounding(ours, theirs)
+
+
 # -- what it costs
 
 

@@ -173,6 +173,34 @@ def test_selected_log_probs_save_four_bytes_a_token_and_as_many_with_entropy():
     assert saved.bytes == 8 * 40
 
 
+@each_backend
+@pytest.mark.parametrize(("mode", "updated"), [("none", False), ("full", False), ("full", True)])
+def test_candidates(mode, updated, backend):
+    """Log-probabilities of k tokens for each place, padding among them, some of them twice; with an entropy and an update."""
+    tensors, target = make((5, 7), 33, 300)
+    tokens = torch.stack([target, target, target.roll(1), torch.full_like(target, 299)], -1)
+    if updated:
+        tensors |= {"a": torch.randn(4, 33, requires_grad=True), "b": torch.randn(300, 4, requires_grad=True)}
+    tokens[target == IGNORED] = IGNORED
+    counted = tokens != IGNORED
+
+    def ours(t):
+        lora = ckptkern.LoRA(t["a"], t["b"], 0.1) if updated else None
+        found = selected(tokens, t, temperature=0.7, return_entropy=True, recompute=mode, workspace=1, lora=lora)
+        assert found.log_probs.shape == tokens.shape
+        return torch.cat([one.reshape(-1) for one in found])
+
+    def theirs(t):
+        z = F.linear(t["x"], t["weight"], t["bias"])
+        z = z + F.linear(F.linear(t["x"], t["a"]), t["b"]) * 0.1 if updated else z
+        log_p = (z / 0.7).log_softmax(-1)
+        entropy = -(log_p.exp() * log_p).sum(-1) * counted.any(-1)
+        return torch.cat([(log_p.gather(-1, tokens.masked_fill(~counted, 0)) * counted).view(-1), entropy.view(-1)])
+
+    with ckptkern.backend(backend):
+        check_exactness(ours, theirs, tensors)
+
+
 def test_an_importance_ratio():
     """A trainer's loss of old and new log-probabilities, at another temperature than 1."""
     tensors, tokens = make((4, 6), 8, 50, dtype=torch.float64)

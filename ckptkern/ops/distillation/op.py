@@ -16,7 +16,7 @@ from ..dispatch.choices import primitives
 from ..registration.functions import build
 from ..registration.gradients import by_chunks, token_chunks
 from ..registration.op import Op
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 
 NAME = "linear_distillation"
 X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)
@@ -69,6 +69,7 @@ class LinearDistillation(Op):
 
     @staticmethod
     def forward(tensors, o):
+        o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
         p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
 
         def divergence(start: int, stop: int) -> dict[str, Tensor]:
@@ -84,6 +85,7 @@ class LinearDistillation(Op):
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
+        o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
         p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
         dtype, (M, d), V = student.x.dtype, student.x.shape, student.w.shape[0]
         found = eager.Divergence(dy, saved["lse"], saved["teacher_lse"], saved.get("student_kl"))
