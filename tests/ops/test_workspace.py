@@ -123,6 +123,17 @@ def selected(t, **options):
     return ckptkern.selected_log_probs(t["x"], t["head"], tokens, temperature=0.7, **options)
 
 
+def distilled(t, recompute=None, **options):
+    """Into itself."""
+    return ckptkern.linear_distillation(t["x"], t["head"], t["x"], t["head"], reduction="none", **options)
+
+
+def distilled_of_k(t, recompute=None, **options):
+    tokens = torch.arange(TOKENS * TOP_K).view(*LEAD, TOP_K) * 7 % CLASSES
+    log_probs = torch.full(tokens.shape, -2.0)
+    return ckptkern.linear_topk_distillation(t["x"], t["head"], log_probs, tokens, reduction="none", **options)
+
+
 def attention_of(t):
     return dict(qkv_weight=t["qkv"], qkv_bias=None, out_weight=t["out"], out_bias=None, num_heads=HEADS, is_causal=True)
 
@@ -205,6 +216,8 @@ CASES = {
     "grouped_gated_mlp": Case(X | MATRICES, grouped, 64),
     "linear_cross_entropy": Case(X | {"head": (CLASSES, D)}, head, 64),
     "selected_log_probs": Case(X | {"head": (CLASSES, D)}, selected, 64),
+    "linear_distillation": Case(X | {"head": (CLASSES, D)}, of(distilled, beta=0.5), 64),
+    "linear_topk_distillation": Case(X | {"head": (CLASSES, D)}, distilled_of_k, 64 * TOP_K),
     "linear_cross_entropy, softcap": Case(X | {"head": (CLASSES, D)}, of(head, softcap=3.0), 64),
     "attention_block": Case(X | ATTENTION, attention),
     "attention_block, dropout": Case(X | ATTENTION, of(attention, dropout_p=0.1)),

@@ -30,6 +30,8 @@ def functions() -> None:
     assert_type(ckptkern.dropout(x, 0.5), Tensor)
     assert_type(ckptkern.selected_log_probs(x, weight, torch.arange(4), bias=bias, temperature=0.7), Tensor)
     assert_type(ckptkern.selected_log_probs(x, weight, torch.arange(4), return_entropy=True).entropy, Tensor)
+    assert_type(ckptkern.linear_distillation(x, weight, x, weight, beta=0.5, mask=x[:, 0] > 0), Tensor)
+    assert_type(ckptkern.linear_topk_distillation(x, weight, x, torch.ones(4, 8, dtype=torch.int64)), Tensor)
     assert_type(ckptkern.scaled_dot_product_attention(heads, heads, heads, is_causal=True), Tensor)
     assert_type(ckptkern.attention_block(x, [weight] * 3, [bias, None, bias], weight, None, 2, rotary=1e4), Tensor)
     assert_type(ckptkern.latent_attention_block(x, weight, weight, weight, weight, 2, rotary=(x, x)), Tensor)
