@@ -363,9 +363,9 @@ def convert(
 
     Parameters, their names, state_dict, submodules, hooks and optimizers stay as they are: only `forward` of the converted
     modules is set, and in the configuration of a transformers model the attention implementation, so that layers get padding
-    masks as they are given. A call without gradients, or of another kind than those that were checked (other arguments, a
-    cache), runs the original forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized
-    weights), its original forward runs as an activation checkpoint (ckptkern.checkpoint).
+    masks as they are given. A call of another kind than those that were checked (other arguments, a cache) runs the original
+    forward. If the inside of a converted module is no longer what was checked (LoRA, hooks, quantized weights), its original
+    forward runs as an activation checkpoint (ckptkern.checkpoint); low-rank updates that peft switches off are left out.
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
     in training. The model's random state, buffers and modes are afterwards as before.
