@@ -207,8 +207,8 @@ class Fused(Forward):
         return segment
 
     def run(self, *args, **kwargs):
-        # a call that trains, also without gradients: a reentrant checkpoint samples in such a forward what its recompute samples
-        # again; and on a shard or a part of a sequence, which have no original
+        # training, also without gradients: a reentrant checkpoint samples in such a forward what its recompute samples again;
+        # and a call on a shard or a part of a sequence, which has no original
         several = ACTIVE.shard is not None or ACTIVE.context is not None
         trains = torch.is_grad_enabled() or self.module.training or several
         if not trains and torch.compiler.is_compiling():
