@@ -51,24 +51,24 @@ class Parameter:
     name: str
     form: str
     owner: nn.Module
-    frozen: tuple[Tensor, Frozen] | None = None  # of a quantised one, with what stands for it in an op
+    frozen: Frozen | None = None  # stands in an op for one that is quantised
 
     def __call__(self, call: Call) -> Tensor:
         value = self.parameters[self.name]
         if type(value) not in PLAIN and self.hold():
-            value = self.frozen[1]
+            value = self.frozen
         return value if not self.form else value.t() if self.form == "t" else value + 1
 
     def hold(self) -> bool:
         """Makes what stands for a quantised parameter, if it is not held yet."""
         value = self.parameters[self.name]
-        if self.frozen is None or self.frozen[0] is not value or self.is_stale(value):
-            self.frozen = value, Frozen(value, dtype=compute_dtype(self.owner))
+        if self.frozen is None or self.is_stale(value):
+            self.frozen = Frozen(value, dtype=compute_dtype(self.owner))
         return True
 
     def is_stale(self, value: Tensor) -> bool:
-        """Has its library put other tensors into it, or its module another dtype?"""
-        held = self.frozen[1]
+        """Is it another one, or has its library put other tensors into it, or its module another dtype?"""
+        held = self.frozen
         return not is_made_of(value, held.parts) or held.dtype != (compute_dtype(self.owner) or held.dtype)
 
     def __getstate__(self) -> dict[str, Any]:

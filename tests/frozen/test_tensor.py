@@ -106,13 +106,14 @@ def test_in_the_arguments_of_a_library_op():
 
 
 def test_a_store_leaves_it_where_it_is():
-    """offload would move quantised memory, which belongs to the model, to and fro."""
-    frozen, _ = make()
+    """It would move quantised memory, which belongs to the model, to and fro, and `compress` would round its scales."""
+    frozen, dense = make()
     x = torch.randn(4, 10, requires_grad=True)
-    with ckptkern.storage.offload(min_bytes=1), saved_tensors([x]) as saved:
+    with ckptkern.storage.compress("int8", min_bytes=1), saved_tensors([x]) as saved:
         y = ckptkern.linear_act(x, frozen, None, "identity")
     assert saved.bytes == sum(part.nbytes for part in frozen.parts)
     y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(4, 12) @ dense)
 
 
 def test_the_scales_of_bitsandbytes_are_a_parameters_parts():

@@ -176,13 +176,17 @@ def dequantised(monkeypatch, run):
 
 @pytest.mark.parametrize(("workspace", "holds"), [("1GiB", True), (1, False)])
 def test_a_weight_is_dequantised_once_in_each_pass_if_it_is_held(workspace, holds, monkeypatch):
+    """A layer dequantises the weights of its attention again, to form their gradients: the MLP's pass, which comes in between,
+    has a workspace of its own."""
     x = torch.randn(2, TOKENS // 2, D).bfloat16().requires_grad_()
-    for op, arguments, count in ((ckptkern.mlp_block, mlp_arguments(), 3), (*BOUNDED["attention_block"](), 4)):
-        options = arguments | dict(recompute="selective", workspace=workspace)
+    cases = (ckptkern.mlp_block, mlp_arguments(), 3, 3), (*BOUNDED["attention_block"](), 4, 4)
+    for op, arguments, count, again in (*cases, (*BOUNDED["transformer_layer"](), 7, 7 + 4)):
+        options = arguments | dict(recompute="full", workspace=workspace)
         forward, y = dequantised(monkeypatch, functools.partial(op, x, **options))
         backward, _ = dequantised(monkeypatch, y.sum().backward)
-        assert (forward + backward == 2 * count) == holds
-        assert min(forward, backward) >= count
+        assert ((forward, backward) == (count, again)) == holds
+        assert forward >= count
+        assert backward >= again
 
 
 # -- how ops are called ------------------------------------------------------------------------------------------------
@@ -257,6 +261,18 @@ def test_no_matmul_forms_a_gradient_of_a_frozen_weight():
     y = block(*trained, *frozen)
     y.sum().backward()
     assert all(one.grad is None for one in frozen)
+
+
+@pytest.mark.parametrize("name", ["second order", "torch.func"])
+def test_transforms_form_no_gradient_of_a_frozen_weight(name):
+    """Of a dense weight they do: torch.func asks for the gradients of all inputs."""
+    trained, frozen, plain = given()
+    flops = []
+    for weights in (frozen, plain):
+        with FlopCounterMode(display=False) as counter:
+            CALLS[name](block, trained, weights)
+        flops.append(counter.get_total_flops())
+    assert flops[0] < flops[1]
 
 
 def test_kernels_get_what_is_dequantised():
