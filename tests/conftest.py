@@ -29,7 +29,7 @@ SAMPLES = pytest.StashKey[bool]()
 
 
 def samples(config: pytest.Config) -> bool:
-    """Does this run take half of what is marked `sampled`? A run of everything does; what is named runs whole."""
+    """Does this run take a third of what is marked `sampled`? A run of everything does; what is named runs whole."""
     is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
     return is_whole and not config.option.all and not gpu_runs.is_gpu_run(config)
 
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all",
         action="store_true",
-        help="every case of what is marked `sampled`, of which a run of everything takes half",
+        help="every case of what is marked `sampled`, of which a run of everything takes a third",
     )
     parser.addoption(
         "--sample", action="store_true", help="of the default tiles, what `make test` runs on the emulator"
@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
         items[:] = reversed(chosen)
     elif config.stash[SAMPLES]:
-        left = [item for item in items if "sampled" in item.keywords and crc32(item.nodeid.encode()) % 2]
+        left = [item for item in items if "sampled" in item.keywords and crc32(item.nodeid.encode()) % 3]
         config.hook.pytest_deselected(items=left)
         left_out = set(left)
         items[:] = [item for item in items if item not in left_out]
