@@ -10,17 +10,21 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
 from ..errors import ShapeError
-from ..ops.cross_entropy.checks import check_scalars
+from ..ops.cross_entropy.checks import check_scalars, check_top_k
 from ..ops.cross_entropy.logits import results_of_logits, scaled_and_capped
-from ..ops.cross_entropy.loss import reduced
-from ..ops.dispatch.checks import check_choice, check_mode
+from ..ops.cross_entropy.loss import CrossEntropyOutput, output, reduced
+from ..ops.dispatch.checks import check_choice, check_flags, check_mode
 from ..ops.dispatch.choices import parse_bytes
 from .share import check_kind, share
 from .unmodified import composed, unmodified
 
 NAME = "LinearCrossEntropyLoss"
 TORCH_CLASS = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
-OWN = dict(logit_scale=1.0, softcap=None, z_loss=0.0, recompute="full", workspace=None)
+RETURNED = ("lse", "log_probs", "entropy", "accuracy")  # with return_
+OWN = dict(
+    logit_scale=1.0, softcap=None, z_loss=0.0, **{f"return_{name}": False for name in RETURNED}, top_k=None, recompute="full",
+    workspace=None,
+)  # fmt: skip
 
 
 class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
@@ -33,6 +37,7 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
     and logits are held. options: torch's options of chunking, which must be None; use `workspace` instead.
     linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
     logit_scale, softcap, z_loss, recompute, workspace: see ckptkern.linear_cross_entropy.
+    return_lse, ..., top_k: its, too; with one of them forward returns a NamedTuple of the loss and these.
 
     If `linear` is another module (LoRA), has hooks, or a weight that is not plain memory, the module calls it, and
     backward recomputes the logits, as an activation checkpoint does.
@@ -56,6 +61,11 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         logit_scale: float = 1.0,
         softcap: float | None = None,
         z_loss: float = 0.0,
+        return_lse: bool = False,
+        return_log_probs: bool = False,
+        return_entropy: bool = False,
+        return_accuracy: bool = False,
+        top_k: int | None = None,
         recompute: str = "full",
         workspace: int | str | None = None,
     ):
@@ -74,10 +84,13 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
             self.linear = torch.nn.Linear(in_features, rows, bias, device, dtype)
         else:
             self.linear = tied(linear_weight, (rows, in_features), bias)
-        self._set(dict(zip(OWN, (logit_scale, softcap, z_loss, recompute, workspace), strict=True)))
+        returned = return_lse, return_log_probs, return_entropy, return_accuracy
+        self._set(dict(zip(OWN, (logit_scale, softcap, z_loss, *returned, top_k, recompute, workspace), strict=True)))
 
     def _set(self, own: dict) -> None:
         check_scalars(self.label_smoothing, own["logit_scale"], own["softcap"], own["z_loss"])
+        check_flags(NAME, **{name: own[name] for name in OWN if name.startswith("return_")})
+        check_top_k(own["top_k"], self.num_classes)
         check_mode(NAME, own["recompute"])
         parse_bytes(NAME, own["workspace"])
         self.__dict__.update(own)
@@ -96,7 +109,7 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         one._set({**OWN, **own})
         return one
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         if self.out_features or not unmodified(torch.nn.Linear, self.linear):
             return composed(self._composed, input, target)
         return ops.linear_cross_entropy(
@@ -104,16 +117,19 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
             ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, **{name: getattr(self, name) for name in OWN},
         )  # fmt: skip
 
-    def _composed(self, input: Tensor, target: Tensor) -> Tensor:
+    def _composed(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         z = self.linear(input)
         if self.out_features:
             z = z.view(-1, self.num_classes, *self.out_features).movedim(1, -1)
             target = target.movedim(1, -1) if target.is_floating_point() else target
         z = scaled_and_capped(z.to(eager.wide_of(z.dtype)), self.logit_scale, self.softcap or 0.0)
         ignored = -100 if self.ignore_index is None else self.ignore_index
-        names = "loss", "lse_squared"
-        results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing, names)
-        return reduced(results, target, self.weight, self.reduction, ignored, self.z_loss)
+        returned = [name for name in RETURNED if getattr(self, f"return_{name}")]
+        beside = {"lse_squared": True, "arg_max": self.return_accuracy, "top_k": self.top_k}
+        names = ("loss", *returned, *(name for name, wanted in beside.items() if wanted))
+        results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing, names, self.top_k or 0)
+        loss = reduced(results, target, self.weight, self.reduction, ignored, self.z_loss)
+        return output(loss, results, target, self.reduction, ignored) if returned or self.top_k else loss
 
     def extra_repr(self) -> str:
         own = [f"{name}={value!r}" for name, default in OWN.items() if (value := getattr(self, name)) != default]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from support.cases import Watch, assert_same_within_rounding
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -142,6 +143,27 @@ def test_a_head_that_is_more_than_its_weight_is_called(change):
     assert saved.bytes < 20 * CLASSES * 8
 
 
+@pytest.mark.parametrize(
+    "options", [dict(return_entropy=True, top_k=3), dict(return_lse=True, return_log_probs=True, return_accuracy=True)]
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_it_returns_beside_the_loss(options, reduction):
+    """Of the op, and of the linear layer that is called for a hook: the same, and None for what is not asked for."""
+    module, (x, target) = ours(WIDTH, CLASSES, bias=True, reduction=reduction, **options, **OWN), inputs(4, 5)
+    asked = {"loss", *(name.removeprefix("return_") for name in options)}
+    asked |= {"arg_max"} if "return_accuracy" in options else set()
+    linear, found = module.linear, []
+    for _ in range(2):
+        got = module(x, target)
+        assert {name for name, one in got._asdict().items() if one is not None} == asked
+        tensors = [one for one in tree_leaves(tuple(got)) if one is not None]
+        total = sum(one.sum() for one in tensors if one.requires_grad)
+        found.append([*(one.detach() for one in tensors), *torch.autograd.grad(total, (x, *linear.parameters()))])
+        linear.register_forward_hook(lambda module, args, y: y)
+    torch.testing.assert_close(*found)
+    assert not isinstance(ours(WIDTH, CLASSES)(x, target), tuple)
+
+
 def test_the_op_runs_otherwise():
     module, (x, target) = ours(WIDTH, CLASSES, recompute="selective"), inputs(4)
     with Watch() as watch:
@@ -156,6 +178,8 @@ def test_errors():
         (dict(reduction="avg"), ValueError, "reduction must be one of"),
         (dict(label_smoothing=2.0), ValueError, "label_smoothing must be between 0 and 1"),
         (dict(softcap=-1.0), ValueError, "softcap must be positive"),
+        (dict(return_lse=1), TypeError, "return_lse must be a bool, not 1"),
+        (dict(top_k=13), ValueError, "top_k must be from 1 to 12, not 13"),
         (dict(recompute="some"), ValueError, "recompute must be one of"),
         (dict(workspace="many"), ValueError, "workspace must be a positive number of bytes"),
         (dict(linear_weight=torch.ones(12, 7)), ValueError, r"must be a Parameter of shape \(12, 7\)"),
