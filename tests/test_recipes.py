@@ -1,4 +1,5 @@
-"""Every file of examples/ runs as its docstring says, trains, fetches nothing and leaves nothing behind.
+"""Every file of examples/ runs as its docstring says, trains, fetches nothing and leaves nothing behind; those of trainers
+also compare what they train and allocate.
 
 The page docs/how-to/recipes.md includes the files themselves, so what it shows is what runs here.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptkern.extras import missing
+from ckptkern.memory import parse_size
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
@@ -48,10 +50,25 @@ def test_recipe(recipe, tmp_path):
         command(recipe), env=environment | {"HF_HUB_OFFLINE": "1"}, cwd=tmp_path, capture_output=True, text=True, timeout=600
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    losses = re.findall(r"^loss (\d+\.\d+) -> (\d+\.\d+)$", result.stdout, re.MULTILINE)
-    assert losses, result.stdout
-    assert all(float(last) < float(first) / 2 for first, last in losses), result.stdout
+    trained = re.findall(r"^(loss|reward) (\d+\.\d+) -> (\d+\.\d+)$", result.stdout, re.MULTILINE)
+    assert trained, result.stdout
+    for what, first, last in trained:
+        assert float(last) < float(first) / 2 if what == "loss" else float(last) > float(first) + 0.2, result.stdout
     assert list(tmp_path.iterdir()) == []
+    if "trl" in packages(recipe):
+        check_trainer(result.stdout)
+
+
+def check_trainer(output: str) -> None:
+    """The converted model trains as the trainer's own does, fused in every call, in less memory and without logits."""
+    found = re.findall(r"^(.+): peak (.+), largest tensor (.+)$", output, re.MULTILINE)
+    names, peaks, largest = zip(*((name, parse_size(peak), parse_size(one)) for name, peak, one in found), strict=True)
+    assert names == ("as it is", "gradient checkpointing", "converted")
+    assert peaks[2] < peaks[1] < peaks[0], output
+    logits = parse_size(re.search(r"^logits of a batch.*: (.+)$", output, re.MULTILINE)[1])
+    assert largest[2] < logits < largest[0], output
+    assert re.search(r"^calls \{'fused': [1-9]\d*, 'checkpointed': 0, 'original': 0\}$", output, re.MULTILINE), output
+    assert float(re.search(r"^largest difference.*: (.+)$", output, re.MULTILINE)[1]) < 1e-3, output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
