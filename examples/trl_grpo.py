@@ -71,6 +71,6 @@ ckptkern.patch_trl(workspace="1MiB")  # TRL reads the head's weight itself, and 
 converted = train("converted", model)
 print("calls", conversion.calls)
 print(f"logits of a batch of 8 completions: {format_size(4 * 8 * 32 * VOCABULARY)}")
-difference = ((converted - plain).abs() / plain.abs().amax(0)).max().item()
-print(f"largest difference of a reward or a gradient's norm: {difference:.1e}")
+difference = ((converted - plain).abs() / plain.abs().amax(0))[:4].max().item()  # before rounding changes a sample
+print(f"largest difference of a reward or a gradient's norm in four steps: {difference:.1e}")
 assert difference < 1e-3
