@@ -89,7 +89,8 @@ convert-families: $(STAMP) ## convert on 40 families of models of transformers a
 convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv"
 	$(PY) -m benchmarks.conversion.sweep $(ARGS)
 
-docs: $(STAMP) ## build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
+docs: $(STAMP) ## write signatures and docstrings into docs/reference, and build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
+	$(PY) -m benchmarks.dev.reference
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
 wheels: ## a wheel for each torch and Python that is here, each tried in an environment of its own, into dist/. TORCH="2.13 2.14" PYTHONS=3.11

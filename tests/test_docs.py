@@ -8,13 +8,17 @@ environment, goes into an invisible block: `<!-- invisible-code-block: python ..
 examples/ is left to tests/test_recipes.py, which runs the file.
 """
 
+from __future__ import annotations
+
 import contextlib
 import csv
+import importlib
 import io
 import os
 import re
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.dev import reference
 from ckptkern.benchmarks import report
 
 pytest.importorskip("sybil", reason="needs Sybil, which requirements-dev.txt pins")
@@ -83,9 +88,65 @@ def test_code_blocks_of(page, elsewhere):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_python_is_one_that_runs(page):
-    """Sybil reads ```python and no other spelling."""
+    """Sybil reads ```python and no other spelling. ```pyi is a signature, in the pages of the reference."""
     fences = re.findall(r"^\s*(?:```|~~~).*py.*$", (ROOT / page).read_text(), re.MULTILINE | re.IGNORECASE)
-    assert {fence.strip() for fence in fences} <= {"```python"}
+    signatures = {"```pyi"} if page.startswith("docs/reference/") else set()
+    assert {fence.strip() for fence in fences} <= {"```python"} | signatures
+
+
+@pytest.mark.parametrize("path", sorted(reference.PAGES.glob("*.md")), ids=lambda path: path.stem)
+def test_the_reference_has_the_signatures_and_docstrings_of_today(path):
+    """Those of modules that follow torch's are of the pinned torch."""
+    if torch.__version__.startswith(PINNED):
+        assert path.read_text() == reference.page(path.read_text()), "run make docs"
+
+
+@pytest.mark.parametrize("name", ["ckptkern", "ckptkern.nn", "ckptkern.memory", "ckptkern.storage"])
+def test_the_reference_has_every_public_name(name):
+    module = importlib.import_module(name)
+    pages = "".join(path.read_text() for path in reference.PAGES.glob("*.md"))
+    public = [one for one in module.__all__ if callable(getattr(module, one))]
+    assert [one for one in public if f"\n## {name}.{one}\n" not in pages] == []
+
+
+def test_a_signature_reads_as_in_source_and_a_docstring_as_paragraphs():
+    entry = reference.entry(sys.modules[__name__], "example")
+    assert entry == textwrap.dedent("""\
+        ```pyi
+        @contextmanager
+        def example(x: int, /, kind: str = "full", *, by: Callable = noop) -> Iterator[int]: ...
+        ```
+
+        Says what it does.
+
+        ```text
+        with example(1):
+            y * z * 2
+        ```
+
+        **`x`**: what it takes,
+        over two lines.
+
+        **`kind`, `by`**: the rest.
+
+        Raises ValueError.
+        """)
+
+
+def noop() -> None: ...
+
+
+@contextlib.contextmanager
+def example(x: int, /, kind: str = "full", *, by: Callable = noop) -> Iterator[int]:
+    """Says what it does.
+
+        with example(1):
+            y * z * 2
+
+    x: what it takes,
+        over two lines. kind, by: the rest. Raises ValueError.
+    """
+    yield x
 
 
 def test_the_readme_is_short_and_gives_the_figures_that_were_counted_and_measured():

@@ -33,8 +33,6 @@ def patch_trl(workspace: int | str | None = None) -> Patch:
     """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()``, or the
     end of a ``with`` block.
 
-    ::
-
         ckptkern.convert(model, input_ids=ids, labels=ids)
         ckptkern.patch_trl()
         trl.SFTTrainer(model, ...).train()

@@ -30,9 +30,12 @@ class Frozen(Tensor):
     """Stands for a frozen quantised weight where an op takes a weight: `ckptkern.gated_mlp(x, Frozen(q1), Frozen(q2), ...)`.
 
     data: a quantised weight with its own numbers,
+
         bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k];
         torchao's Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor, weight-only, [n, k] or [E, n, k];
+
     or raw tensors of a `kind`,
+
         "block_fp8"  float8 data [n, k] or [E, n, k], scales [ceil(n / 128), ceil(k / 128)] or [E, ...] (DeepSeek-V3's
                      weight_scale_inv): w = data * scale of its 128 x 128 block;
         "mxfp4"      uint8 data [n, k / 32, 16] or [E, n, k / 32, 16] of two 4-bit floats, the low one first, uint8 scales

@@ -49,8 +49,6 @@ class Patch:
 def patch_torch() -> Patch:
     """From now on torch.utils.checkpoint.checkpoint runs `ckptkern.checkpoint`, for every caller and however imported.
 
-    ::
-
         ckptkern.patch_torch()             # for good, or until ckptkern.unpatch_torch()
         with ckptkern.patch_torch():       # for a block
             model(x).sum().backward()

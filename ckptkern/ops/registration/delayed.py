@@ -214,9 +214,9 @@ class split_backward:
         ckptkern.split_backward("stash")            # from now on, in the whole process
         with ckptkern.split_backward("recompute"):  # inside
 
-    "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
-    "recompute"  each pass recomputes what it reads: nothing is held between them
-    "auto"       the default: "stash" while what all regions hold fits one workspace, else "recompute"
+        "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
+        "recompute"  each pass recomputes what it reads: nothing is held between them
+        "auto"       the default: "stash" while what all regions hold fits one workspace, else "recompute"
 
     An activation checkpoint is recomputed once for both passes, and what it recomputed is held until the graph is freed, under
     the same conditions. The first pass also forms the gradients of biases and norms, and holds them.
