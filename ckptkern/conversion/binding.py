@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
@@ -211,7 +212,7 @@ class Fused(Forward):
         # and a call on a shard or a part of a sequence, which has no original
         several = ACTIVE.shard is not None or ACTIVE.context is not None
         trains = torch.is_grad_enabled() or self.module.training or several
-        if not trains and torch.compiler.is_compiling():
+        if not trains and _wants_torchs_ops():
             return self.original(*args, **kwargs)
         if not self.form.takes(kwargs):
             return self.unfused(lambda: self.form.unknown(kwargs), args, kwargs)
@@ -291,6 +292,11 @@ class Runs(Forward):
         for layer in self.layers[done:]:
             input = layer(input)
         return input
+
+
+def _wants_torchs_ops() -> bool:
+    """Does torch.compile fuse them itself, or torch.jit.trace store them, or forward-mode AD differentiate them?"""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
 
 
 def _requires_grad(value: object) -> bool:

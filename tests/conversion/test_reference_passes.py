@@ -149,3 +149,24 @@ def test_a_model_converted_while_adapters_are_off():
         torch.testing.assert_close(reference, log_probs(plain, tokens))
     torch.testing.assert_close(log_probs(model, tokens), log_probs(plain, tokens))
     assert calls(model)["checkpointed"] >= LAYERS
+
+
+def traced(layer, x):
+    return torch.jit.trace(layer, (x,))(x)
+
+
+def tangent(layer, x):
+    return torch.func.jvp(layer, (x,), (torch.ones_like(x),))[1]
+
+
+@pytest.mark.parametrize("transformed", [traced, tangent])
+def test_an_evaluation_is_traced_and_differentiated_forward_as_before(transformed):
+    """A fused op is none that torch.jit stores or forward-mode AD takes: the layers' own forward runs."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)).eval()
+    model, x = copy.deepcopy(plain), torch.randn(2, 8)
+    assert {row.replaced_by for row in ckptkern.convert(model, x).rows} == {"mlp_block"}
+    with torch.no_grad():
+        torch.testing.assert_close(transformed(model, x), transformed(plain, x))
+        if transformed is traced:
+            assert "ckptkern" not in str(torch.jit.trace(model, (x,)).inlined_graph)

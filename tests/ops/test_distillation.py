@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import DTYPES, assert_same_within_rounding, check_exactness, gradients
 from support.drop_ins import pairwise
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
@@ -79,6 +80,11 @@ def unfused(
 
 def fused(teacher, student, **options):
     return ckptkern.linear_distillation(**named(student, teacher), **options)
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
 
 
 # -- values and gradients
@@ -289,6 +295,35 @@ def test_a_token_without_candidates_has_no_loss_and_no_gradient():
         assert (loss[2] == 0).all()
         assert (grad[2] == 0).all()
         assert (loss[[0, 1, 3, 4]] > 0).all()
+
+
+def test_a_token_of_minus_100_is_padding():
+    """Labels are padded so, and log-probabilities beside them with any number."""
+    student, teacher, _ = make()
+    log_probs, tokens = top_k(teacher)
+    padding = torch.arange(K) % 3 == 1
+    given = student["input"], student["weight"]
+    for add_tail_bucket in (True, False):
+        one, other = (
+            ckptkern.linear_topk_distillation(*given, *pair, add_tail_bucket=add_tail_bucket)
+            for pair in (
+                (log_probs, tokens.masked_fill(padding, -100)),
+                (log_probs.masked_fill(padding, -torch.inf), tokens),
+            )
+        )
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_graph_for_every_number_of_tokens():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ckptkern.linear_distillation, backend=counter, fullgraph=True)
+    for tokens in (5, 8, 3):
+        student, teacher, mask = make(lead=(2, tokens))
+        expected = gradients(lambda s, t=teacher, m=mask: fused(t, s, mask=m), student)
+        found = gradients(lambda s, t=teacher, m=mask: compiled(**named(s, t), mask=m), student)
+        assert_same_within_rounding(found, expected)
+    assert counter.frame_count <= 2
 
 
 # -- arguments

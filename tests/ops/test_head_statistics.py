@@ -201,6 +201,37 @@ def test_candidates(mode, updated, backend):
         check_exactness(ours, theirs, tensors)
 
 
+@each_backend
+@pytest.mark.parametrize(("mode", "updated"), [("none", False), ("full", False), ("full", True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_certain_candidate(dtype, mode, updated, backend):
+    """p - 1 is rounded once: with p of 0.998 it is lost where p is rounded before."""
+    tokens, classes = 8, 300
+    x = torch.eye(tokens, 16).to(dtype) * 4
+    weight = torch.zeros(classes, 16, dtype=dtype)
+    weight[:tokens] = x * 0.75
+    t = {"x": x.requires_grad_(), "weight": weight.requires_grad_(), "bias": torch.zeros(classes, dtype=dtype)}
+    t["bias"].requires_grad_()
+    lora = None
+    if updated:
+        lora = ckptkern.LoRA(torch.zeros(4, 16, dtype=dtype), torch.zeros(classes, 4, dtype=dtype), 1.0)
+    target = torch.arange(tokens)
+    options = dict(recompute=mode, workspace=1, lora=lora)
+    with ckptkern.backend(backend):
+        ours = gradients(lambda t: selected(target[:, None], t, **options).sum(), t)
+    exact = {name: one.detach().double().requires_grad_() for name, one in t.items()}
+    for name, true in gradients(lambda t: unfused(target, t).sum(), exact).items():
+        assert (ours[name].double() - true).norm() < 0.01 * true.norm(), name
+
+
+@each_backend
+def test_candidates_of_no_tokens(backend):
+    tensors, target = make((0,), ignore="none")
+    with ckptkern.backend(backend):
+        found = gradients(lambda t: selected(target[:, None].expand(0, 3), t).sum(), tensors)
+    assert not any(one.count_nonzero() for one in found.values())
+
+
 def test_an_importance_ratio():
     """A trainer's loss of old and new log-probabilities, at another temperature than 1."""
     tensors, tokens = make((4, 6), 8, 50, dtype=torch.float64)

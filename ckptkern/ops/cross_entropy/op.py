@@ -186,7 +186,7 @@ class LinearCrossEntropy(Op):
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
         dy = of_rows(dy, o.results)
         if candidates is not None:
-            of_candidates = dy.log_probs.view(-1, M).t().masked_fill(candidates == o.ignore_index, 0)
+            of_candidates = dy.log_probs.view(o.candidates, M).t().masked_fill(candidates == o.ignore_index, 0)
             dy = dy._replace(log_probs=torch.zeros_like(lse), lse=total(dy.lse, -of_candidates.sum(1)))
         gradients = sums.gradients(dy, lse, saved.get("entropy"))
         weights = all_weights if o.label_smoothing else None
@@ -198,6 +198,8 @@ class LinearCrossEntropy(Op):
             narrow, saved_too = int(dtype != wide), int(logits is not None)  # a symbolic number takes no bool
             held = max(narrow + saved_too, 3 if o.softcap else 0) + ("entropy" in o.results)
             transient += wide.itemsize * (M * max(held, narrow) + (M + 2 * d) * narrow)
+        elif candidates is not None and dtype != wide:  # what is rounded after the candidates are added
+            transient += M * wide.itemsize
         workspace = o.workspace
         if updated is not None:
             transient += updated.bytes_beside
@@ -205,23 +207,33 @@ class LinearCrossEntropy(Op):
         chunks = vocabulary_chunks(V, transient, workspace)
         grads = HeadGradients(rows, w, w_, b, lse, dtype, needs, chunks, o.group)
 
-        def of_entries(start: int, stop: int) -> None:
-            dz, need_db = grads.dz(start, stop), grads.needs_bias
-            here = slice(o.vocab_start + start, o.vocab_start + stop)
+        def write_gradient(start: int, stop: int, dz: Tensor) -> Tensor | None:
+            """dz of these classes, and the sum of its rows."""
+            need_db, here = grads.needs_bias, slice(o.vocab_start + start, o.vocab_start + stop)
             given = (target, None if weights is None else weights[here], lse, gradients)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
+            # p and the candidates' gradients cancel where p is near 1: they meet before they are rounded
+            apart = candidates is not None and dtype != wide
+            out = torch.empty_like(grads.workspace_rows, dtype=wide)[:, : stop - start] if apart else dz
             if updated is not None:
                 bias = None if b_ is None else b_[start:stop]
-                db = updated.write_gradient(slice(start, stop), bias, given, head, dz, need_db)
+                db = updated.write_gradient(slice(start, stop), bias, given, head, out, need_db)
             elif logits is None:
                 part = w_[start:stop], None if b_ is None else b_[start:stop]
-                db = p.cross_entropy_bwd(rows, *part, *given, head, dz, db=need_db)
+                db = p.cross_entropy_bwd(rows, *part, *given, head, out, db=need_db)
             else:
                 of_chunk = logits[:, start:stop], parts, z_t, start
-                db = p.cross_entropy_saved_bwd(*of_chunk, *given, head, dz, db=need_db)
+                db = p.cross_entropy_saved_bwd(*of_chunk, *given, head, out, db=need_db)
             if candidates is not None:
-                add_to_candidates(dz, candidates, of_candidates * o.logit_scale, here.start)
-                db = dz.sum(0, dtype=wide) if need_db else None
+                add_to_candidates(out, candidates, of_candidates * o.logit_scale, here.start)
+                db = out.sum(0) if need_db else None
+            if apart:
+                dz.copy_(out)
+            return db
+
+        def of_entries(start: int, stop: int) -> None:
+            dz = grads.dz(start, stop)
+            db = write_gradient(start, stop, dz)
             if updated is not None:
                 updated.add(dz, start, stop)
             grads.add(start, stop, db)

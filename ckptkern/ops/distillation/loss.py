@@ -135,7 +135,8 @@ def linear_topk_distillation(
 
     student_input [..., d], student_weight [V, d], student_bias [V]; teacher_log_probs [..., k] and teacher_tokens int64
     [..., k], distinct classes, such as vLLM's prompt_logprobs -> the loss in float32 (float64 for float64): a scalar, or [...]
-    for reduction "none". A log-probability of -inf is padding, whatever its class. The teacher gets no gradient.
+    for reduction "none". A log-probability of -inf is padding, whatever its class, and so is a token of -100, with any number.
+    The teacher gets no gradient.
 
     With p_i of the teacher and q_i of the student, both of the whole vocabulary, i = 1 ... k, the loss is linear_distillation's
     of k + 1 or of k classes:
@@ -170,7 +171,7 @@ def linear_topk_distillation(
             f"{TOPK}: teacher_tokens must have the shape of teacher_log_probs, {tuple(teacher_log_probs.shape)}, but has "
             f"{tuple(teacher_tokens.shape)}"
         )
-    padding = teacher_log_probs == -torch.inf
+    padding = (teacher_log_probs == -torch.inf) | (teacher_tokens == PADDING)
     if mask is not None:
         padding = padding | ~mask[..., None]
     results = token_results(

@@ -78,7 +78,7 @@ class LinearDistillation(Op):
 
         buffers = 4 if 0 < o.beta < 1 else 3
         per_token = buffers * eager.wide_of(student.x.dtype).itemsize * student.w.shape[0]
-        chunks = token_chunks(len(student.x), per_token, o.workspace, TOKENS)
+        chunks = token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS)
         made = by_chunks(chunks, divergence)
         y = made.pop("value")
         return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), made
