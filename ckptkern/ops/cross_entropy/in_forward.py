@@ -21,15 +21,16 @@ from .checks import check_targets
 from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply
 from .statistics import Sums, TokenResults
 
+AS_THEY_ARE = PLAIN | {Frozen}
+
 
 def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> bool:
     """Do gradients of the sum of all losses take less memory from forward to backward than exponentials of logits, and is it
     eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
-    plain = PLAIN.union((Frozen,)).issuperset(map(type, (x, w, b, target)))
     if (
         o.recompute == "full" or o.results != ("loss",) or o.group or torch.compiler.is_compiling() or x.is_meta
-        or choose_mode("full") != "full" or not torch.is_grad_enabled() or not plain
-        or torch._C._are_functorch_transforms_active()
+        or choose_mode("full") != "full" or not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active() or not AS_THEY_ARE.issuperset(map(type, (x, w, b, target)))
     ):  # fmt: skip
         return False
     (V, d), M = w.shape, target.numel()
