@@ -331,7 +331,7 @@ def test_one_graph_for_every_number_of_tokens():
 
 WRONG = {
     "beta": (dict(beta=1.5), ValueError, r"beta must be between 0 \(forward KL\) and 1 \(reverse KL\), not 1.5"),
-    "temperature": (dict(temperature=0.0), ValueError, "temperature must be positive, not 0.0"),
+    "temperature": (dict(temperature=0.0), ValueError, "temperature must be positive and finite, not 0.0"),
     "reduction": (dict(reduction="batchmean"), ValueError, "reduction must be one of 'none', 'mean', 'sum', not 'batchmean'"),
     "a mask of numbers": (dict(mask=torch.ones(LEAD)), TypeError, "mask must be bool, True for tokens that count, not"),
     "a mask's shape": (dict(mask=torch.ones(3).bool()), ValueError, r"mask must have shape \(5, 7\), but has \(3,\)"),
@@ -339,8 +339,8 @@ WRONG = {
     "workspace": (dict(workspace=0), ValueError, "workspace must be a positive number of bytes"),
 }  # fmt: skip
 OF_HEADS = {
-    "softcap": (dict(softcap=0.0), ValueError, "softcap must be positive or None, not 0.0"),
-    "a teacher's softcap": (dict(teacher_softcap=-1), ValueError, "teacher_softcap must be positive or None, not -1"),
+    "softcap": (dict(softcap=math.inf), ValueError, "softcap must be positive and finite or None, not inf"),
+    "a teacher's softcap": (dict(teacher_softcap=-1), ValueError, "teacher_softcap must be positive and finite or None"),
     "tokens": (
         dict(teacher_input=torch.zeros(5, 6, TEACHERS)), ValueError,
         r"teacher_input must have the student's leading shape \(5, 7\), but has \(5, 6\)",
@@ -358,7 +358,7 @@ OF_HEADS = {
 OF_K = {
     "log-probabilities": (
         dict(teacher_log_probs=torch.zeros(5, K)), ValueError,
-        r"teacher_log_probs must have shape \(5, 7, 'k'\), but has \(5, 6\)",
+        r"teacher_log_probs must have shape \(5, 7, 'k'\) with k > 0, but has \(5, 6\)",
     ),
     "tokens": (
         dict(teacher_tokens=torch.zeros(5, 7, 2, dtype=torch.int64)), ValueError,
@@ -369,7 +369,7 @@ OF_K = {
     "add_tail_bucket": (dict(add_tail_bucket=1), TypeError, "add_tail_bucket must be a bool, not 1"),
     "none": (
         dict(teacher_log_probs=torch.zeros(5, 7, 0), teacher_tokens=torch.zeros(5, 7, 0, dtype=torch.int64)), ValueError,
-        r"teacher_tokens must have shape",
+        r"with k > 0, but has \(5, 7, 0\)",
     ),
 }  # fmt: skip
 

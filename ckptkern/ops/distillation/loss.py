@@ -3,6 +3,8 @@ comes from its LM head, or as its k largest log-probabilities."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -111,8 +113,8 @@ def check_options(op: str, beta: float, temperature: float, mask: Tensor | None,
 
 def check_positive(op: str, name: str, value: float, more: str = "") -> None:
     check_number(op, name, value)
-    if not value > 0:
-        raise ValueError(f"{op}: {name} must be positive{more}, not {value}")
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: {name} must be positive and finite{more}, not {value}")
 
 
 def linear_topk_distillation(
@@ -161,10 +163,9 @@ def linear_topk_distillation(
     check_options(TOPK, beta, temperature, mask, reduction, student_input)
     check_tensor(TOPK, "teacher_log_probs", teacher_log_probs, student_input)
     lead = student_input.shape[:-1]
-    if teacher_log_probs.dim() != student_input.dim() or teacher_log_probs.shape[:-1] != lead:
-        raise ShapeError(
-            f"{TOPK}: teacher_log_probs must have shape {(*lead, 'k')}, but has {tuple(teacher_log_probs.shape)}"
-        )
+    shape = tuple(teacher_log_probs.shape)
+    if len(shape) != student_input.dim() or shape[:-1] != lead or shape[-1] == 0:
+        raise ShapeError(f"{TOPK}: teacher_log_probs must have shape {(*lead, 'k')} with k > 0, but has {shape}")
     check_tensor(TOPK, "teacher_tokens", teacher_tokens, student_input, floating=False)
     if teacher_tokens.shape != teacher_log_probs.shape:
         raise ShapeError(
