@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRESETS = {
     "cpu": {
         "steps": 30, "batch_size": 2, "seq_len": 2048, "vocabulary": 8192, "text_mib": 4, "layers": 8, "d_model": 128,
-        "heads": 4, "lr": 3e-3, "dtype": "fp32",
+        "heads": 4, "lr": 1e-3, "dtype": "fp32",
     },
     "cuda": {
         "steps": 100, "batch_size": 4, "seq_len": 4096, "vocabulary": 32768, "text_mib": 16, "layers": 12,
