@@ -191,7 +191,7 @@ def test_precisions_and_experts_train_alike(tmp_path, capsys, arguments):
     if "experts" in arguments:
         assert f"of 4 experts, {1 if 'top-k' in arguments else 2} a token" in out
         written = json.loads((tmp_path / "results.json").read_text())
-        assert written["settings"]["lr"] == pytest.approx(1e-3)
+        assert written["settings"]["lr"] == pytest.approx(1e-3 / 3)
         eager, *_, ours = written["table"]
         assert ours["saved_bytes"] < eager["saved_bytes"] * 0.4
 
