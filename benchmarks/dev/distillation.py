@@ -2,8 +2,8 @@
 
     python -m benchmarks.dev.distillation --out OUT.csv --page docs/how-to/distillation.md
 
-float32, one thread, gradients allocated before the step. Ways run interleaved: of times only the ratio to eager PyTorch means
-anything, and only within one run. Peak bytes are exact. A library that is not installed is left out.
+float32, one thread, gradients allocated before the step. Variants run interleaved: of times only the ratio to eager PyTorch
+means anything, and only within one run. Peak bytes are exact. A library that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def ours(workspace: str, t: Heads, beta: float) -> Tensor:
     return ckptkern.linear_distillation(*t, beta=beta, workspace=workspace)
 
 
-def ways() -> Iterator[tuple[str, Loss]]:
+def variants() -> Iterator[tuple[str, Loss]]:
     yield "eager", plain
     others = {
         "Liger's LigerFusedLinearJSDLoss": (ligers, "liger_kernel.chunked_loss"),
@@ -104,7 +104,7 @@ def rows_of(beta: float, losses: dict[str, Loss], rounds: int) -> list[dict[str,
                 seconds[name].append(time.thread_time() - start)
             values[name], peaks[name] = value.item(), peak.bytes
     if any(not math.isclose(one, values["eager"], rel_tol=1e-4) for one in values.values()):
-        raise ValueError(f"the ways disagree on the loss: {values}")
+        raise ValueError(f"the variants disagree on the loss: {values}")
     medians = {name: statistics.median(one) for name, one in seconds.items()}
     sizes = TOKENS, FEATURES, CLASSES, beta
     return [
@@ -114,7 +114,7 @@ def rows_of(beta: float, losses: dict[str, Loss], rounds: int) -> list[dict[str,
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    lines = ["| divergence | way | time | peak, MiB |", "|---|---|---:|---:|"]
+    lines = ["| divergence | variant | time | peak, MiB |", "|---|---|---:|---:|"]
     for row in rows:
         lines.append(
             f"| {BETAS[row['beta']]} | {row['variant']} | {row['ratio']:.2f} | {row['peak_bytes'] / MIB:,.0f} |"
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="the page whose table is replaced")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    losses = dict(ways())
+    losses = dict(variants())
     rows = [row for beta in BETAS for row in rows_of(beta, losses, given.rounds)]
     print(table(rows))
     if given.out:

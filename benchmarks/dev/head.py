@@ -1,7 +1,7 @@
 """Time and peak of the mean loss of a large vocabulary beside torch's own in chunks, forward and backward: `make bench-head`.
 
-float32, one thread, gradients allocated before the step. Ways run interleaved: of times only the ratio to torch's chunks means
-anything, and only within one run. Peak bytes are exact. Writes a CSV, and the table into the docs.
+float32, one thread, gradients allocated before the step. Variants run interleaved: of times only the ratio to torch's chunks
+means anything, and only within one run. Peak bytes are exact. Writes a CSV, and the table into the docs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ours(recompute: str, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return ckptkern.linear_cross_entropy(x, weight, target, recompute=recompute, workspace=WORKSPACE)
 
 
-def ways() -> dict[str, Loss]:
+def variants() -> dict[str, Loss]:
     found: dict[str, Loss] = {"eager": plain}
     if hasattr(nn, "LinearCrossEntropyOptions"):
         found[TORCHS] = functools.partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions())
@@ -54,9 +54,9 @@ def rows_of(tokens: int, features: int, classes: int, rounds: int) -> list[dict[
     target = torch.randint(classes, (tokens,))
     for one in (x, weight):
         one.requires_grad_().grad = torch.zeros_like(one)
-    peaks, seconds = {}, {name: [] for name in ways()}
+    peaks, seconds = {}, {name: [] for name in variants()}
     for turn in range(rounds + 1):  # the first counts bytes, and warms up
-        for name, loss in ways().items():
+        for name, loss in variants().items():
             if turn == 0:
                 with peak_memory("cpu") as peak:
                     loss(x, weight, target).backward()
@@ -74,7 +74,7 @@ def rows_of(tokens: int, features: int, classes: int, rounds: int) -> list[dict[
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    lines = ["| tokens × features × classes | way | time | peak, MiB |", "|---|---|---:|---:|"]
+    lines = ["| tokens × features × classes | variant | time | peak, MiB |", "|---|---|---:|---:|"]
     for row in rows:
         size = f"{row['tokens']:,} × {row['features']:,} × {row['classes']:,}"
         lines.append(f"| {size} | {row['variant']} | {row['ratio']:.2f} | {row['peak_bytes'] / MIB:,.0f} |")
@@ -98,7 +98,7 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     for size in SIZES[: given.sizes]:
         rows += rows_of(*size, given.rounds)
-        print(table(rows[-len(ways()) :]), flush=True)
+        print(table(rows[-len(variants()) :]), flush=True)
         if given.out:
             with given.out.open("w", newline="") as file:
                 writer = csv.DictWriter(file, HEADER, lineterminator="\n")

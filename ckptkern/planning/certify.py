@@ -232,7 +232,7 @@ def certify(
 def copied(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
-    except Exception as error:
+    except Exception as error:  # a module's own __deepcopy__ may raise anything
         raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
 
 
