@@ -52,7 +52,7 @@ class Frozen(Tensor):
     """
 
     layout_: Layout
-    names: tuple[str, ...]
+    part_names: tuple[str, ...]
 
     @staticmethod
     def __new__(
@@ -68,7 +68,7 @@ class Frozen(Tensor):
     @property
     def parts(self) -> tuple[Tensor, ...]:
         """The library's tensors."""
-        return tuple(getattr(self, name) for name in self.names)
+        return tuple(getattr(self, name) for name in self.part_names)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
@@ -112,7 +112,7 @@ class Frozen(Tensor):
         return self  # frozen: what a copy reads is the same
 
     def __tensor_flatten__(self) -> tuple[list[str], Layout]:
-        return list(self.names), self.layout_
+        return list(self.part_names), self.layout_
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, outer_size: Any, outer_stride: Any) -> Frozen:
@@ -171,8 +171,8 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
     made = Tensor._make_wrapper_subclass(
         Frozen, like.shape, strides=like.stride(), dtype=layout.dtype, device=parts[0].device, requires_grad=False
     )
-    made.layout_, made.names = layout, tuple(f"part{i}" for i in range(len(parts)))
-    for name, part in zip(made.names, parts, strict=True):
+    made.layout_, made.part_names = layout, tuple(f"part{i}" for i in range(len(parts)))
+    for name, part in zip(made.part_names, parts, strict=True):
         setattr(made, name, part)
     return made
 
