@@ -26,6 +26,7 @@ sys.path.append(
 
 
 SAMPLES = pytest.StashKey[bool]()
+STARTED = pytest.StashKey[float]()
 
 
 def samples(config: pytest.Config) -> bool:
@@ -140,8 +141,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def cpu_seconds() -> float:
+    """Returns the CPU time of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the emulator ran, by kernel and architecture."""
+    """Prints the CPU time of a long run, by folder and of the slowest tests, and what the emulator ran."""
+    reports = [one for found in terminalreporter.stats.values() for one in found if getattr(one, "when", "") == "teardown"]
+    seconds = {one.nodeid: dict(one.user_properties).get("cpu", 0.0) for one in reports}
+    if sum(seconds.values()) > 60:
+        folders: dict[str, float] = {}
+        for test, spent in seconds.items():
+            folder = os.path.dirname(test.partition("::")[0])
+            folders[folder] = folders.get(folder, 0.0) + spent
+        terminalreporter.section(f"{sum(seconds.values()):.0f} CPU seconds")
+        for rows in (folders, dict(sorted(seconds.items(), key=lambda one: one[1])[:-11:-1])):
+            for name, spent in sorted(rows.items(), key=lambda one: -one[1]):
+                terminalreporter.write_line(f"{spent:7.0f}  {name}")
+    emulated_summary(terminalreporter)
+
+
+def emulated_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what the emulator ran, by kernel and architecture."""
     totals: dict[tuple[str, int], list[float]] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -187,9 +209,17 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """After an illegal access nothing runs on the GPU in this process any more: later tests would fail without a fault."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[STARTED] = cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Notes the test's CPU time. After an illegal access nothing runs on the GPU in this process any more: later tests would
+    fail without a fault."""
+    yield
+    item.user_properties.append(("cpu", cpu_seconds() - item.stash[STARTED]))
     if "gpu" not in item.keywords or not torch.cuda.is_initialized():
         return
     try:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..nn.unmodified import collects_first, dormant, untouched
 from ..subclasses import PLAIN
-from .quantized import is_quantised
+from .quantized import REPACKS, is_quantised
 from .trace import PLAIN_VALUES, plain_attributes
 
 OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes
@@ -108,8 +108,9 @@ class Watch:
     def settings(path: str, module: nn.Module, live: Collection[tuple[str, str]]) -> dict[str, Any]:
         if type(module) is nn.Linear:  # its attributes only describe it
             return {}
-        plain = plain_attributes(module).items()
-        return {name: value for name, value in plain if name != "training" and (path, name) not in live}
+        # `not_repacked` switches REPACKS off while a module is read; it changes no result
+        others = {"training", REPACKS, *(name for where, name in live if where == path)}
+        return {name: value for name, value in plain_attributes(module).items() if name not in others}
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"compared": None}

@@ -18,6 +18,7 @@ from ..frozen import Frozen, why_not
 from ..subclasses import own_dispatch
 
 LIBRARIES = ("bitsandbytes", "torchao")
+REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers: may a call without gradients pack the weight for inference?
 LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a wrong scale or layout differs by more
 
 
@@ -80,15 +81,14 @@ def as_linear(modules: Iterable[nn.Module]) -> Iterator[None]:
 def not_repacked(model: nn.Module) -> Iterator[None]:
     """Keeps bitsandbytes from packing weights anew for inference, which it does in place, in a call without gradients, on a CPU
     with AVX512-BF16: training cannot read them then."""
-    name = "support_avx512bf16_for_cpu"
-    changed = [m for m in model.modules() if m.__dict__.get(name)]
+    changed = [m for m in model.modules() if m.__dict__.get(REPACKS)]
     for m in changed:
-        setattr(m, name, False)
+        setattr(m, REPACKS, False)
     try:
         yield
     finally:
         for m in changed:
-            setattr(m, name, True)
+            setattr(m, REPACKS, True)
 
 
 def why_different(module: nn.Module) -> str:

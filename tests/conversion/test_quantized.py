@@ -18,7 +18,8 @@ DIM = 64
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def linear4bit(linear, **options):
+def linear4bit(linear, repacks=True, **options):
+    """repacks: as on a CPU with AVX512-BF16, whatever this one is."""
     nn_ = pytest.importorskip("bitsandbytes").nn
     made = nn_.Linear4bit(
         linear.in_features,
@@ -29,6 +30,7 @@ def linear4bit(linear, **options):
     )
     made.weight = nn_.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", **options).to("cpu")
     made.bias = linear.bias
+    made.support_avx512bf16_for_cpu = repacks
     return made
 
 
@@ -52,7 +54,7 @@ def llama(quantise, adapts=True, dtype=torch.float32):
             model.model.set_submodule(name, quantise(linear))
     if adapts:
         peft = pytest.importorskip("peft")
-        model.is_loaded_in_4bit = quantise is linear4bit
+        model.is_loaded_in_4bit = quantise is not of_torchao
         targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
         for name, parameter in model.named_parameters():
@@ -70,7 +72,11 @@ def step(model):
     return loss, saved.bytes, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("quantise", "adapts"), [(linear4bit, True), (of_torchao, False)])
+@pytest.mark.parametrize(
+    ("quantise", "adapts"),
+    [(linear4bit, True), (functools.partial(linear4bit, repacks=False), True), (of_torchao, False)],
+    ids=["linear4bit", "linear4bit-of a CPU that packs nothing", "of_torchao"],
+)
 def test_a_llama_with_quantised_weights(quantise, adapts):
     """The same step, and what is saved is no more than of the same model with dense weights."""
     model = llama(quantise, adapts)
@@ -230,8 +236,6 @@ def test_a_layer_of_bitsandbytes_multiplies_in_its_own_dtype():
 def test_an_evaluation_while_converting_packs_no_weight():
     """As bitsandbytes does in calls without gradients on a CPU with AVX512-BF16."""
     model = MLP(linear4bit)
-    for linear in (model.up, model.down):
-        linear.support_avx512bf16_for_cpu = True
     with quantized.not_repacked(model):
         assert not model.up.support_avx512bf16_for_cpu
     seen = []
