@@ -6,8 +6,10 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
+PYTEST := $(VENV)/bin/pytest -n auto --dist worksteal
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-docs test quick lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu gpu-tests gpu-bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -28,11 +30,18 @@ demo: $(STAMP) ## train a GPT in five variants, side by side; a few minutes; wri
 demo-docs: $(STAMP) ## the demo, and its picture and table in the documentation; on a quiet machine. ARGS="--threads 2"
 	$(PY) -m benchmarks.dev.demo $(ARGS)
 
-test: $(STAMP) ## the test suite, a process for each core. ARGS="tests/test_state.py -k philox"
-	$(VENV)/bin/pytest -n auto --dist worksteal $(ARGS)
+quick: $(STAMP) ## after every edit, at most 90 s: the first case of every test that takes no seconds. ARGS="tests/ops -k mlp"
+	$(PYTEST) --quick $(ARGS)
 
-quick: $(STAMP) ## after every edit: the first case of every test. ARGS="tests/ops -k mlp"
-	$(VENV)/bin/pytest -n auto --dist worksteal --quick $(ARGS)
+test: $(STAMP) ## what every change must pass, ten minutes of two cores: all tests but the long ones. ARGS="tests/test_state.py -k philox"
+	$(PYTEST) $(ARGS)
+
+test-all: $(STAMP) ## the long tests too: whole sweeps, trainers, every page and recipe, all sizes; then `make emulate`
+	$(PYTEST) --all $(ARGS)
+	$(MAKE) emulate ARGS=
+
+faults: $(STAMP) ## inject each fault of tests/faults into a copy and see a test fail; 20 minutes of two cores. ARGS="NAME... --list"
+	$(PY) -m tests.faults $(ARGS)
 
 lint: $(STAMP) ## ruff, clang-format and mypy, changing nothing
 	$(VENV)/bin/ruff check .
@@ -96,8 +105,8 @@ docs: $(STAMP) ## write signatures and docstrings into docs/reference, and build
 wheels: ## a wheel for each torch and Python that is here, each tried in an environment of its own, into dist/. TORCH="2.13 2.14" PYTHONS=3.11
 	PYTHON='$(PYTHON)' TORCH='$(TORCH)' PYTHONS='$(PYTHONS)' .ci/wheels dist
 
-test-matrix: $(STAMP) ## the whole suite on the oldest and the newest torch (downloads about 5 GB each). TORCH=2.11 ARGS=--quick
-	.ci/test-matrix $(PY) $(ARGS)
+test-matrix: $(STAMP) ## the suite on the oldest and the newest torch (downloads about 5 GB each). TORCH=2.11|turn, MATRIX=DIR, ARGS=--quick
+	TORCH='$(TORCH)' MATRIX='$(MATRIX)' .ci/test-matrix $(PY) $(ARGS)
 
 test-cpus: $(STAMP) ## the suite as on Intel and AMD, with 1, 2 and 4 threads and older instruction sets. ARGS="tests/ops"
 	.ci/test-cpus $(PY) $(ARGS)

@@ -5,7 +5,6 @@ wheels` sets it. Otherwise the wheel is for the environment that builds it.
 """
 
 import email
-import logging
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools._distutils import log  # its INFO is 2 in setuptools 64, which requires no newer one, and 20 today
 from setuptools.command.build_py import build_py
 
 TREE = Path(__file__).resolve().parent
@@ -113,7 +113,7 @@ def build_arguments() -> dict:
             """Compiles the extension."""
             built_for = f"torch {torch.__version__} in {Path(torch.__file__).parent}"
             needs = "which needs a C++ compiler; a release has wheels that need none"
-            self.announce(f"compiling ckptkern._C for {built_for}, {needs}", logging.INFO)
+            self.announce(f"compiling ckptkern._C for {built_for}, {needs}", log.INFO)
             super().run()
 
     release = ".".join(torch.__version__.split(".")[:2])

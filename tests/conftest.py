@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from zlib import crc32
 
 import pytest
 import torch
@@ -25,25 +24,23 @@ sys.path.append(
 )  # benchmarks.codegen and others that are not installed; last, so that an installed ckptkern is tested
 
 
-SAMPLES = pytest.StashKey[bool]()
 STARTED = pytest.StashKey[float]()
+ALL = pytest.StashKey[bool]()
 
 
-def samples(config: pytest.Config) -> bool:
-    """Does this run take a third of what is marked `sampled`? A run of everything does; what is named runs whole."""
-    is_whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
-    return is_whole and not config.option.all and not gpu_runs.is_gpu_run(config)
+def runs_all(config: pytest.Config) -> bool:
+    """Returns whether the tests marked `long` run too: with --all or --device emulated, on a GPU, and named by their ids."""
+    named = any("::" in str(one) for one in config.args) or "long" in config.option.markexpr
+    return config.option.all or named or gpu_runs.is_gpu_run(config) or config.option.device == "emulated"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--quick", action="store_true", help="only the first case of every test function, and no long test"
-    )
-    parser.addoption(
-        "--all",
+        "--quick",
         action="store_true",
-        help="every case of what is marked `sampled`, of which a run of everything takes a third",
+        help="only the first case of every test function that is not marked `slow` or `long`",
     )
+    parser.addoption("--all", action="store_true", help="the tests marked `long` too, as `make test-all` runs them")
     parser.addoption(
         "--sample", action="store_true", help="of the default tiles, what `make test` runs on the emulator"
     )
@@ -87,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     results, worker = config.option.results, getattr(config, "workerinput", None)
-    config.stash[SAMPLES] = samples(config) if worker is None else worker["samples"]
+    config.stash[ALL] = runs_all(config) if worker is None else worker["all"]
     if worker is None:
         config.stash[gpu_runs.PASSED] = gpu_runs.passed_in(results) if results else frozenset()
         if results:
@@ -100,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node) -> None:
     """pytest-xdist's: all workers leave out the same tests, also one that starts later in place of another."""
     node.workerinput["passed"] = [*node.config.stash[gpu_runs.PASSED]]
-    node.workerinput["samples"] = node.config.stash[SAMPLES]
+    node.workerinput["all"] = node.config.stash[ALL]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -119,17 +116,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list({*items} - {*chosen}))
         items[:] = chosen
     if config.option.quick:
-        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        chosen = [item for item in first.values() if "long" not in item.keywords]
-        config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
-        items[:] = reversed(chosen)
-    elif config.stash[SAMPLES]:
-        left = [item for item in items if "sampled" in item.keywords and crc32(item.nodeid.encode()) % 3]
-        config.hook.pytest_deselected(items=left)
-        left_out = set(left)
-        items[:] = [item for item in items if item not in left_out]
+        first = {
+            item.nodeid.partition("[")[0]: item for item in reversed(items) if not {"slow", "long"} & {*item.keywords}
+        }
+        left_out = {*items} - {*first.values()}
+    else:
+        left_out = set() if config.stash[ALL] else {item for item in items if "long" in item.keywords}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
     if not gpu_run:
-        items.sort(key=lambda item: "long" not in item.keywords)  # first: the others fill the other cores meanwhile
+        items.sort(
+            key=lambda item: not {"slow", "long"} & {*item.keywords}
+        )  # first: the others fill the other cores meanwhile
     if not torch.cuda.is_available():
         reason = "needs a CUDA device"
     elif os.environ.get("TRITON_INTERPRET") == "1":
@@ -148,7 +146,9 @@ def cpu_seconds() -> float:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints the CPU time of a long run, by folder and of the slowest tests, and what the emulator ran."""
-    reports = [one for found in terminalreporter.stats.values() for one in found if getattr(one, "when", "") == "teardown"]
+    reports = [
+        one for found in terminalreporter.stats.values() for one in found if getattr(one, "when", "") == "teardown"
+    ]
     seconds = {one.nodeid: dict(one.user_properties).get("cpu", 0.0) for one in reports}
     if sum(seconds.values()) > 60:
         folders: dict[str, float] = {}
