@@ -24,7 +24,7 @@ def reads_core(need: Collection[str]) -> bool:
 def gate_needs(inner: Collection[str], t: AttentionTensors) -> bool:
     """Does one of the gradients of `inner` have a part from the gate?"""
     of_gate = {"wg", "bg"} if t.wg is not None else {"wq", "bq", *names_of("q")}
-    return not of_gate.isdisjoint(inner) or not {"x", "norm_weight", "norm_bias"}.isdisjoint(inner)
+    return not of_gate.isdisjoint(inner) or not {"x", *OF_NORM}.isdisjoint(inner)
 
 
 def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:

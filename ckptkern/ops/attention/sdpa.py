@@ -200,6 +200,7 @@ def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, lef
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels form no gradient of alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
+    workspace = choose_workspace(op, workspace, query)  # it may raise, and an error draws nothing
     tensors = CoreTensors(mask, slopes, sinks, draw_state(query, dropout_p, True))
     fused = fused_core(
         backend,
@@ -217,7 +218,7 @@ def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, lef
     )
     options = CoreOptions(
         dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
-        precision=matmul_precision(query), fused=fused, softcap=softcap, workspace=choose_workspace(op, workspace, query),
+        precision=matmul_precision(query), fused=fused, softcap=softcap, workspace=workspace,
     )  # fmt: skip
     return _apply(options, query, key, value, *tensors)
 
