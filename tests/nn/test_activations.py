@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from support.drop_ins import ours_of
 from torch import nn
 from torch.nn import functional as F
 
-import ckptkern
 from ckptkern.eager import ACTIVATIONS
 from ckptkern.nn.activations import recognised
 
@@ -92,21 +92,12 @@ def test_torchs_of_an_activation_are_all():
         assert ours == set(entry.torchs)
 
 
-MODULES = {
-    "Linear": lambda **o: ckptkern.nn.Linear(6, 6, **o),
-    "LinearStack": lambda **o: ckptkern.nn.LinearStack([6, 6], **o),
-    "MLP": lambda **o: ckptkern.nn.MLP(6, **o),
-    "GatedMLP": lambda **o: ckptkern.nn.GatedMLP(6, 6, **o),
-    "LlamaDecoderLayer": lambda **o: ckptkern.nn.LlamaDecoderLayer(8, 2, **o),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["Linear", "LinearStack", "MLP", "GatedMLP", "LlamaDecoderLayer"])
 def test_modules_take_them(name):
     with torch.no_grad(), torch.device("meta"):
-        module = MODULES[name](activation=NewGELU())
+        module = ours_of(name, activation=NewGELU())
     assert "activation='gelu_tanh'" in repr(module)
     with pytest.raises(ValueError, match=rf"^{name}: activation must be one of 'relu', .* which Tanh\(\) does not$"):
-        MODULES[name](activation=nn.Tanh())
+        ours_of(name, activation=nn.Tanh())
     with pytest.raises(ValueError, match=f"^{name}: activation must be one of 'relu', .*, not 3$"):
-        MODULES[name](activation=3)
+        ours_of(name, activation=3)

@@ -1,8 +1,7 @@
-"""nn.Sequential: the checks that it has besides those of the strategies, in tests/segments/test_sequential.py; LayerStack."""
+"""nn.Sequential and LayerStack: when they measure, what they save, modes inside, and what they refuse. The strategies of
+Sequential are tested in tests/segments/test_sequential.py."""
 
-import copy
 import importlib
-import pickle
 
 import pytest
 import torch
@@ -12,99 +11,112 @@ from torch import nn
 import ckptkern
 from ckptkern.memory import saved_tensors
 from ckptkern.nn import LayerStack, LlamaDecoderLayer
+from ckptkern.segments import sequential
 
 
-def model(**options):
-    torch.manual_seed(1)
-    return ckptkern.nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)), **options)
+def model(layer=nn.Tanh, **options):
+    return ckptkern.nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), layer()) for _ in range(12)), **options)
 
 
-def gradients(module, x):
-    module.zero_grad()
-    module(x).square().sum().backward()
-    return [p.grad for p in module.parameters()]
-
-
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"]
-)
 @pytest.mark.parametrize("segments", ["sqrt", 2, "every 2", "1KiB"])
-def test_copies(segments, copied):
-    """Also after a step, when the parts are known."""
-    module, x = model(segments=segments, determinism_check="none"), torch.randn(3, 6)
-    expected = gradients(module, x)
-    other = copied(module)
-    assert repr(other) == repr(module)
-    assert other.options == {"determinism_check": "none"}
-    for got, wanted in zip(gradients(other, x), expected, strict=True):
-        assert torch.equal(got, wanted)
+def test_results_are_those_of_torchs(segments):
+    module, x = model(segments=segments, debug=False), torch.randn(3, 6)
+    unfused = nn.Sequential(*module)
+    assert list(module.state_dict()) == list(unfused.state_dict())
+    ys = module(x), unfused(x)
+    torch.testing.assert_close(
+        *((y, torch.autograd.grad(y.sum(), list(module.parameters()))) for y in ys), rtol=0, atol=0
+    )
     with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    for got, wanted in zip(gradients(module, x), expected, strict=True):
-        assert torch.equal(got, wanted)
+        assert torch.equal(module(x), ys[1])
+    assert f"segments={segments!r}" in repr(module)
+    assert (module[:3].segments, len(module[:3]), module[:3].options) == (segments, 3, {"debug": False})
 
 
-def test_meta_tensors():
-    module, x = model().to("meta"), torch.empty(3, 6, device="meta", requires_grad=True)
-    y = module(x)
-    y.sum().backward()
-    assert y.shape == x.grad.shape == x.shape
+def test_it_measures_once_a_shape(monkeypatch):
+    module, x, calls = model(segments="1KiB"), torch.randn(3, 6), []
+    measure = sequential._measure
+    monkeypatch.setattr(sequential, "_measure", lambda *args: (calls.append(1), measure(*args))[1])
+    for _ in range(3):
+        module(x)
+    assert len(calls) == 1
+    module(x[:2])
+    module.eval()(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        module(x)
+    assert len(calls) == 4
 
 
-@pytest.mark.parametrize("segments", [None, 2.0, [2], {2}], ids=repr)
-def test_wrong_segments_at_construction(segments):
-    with pytest.raises(ValueError, match=r"segments must be a number of segments, .* but is"):
-        model(segments=segments)
+def test_any_layers_and_inputs():
+    """A layer that occurs twice, meta tensors, and inputs that are no tensors."""
+
+    class Both(nn.Module):
+        def forward(self, pair):
+            return pair[0] + pair[1]
+
+    x, act = torch.randn(3, 6), nn.Tanh()
+    module = ckptkern.nn.Sequential(nn.Linear(6, 6), act, nn.Linear(6, 6), act, segments="every 1")
+    torch.testing.assert_close(module(x), nn.Sequential(*module)(x))
+    meta = torch.empty(3, 6, device="meta", requires_grad=True)
+    module.to("meta")(meta).sum().backward()
+    assert meta.grad.shape == meta.shape
+    module = ckptkern.nn.Sequential(Both(), nn.Tanh(), segments="every 1")
+    assert torch.equal(module((x, x)), (x + x).tanh())
+    module.segments = "1GiB"
+    with pytest.raises(ValueError, match="needs an input to measure with"):
+        module((x, x))
 
 
-def test_wrong_options_at_construction():
+def test_what_sequential_refuses():
+    for segments in (None, 2.0, [2]):
+        with pytest.raises(ValueError, match=r"segments must be a number of segments, .* but is"):
+            model(segments=segments)
     with pytest.raises(TypeError, match=r"Sequential: recompute is not an option of ckptkern\.checkpoint"):
         model(recompute="full")
+    with pytest.raises(ValueError, match="determinism_check should be one of"):
+        model(segments=3, determinism_check="often")(torch.randn(3, 6))
+    for layers in (("x",), (None, 3)):
+        ours, theirs = (raised(lambda nn=nn, layers=layers: nn.Sequential(*layers)) for nn in (ckptkern.nn, nn))
+        assert ours == theirs is not None
 
 
-@pytest.mark.parametrize("layers", [("x",), (3,), (None, 3)], ids=str)
-def test_wrong_layers_raise_torchs_error(layers):
-    ours, theirs = (raised(lambda nn=nn: nn.Sequential(*layers)) for nn in (ckptkern.nn, nn))
-    assert ours == theirs is not None
-
+# -- LayerStack --------------------------------------------------------------------------------------------------------
 
 B, S, D = 2, 6, 32
 ROW = B * S * D * 4  # bytes of a layer's input
 
 
 def llama(mode="selective", layers=5, p=0.1):
-    torch.manual_seed(2)
     options = dict(intermediate_size=48, dropout=p, resid_dropout=p, recompute=mode)
     return [LlamaDecoderLayer(D, 4, **options) for _ in range(layers)]
 
 
-def step(run, parameters, *given):
+def step(run, layers, *given, **options):
     """(output and gradients, saved bytes)."""
     torch.manual_seed(3)
-    x = torch.randn(B, S, D, requires_grad=True)
-    with saved_tensors([*parameters, *(one for pair in given for one in pair)]) as saved:
-        y = run(x, *given)
+    x, parameters = torch.randn(B, S, D, requires_grad=True), [p for layer in layers for p in layer.parameters()]
+    with saved_tensors([*parameters, *(one for pair in given for one in pair), *options.values()]) as saved:
+        y = run(x, *given, **options)
     return [y, *torch.autograd.grad(y.square().sum(), [x, *parameters])], saved.bytes
 
 
 def in_turn(layers):
-    def run(x, *given):
+    def run(x, *given, **options):
         for layer in layers:
-            x = layer(x, *given)
+            x = layer(x, *given, **options)
         return x
 
     return run
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5, 9])
-@pytest.mark.parametrize("mode", ["selective", "full", ("selective", "none")])
+@pytest.mark.parametrize(
+    ("mode", "every"), [("selective", 1), ("full", 2), (("selective", "none"), 3), ("selective", 9)]
+)
 def test_a_stack_saves_the_inputs_of_groups(mode, every):
     """The last group, of what remains, saves what its layers do; the results, dropout too, are those of the loop."""
     layers = llama(mode)
-    parameters = [p for layer in layers for p in layer.parameters()]
-    expected, all_saved = step(in_turn(layers), parameters)
-    found, saved = step(LayerStack(layers, every), parameters)
+    expected, all_saved = step(in_turn(layers), layers)
+    found, saved = step(LayerStack(layers, every), layers)
     torch.testing.assert_close(found, expected)
     groups = -(-len(layers) // every)
     last = len(layers) - (groups - 1) * every
@@ -112,7 +124,7 @@ def test_a_stack_saves_the_inputs_of_groups(mode, every):
     assert 0 <= saved - ((groups - 1) * ROW + last * all_saved // len(layers)) <= groups * state
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", ["none", "full"])
 def test_in_a_stack_layers_keep_to_their_modes(mode, monkeypatch):
     """In a segment of one's own they do not: there they run at "none"."""
     module = importlib.import_module("ckptkern.ops.transformer_layer")
@@ -121,30 +133,22 @@ def test_in_a_stack_layers_keep_to_their_modes(mode, monkeypatch):
     stack, x = LayerStack(llama(mode, 4)), torch.randn(B, S, D, requires_grad=True)
     stack(x).sum().backward()
     assert seen == [mode] * (4 + 2), "forward, and the first group again"
-    seen.clear()
-    ckptkern.checkpoint(stack[0], x).sum().backward()
-    assert seen == ["none"] * 2
-    seen.clear()
     with pytest.raises(TypeError, match="positional"):  # an error inside leaves nothing behind
         stack(x, 1, 2, 3)
+    seen.clear()
     ckptkern.checkpoint(stack[0], x).sum().backward()
     assert seen == ["none"] * 2
 
 
 def test_arguments_of_all_layers_are_saved_once():
     layers = llama(p=0.0)
-    tables = ckptkern.nn.rotary_tables(torch.arange(S) + 3, D // 4)
-    parameters = [p for layer in layers for p in layer.parameters()]
-    expected, _ = step(in_turn(layers), parameters, tables)
-    found, _ = step(LayerStack(layers), parameters, tables)
-    torch.testing.assert_close(found, expected)
-    other, _ = step(LayerStack(layers), parameters)
-    assert not torch.allclose(other[0], found[0])
+    tables = ckptkern.nn.rotary_tables(torch.arange(S), D // 4, 50.0)
     mask = torch.ones(S, S, dtype=torch.bool).tril()
-    with saved_tensors([*parameters, mask]) as saved:
-        y = LayerStack(layers)(torch.randn(B, S, D, requires_grad=True), attn_mask=mask, is_causal=False)
-    y.sum().backward()
-    assert saved.bytes < 12 * ROW
+    expected, _ = step(in_turn(layers), layers, tables, attn_mask=mask)
+    found, saved = step(LayerStack(layers), layers, tables, attn_mask=mask)
+    torch.testing.assert_close(found, expected)
+    assert saved < 12 * ROW
+    assert not torch.allclose(step(LayerStack(layers), layers)[0][0], found[0])
 
 
 class Named(nn.Module):
@@ -155,42 +159,28 @@ class Named(nn.Module):
 
 
 def test_keywords_are_the_layers():
-    layers, x = [Named() for _ in range(5)], torch.randn(3, 4, requires_grad=True)
-    expected = x
-    for layer in layers:
-        expected = layer(expected, debug=0.5, early_stop=2.0)
-    found = LayerStack(layers, debug=False)(x, debug=0.5, early_stop=2.0)
+    layers, x = [Named() for _ in range(5)], torch.randn(3, 4)
+    found, expected = (run(x, debug=0.5, early_stop=2.0) for run in (LayerStack(layers, debug=False), in_turn(layers)))
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x) for y in (found, expected)))
 
 
-def test_a_stack_is_a_module_list():
-    layers = llama()
-    stack, unfused = LayerStack(layers, 3, determinism_check="none"), nn.ModuleList(layers)
-    assert list(stack.state_dict()) == list(unfused.state_dict())
+def test_a_stack_is_a_module_list_that_compiles_and_nests():
+    layers = [ckptkern.nn.MLP(D) for _ in range(4)]
+    stack = LayerStack(layers, 3, determinism_check="none")
+    assert list(stack.state_dict()) == list(nn.ModuleList(layers).state_dict())
     part = stack[1:4]
     assert (type(part), len(part), part.every, part.options) == (LayerStack, 3, 3, {"determinism_check": "none"})
     x = torch.randn(B, S, D)
-    for other in (copy.deepcopy(stack), pickle.loads(pickle.dumps(stack))):
-        assert (other.every, other.options) == (3, stack.options)
-        other.eval()
-        stack.eval()
-        assert torch.equal(other(x), stack(x))
     with torch.no_grad():
         assert not stack(x).requires_grad
     assert LayerStack()(x) is x
-
-
-def test_a_stack_compiles_and_nests():
-    layers = llama(p=0.0, layers=4)
-    parameters = [p for layer in layers for p in layer.parameters()]
-    expected, _ = step(in_turn(layers), parameters)
+    expected, _ = step(in_turn(layers), layers)
     torch._dynamo.reset()
     compiled = torch.compile(LayerStack(layers), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(step(compiled, parameters)[0], expected)
+    torch.testing.assert_close(step(compiled, layers)[0], expected)
     for checkpoint in (ckptkern.checkpoint, torch.utils.checkpoint.checkpoint):
-        nested = step(lambda x, run=checkpoint: run(LayerStack(layers), x, use_reentrant=False), parameters)
-        torch.testing.assert_close(nested[0], expected)
+        nested, _ = step(lambda x, run=checkpoint: run(LayerStack(layers), x, use_reentrant=False), layers)
+        torch.testing.assert_close(nested, expected)
 
 
 def test_what_a_stack_refuses():

@@ -77,25 +77,18 @@ def torchs_own():
 
 
 def test_everyone_who_has_torchs_gets_ours(tmp_path):
-    before = imported(tmp_path, "before")
-    seen = Seen()
-    wrapper = checkpoint_wrapper(seen)
     names = ("by_name", "default", "of_class", "sequential", "partial")
-    calls = [by_attribute, lambda _, x: wrapper(x), *(getattr(before, name) for name in names)]
-    for ours in (False, True, False):
-        if ours:
-            patch = patch_torch()
-            during = imported(tmp_path, "during")
-            calls += [getattr(during, name) for name in names]
-        elif len(calls) > 7:
-            patch.remove()
-        for call in calls:
-            function = seen if call is calls[1] else Seen()
-            call(function, torch.ones(3, requires_grad=True))
-            assert function.ours == ours, call
+    before = imported(tmp_path, "before")
+    calls = [by_attribute, lambda seen, x: checkpoint_wrapper(seen)(x), *(getattr(before, name) for name in names)]
+    assert [is_ours(call) for call in calls] == [False] * 7
+    with patch_torch():
+        during = imported(tmp_path, "during")
+        calls += [getattr(during, name) for name in names]
+        assert [is_ours(call) for call in calls] == [True] * 12
+    assert [is_ours(call) for call in calls] == [False] * 12
 
 
-def test_a_block_and_a_region_that_outlives_it():
+def test_a_region_outlives_the_patch():
     with patch_torch():
         linear, x = nn.Linear(3, 3), torch.randn(2, 3)
         y = checkpoint(linear, x, use_reentrant=False)
@@ -105,23 +98,15 @@ def test_a_block_and_a_region_that_outlives_it():
         y.sum().backward()
 
 
-def test_patches_nest():
+def test_patches_nest_and_an_error_gives_torchs_back():
     first, second = patch_torch(), patch_torch()
     first.remove()
     first.remove()
     assert is_ours(by_attribute)
-    second.remove()
+    unpatch_torch()
     assert not is_ours(by_attribute)
-
-    with patch_torch(), patch_torch():
-        unpatch_torch()
-        assert is_ours(by_attribute)
-        unpatch_torch()
-        assert not is_ours(by_attribute)
-        unpatch_torch()
-
-
-def test_an_error_gives_torchs_back():
+    second.remove()
+    unpatch_torch()
     with pytest.raises(KeyError), patch_torch():
         raise KeyError
 
@@ -139,8 +124,8 @@ def test_somebody_elses_is_refused(monkeypatch):
         unpatch_torch()
 
 
-def gradients(call, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(seed)
+def gradients(call) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 4))
     x = torch.randn(3, 4, requires_grad=True)
     y = call(model, x)
@@ -148,18 +133,13 @@ def gradients(call, seed: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("options", [
-    {"use_reentrant": True}, {"use_reentrant": None}, {}, {"use_reentrant": False, "determinism_check": "none"},
-    {"debug": True}, {"early_stop": False, "preserve_rng_state": True},
-    {"context_fn": functools.partial(
-        torch_checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
-    )},
-], ids=lambda options: "+".join(options) or "none")  # fmt: skip
+    {"use_reentrant": True}, {"use_reentrant": None}, {}, {"debug": True, "early_stop": False, "preserve_rng_state": True},
+], ids=str)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:ckptkern.patch_torch")
 def test_arguments(options):
     with patch_torch():
         mine = gradients(lambda model, x: checkpoint(model, x, **options))
-    for one, unfused in zip(mine, gradients(lambda model, x: model(x)), strict=True):
-        assert torch.equal(one, unfused)
+    torch.testing.assert_close(mine, gradients(lambda model, x: model(x)), rtol=0, atol=0)
 
 
 def test_arguments_of_the_function_and_wrong_ones():
@@ -184,21 +164,17 @@ def test_reentrant_is_said_once():
     x = torch.ones(3, requires_grad=True)
     with patch_torch(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        checkpoint(torch.sin, x)
-        assert not caught
-        for _ in range(3):
-            checkpoint(torch.sin, x, use_reentrant=True)
-    assert len(caught) == 1
-    assert "use_reentrant=True runs as use_reentrant=False" in str(caught[0].message)
+        for use_reentrant in (None, True, True):
+            checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+    assert ["use_reentrant=True runs as use_reentrant=False" in str(one.message) for one in caught] == [True]
 
 
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
-PARTIAL = functools.partial(checkpoint, use_reentrant=True)
 CALLS = {
     "attribute": by_attribute,
     "name": lambda function, x: checkpoint(function, x, use_reentrant=True, preserve_rng_state=False, early_stop=False),
-    "partial": PARTIAL,
+    "partial": functools.partial(checkpoint, use_reentrant=True),
     "ckptkern's": lambda function, x: ckptkern.checkpoint(function, x),
 }
 
@@ -214,10 +190,10 @@ def compiled_step(call, fullgraph):
         return linear(x).sin()
 
     step = torch.compile(lambda x: CALLS[call](inner, x) * 2, backend="aot_eager", fullgraph=fullgraph)
-    expected = torch.autograd.grad((linear(x).sin() * 2).sum(), x)
-    return step, x, expected
+    return step, x, torch.autograd.grad((linear(x).sin() * 2).sum(), x)
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled(call, fullgraph):
@@ -227,17 +203,14 @@ def test_compiled(call, fullgraph):
         if not patched:
             patch.remove()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                x.grad = None
-                step(x).sum().backward()  # torch's reentrant variant knows no torch.autograd.grad
-                torch.testing.assert_close(x.grad, *expected)
+            x.grad = None
+            step(x).sum().backward()  # torch's reentrant variant knows no torch.autograd.grad
+            torch.testing.assert_close(x.grad, *expected)
         finally:
             patch.remove()
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("call", ["attribute", "ckptkern's"])
+@pytest.mark.parametrize(("call", "fullgraph"), [("attribute", True), ("ckptkern's", False)])
 def test_ours_put_in_place_of_torchs(call, fullgraph, monkeypatch):
     """Unsloth replaces torch's function in this way; looking torch's up by its name gave a RecursionError."""
     monkeypatch.setattr(torch_checkpoint, "checkpoint", ckptkern.checkpoint)
@@ -258,7 +231,6 @@ with ckptkern.patch_torch():
 
 def test_torchs_has_run_before_ours_was_imported():
     """From its first call on, torch keeps on the function itself what it calls in the function's place."""
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_A_CALL], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+    command = [sys.executable, "-c", AFTER_A_CALL]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr

@@ -43,9 +43,13 @@ EXACT = {
 }
 
 
+every_store = pytest.mark.parametrize("keep", EXACT)
+
+
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("keep", EXACT)
+@every_store
 def test_gradients_are_those_without_it(keep, module):
+    """Also where backward runs inside of the store."""
     module, keep = MODULES[module](), EXACT[keep]()
     x = torch.randn(3, 5, 16)
     torch.manual_seed(1)
@@ -53,31 +57,12 @@ def test_gradients_are_those_without_it(keep, module):
     puts = watch(keep)
     for _ in range(2):
         torch.manual_seed(1)
-        found = gradients(module, x, keep)
-        assert all(map(torch.equal, found, expected))
+        torch.testing.assert_close(gradients(module, x, keep), expected, rtol=0, atol=0)
     assert sum(puts) >= 2 * 2 * x.numel()
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_backward_may_run_inside(module):
-    module, x = MODULES[module](), torch.randn(4, 16)
     torch.manual_seed(1)
-    expected = gradients(module, x, contextlib.nullcontext())
-    module.zero_grad()
-    torch.manual_seed(1)
-    with offload(min_bytes=0):
-        module(x).square().sum().backward()
-    assert all(map(torch.equal, [p.grad for p in module.parameters()], expected[1:]))
-
-
-def test_under_autocast():
-    module, x, keep = Fused("selective"), torch.randn(4, 16), offload(min_bytes=0)
-    dtypes, put = set(), keep.put
-    keep.put = lambda flat: (dtypes.add(flat.dtype), put(flat))[1]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = gradients(module, x, contextlib.nullcontext())
-        assert all(map(torch.equal, gradients(module, x, keep), expected))
-    assert torch.bfloat16 in dtypes
+    with keep:
+        inside = gradients(module, x, contextlib.nullcontext())
+    torch.testing.assert_close(inside, expected, rtol=0, atol=0)
 
 
 def test_parameters_stay_and_so_do_their_views():
@@ -107,15 +92,12 @@ def test_what_is_excluded_small_or_not_selected_stays():
 def test_a_tensor_saved_twice_is_saved_once():
     keep, base = offload(min_bytes=0), torch.randn(4, 6)
     puts = watch(keep)
-    found = through(
-        keep, base, base, base.t(), base.view(24), base.detach().view(2, 12), base[1:], base[:, 1:], base[:3]
-    )
+    tensors = base, base, base.t(), base.view(24), base.detach().view(2, 12), base[1:], base[:, 1:], base[:3]
+    torch.testing.assert_close(through(keep, *tensors), [*tensors], rtol=0, atol=0)
     assert puts == [24, 18, 20, 18]
-    for one, other in zip(found[:5], (base, base, base.t(), base.view(24), base.view(2, 12)), strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(found[5], base[1:])
-    assert torch.equal(found[6], base[:, 1:])
-    assert torch.equal(found[7], base[:3])
+    puts.clear()
+    through(keep, torch.randn(100, 90)[:, :3], torch.randn(1, 7).expand(50, 7))  # gaps and repeats
+    assert puts == [300, 7]
 
 
 def test_what_was_changed_in_between_is_saved_twice():
@@ -174,7 +156,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("keep", EXACT)
+@every_store
 def test_layout_and_bits_come_back(keep, layout):
     tensor, keep = LAYOUTS[layout](), EXACT[keep]()
     puts = watch(keep)
@@ -206,13 +188,6 @@ def test_a_default_device_does_not_matter(keep):
     assert torch.equal(found[0], expected)
 
 
-def test_gaps_and_repeats_are_not_saved():
-    keep = offload(min_bytes=0)
-    puts = watch(keep)
-    through(keep, torch.randn(100, 90)[:, :3], torch.randn(1, 7).expand(50, 7))
-    assert puts == [300, 7]
-
-
 def test_requires_grad_and_graph_come_back():
     keep = offload(min_bytes=0)
     leaf = torch.randn(4, requires_grad=True)
@@ -223,37 +198,22 @@ def test_requires_grad_and_graph_come_back():
     assert not c.requires_grad
 
 
-@pytest.mark.parametrize("keep", EXACT)
-def test_second_order(keep):
-    x = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    with EXACT[keep]():
-        (first,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(second, x.sin().exp() * (x.cos() ** 2 - x.sin()))
-
-
-@pytest.mark.parametrize("keep", EXACT)
-def test_a_retained_graph_unpacks_again(keep):
-    x = torch.randn(6, requires_grad=True)
+@every_store
+def test_second_order_a_retained_graph_and_changes_in_place(keep):
+    x = torch.randn(64, dtype=torch.float64, requires_grad=True)
     with EXACT[keep]():
         y = x.exp()
-    z = y.sin().sum()
-    results = [torch.autograd.grad(z, x, retain_graph=True)[0] for _ in range(3)]
-    assert all(torch.equal(result, torch.autograd.grad(x.exp().sin().sum(), x)[0]) for result in results)
-    for _ in range(2):
-        assert torch.equal(y.grad_fn._saved_result, y)
-
-
-@pytest.mark.parametrize("keep", EXACT)
-def test_an_in_place_change_later_does_no_harm(keep):
-    x = torch.randn(64, requires_grad=True)
-    with EXACT[keep]():
-        y = F.relu(x - 1)  # mostly zeros, so "relu" holds them
-        z = y.square().sum()
+        z = y.sin().sum()
+        first, second = (torch.autograd.grad(z, x, create_graph=True, retain_graph=True)[0] for _ in range(2))
+        (curvature,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
+        relu = F.relu(x - 1)  # mostly zeros, so "relu" holds them
+        square = relu.square().sum()
+    assert torch.equal(first, second)
+    assert torch.equal(y.grad_fn._saved_result, y)
+    torch.testing.assert_close(curvature, y * y.cos() - y.square() * y.sin())
     with torch.no_grad():
-        y.add_(1)
-    z.backward()
-    assert torch.equal(x.grad, 2 * F.relu(x.detach() - 1))
+        relu.add_(1)
+    assert torch.equal(torch.autograd.grad(square, x)[0], 2 * F.relu(x.detach() - 1))
 
 
 @pytest.mark.parametrize("keep", [offload(), compress("relu", capacity=0, min_bytes=0)])
@@ -311,12 +271,11 @@ def test_two_threads_share_a_store():
     assert wrong == []
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_around_a_compiled_model(backend):
+def test_around_a_compiled_model():
     module, x, keep = unfused(), torch.randn(5, 16), offload(min_bytes=0)
     expected = gradients(module, x, contextlib.nullcontext())
     puts = watch(keep)
-    torch.testing.assert_close(gradients(torch.compile(module, backend=backend), x, keep), expected)
+    torch.testing.assert_close(gradients(torch.compile(module, backend="aot_eager"), x, keep), expected)
     assert len(puts) >= 3
     assert not {p.numel() for p in module.parameters()} & set(puts)
 
@@ -343,7 +302,6 @@ def test_torch_func_refuses_it():
     ("make", "error", "message"),
     [
         (lambda: offload(min_bytes=-1), ValueError, "min_bytes must be an int of at least 0, not -1"),
-        (lambda: offload(min_bytes=1.5), ValueError, "min_bytes must be an int"),
         (lambda: offload(prefetch=-1), ValueError, "prefetch must be an int of at least 0, not -1"),
         (lambda: offload(in_flight=None), ValueError, "in_flight must be an int"),
         (lambda: offload(select=3), TypeError, "select must be a function of a tensor, not int"),

@@ -1,5 +1,5 @@
-"""Modules beside the torch modules that they replace: pairwise options, equal parameters, outputs and gradients
-compared in float64."""
+"""Modules beside what they replace: torch's classes, or the same written in PyTorch with the same constructor and parameters.
+Pairwise options; outputs and gradients compared in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import ckptkern
 
@@ -38,14 +39,147 @@ def _word(value: Any) -> str:
     return str(value) if unfused else getattr(value, "__name__", type(value).__name__)
 
 
-def both_of(ours: type, theirs: type, *args: Any, **kwargs: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """(ours, theirs) in float64 with one set of parameters. None of them is zero or one, as torch initialises some.
+# -- what ours replace, where torch has no class of the name -----------------------------------------------------------
 
-    `recompute` is given to ours alone. state_dict goes both ways, strictly.
-    """
-    recompute = {"recompute": kwargs.pop("recompute")} if "recompute" in kwargs else {}
-    mine = ours(*args, **kwargs, **recompute, dtype=torch.float64)
-    other = theirs(*args, **kwargs, dtype=torch.float64)
+ACTIVATIONS = {"identity": lambda z: z, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+class Linear(nn.Linear):
+    def __init__(self, *args: Any, activation: str = "identity", **options: Any):
+        super().__init__(*args, **options)
+        self.act = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(super().forward(x))
+
+
+class LinearStack(nn.Module):
+    def __init__(self, features: Sequence[int], activation: str = "relu", bias: bool = True, **factory: Any):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias, **factory) for k, n in itertools.pairwise(features))
+        self.act = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, hidden: int, *, activation: str = "gelu", bias: bool = True, **factory: Any):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(width, hidden, bias, **factory), nn.Linear(hidden, width, bias, **factory)
+        self.act = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, hidden: int, *, activation: str = "silu", bias: bool = False, **factory: Any):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, hidden, bias, **factory) for _ in range(2))
+        self.down_proj = nn.Linear(hidden, width, bias, **factory)
+        self.act = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """x [B, S, H, D]: (x_i, x_(i + D/2)) as a complex number, rotated by position · theta^(-2i/D)."""
+    D = x.shape[-1]
+    angles = positions.double()[:, None] * theta ** (-torch.arange(0, D, 2).double() / D)
+    z = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat((z.real, z.imag), -1).to(x.dtype)
+
+
+class LlamaAttention(nn.Module):
+    """visible: bool, broadcastable to [B, H, S, S]."""
+
+    def __init__(
+        self, width: int, heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *, bias: bool = False,
+        qk_norm: bool = False, rope_theta: float | None = 10000.0, **factory: Any,
+    ):  # fmt: skip
+        super().__init__()
+        D = head_dim or width // heads
+        self.q_proj = nn.Linear(width, heads * D, bias, **factory)
+        self.k_proj, self.v_proj = (nn.Linear(width, (num_kv_heads or heads) * D, bias, **factory) for _ in range(2))
+        self.o_proj = nn.Linear(heads * D, width, bias, **factory)
+        self.q_norm, self.k_norm = (nn.RMSNorm(D, 1e-6, **factory) if qk_norm else None for _ in range(2))
+        self.head_dim, self.rope_theta = D, rope_theta
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
+        if self.rope_theta is not None:
+            q, k = (rotated(one, torch.arange(x.shape[1]), self.rope_theta) for one in (q, k))
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if visible is None else visible
+        o = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+
+class LlamaDecoderLayer(nn.Module):
+    def __init__(
+        self, width: int, heads: int, num_kv_heads: int | None = None, intermediate_size: int | None = None,
+        head_dim: int | None = None, *, activation: str = "silu", attention_bias: bool = False, mlp_bias: bool = False,
+        dtype: torch.dtype | None = None, **of_attention: Any,
+    ):  # fmt: skip
+        super().__init__()
+        of_attention |= {"dtype": dtype}
+        self.input_layernorm = nn.RMSNorm(width, 1e-6, dtype=dtype)
+        self.self_attn = LlamaAttention(width, heads, num_kv_heads, head_dim, bias=attention_bias, **of_attention)
+        self.post_attention_layernorm = nn.RMSNorm(width, 1e-6, dtype=dtype)
+        self.mlp = GatedMLP(width, intermediate_size or 4 * width, activation=activation, bias=mlp_bias, dtype=dtype)
+
+    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), visible)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+class DropIn(NamedTuple):
+    """The class that ours of the same name replaces, arguments for both, options for both that are no defaults of torch's."""
+
+    theirs: type
+    args: tuple
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+LAYER = {"dropout": 0.0, "layer_norm_eps": 1e-3, "batch_first": True}
+DROP_INS = {
+    "Linear": DropIn(Linear, (E, 8)),
+    "LinearStack": DropIn(LinearStack, ([E, 9, 6, 8],)),
+    "MLP": DropIn(MLP, (E, HIDDEN)),
+    "GatedMLP": DropIn(GatedMLP, (E, HIDDEN)),
+    "MultiheadAttention": DropIn(nn.MultiheadAttention, (E, H), {"batch_first": True}),
+    "TransformerEncoderLayer": DropIn(nn.TransformerEncoderLayer, (E, H, HIDDEN), LAYER),
+    "TransformerDecoderLayer": DropIn(nn.TransformerDecoderLayer, (E, H, HIDDEN), LAYER),
+    "LlamaAttention": DropIn(LlamaAttention, (E, 4, 2, 6)),
+    "LlamaDecoderLayer": DropIn(LlamaDecoderLayer, (E, 4, 2, HIDDEN, 6)),
+}
+OWN = ("recompute", "workspace", "dropout", "resid_dropout")  # options that a class written here has not
+
+
+def ours_of(name: str, args: tuple | None = None, **options: Any) -> nn.Module:
+    return getattr(ckptkern.nn, name)(*args or DROP_INS[name].args, **DROP_INS[name].options | options)
+
+
+def theirs_of(name: str, args: tuple | None = None, **options: Any) -> nn.Module:
+    theirs, default_args, defaults = DROP_INS[name]
+    unknown = OWN[:2] if theirs.__module__.startswith("torch.") else OWN
+    return theirs(
+        *args or default_args, **{key: value for key, value in (defaults | options).items() if key not in unknown}
+    )
+
+
+def pair_of(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """(ours, theirs) in float64 with one set of parameters. None of them is zero or one, as torch initialises some.
+    state_dict goes both ways, strictly."""
+    mine, other = ours_of(name, dtype=torch.float64, **options), theirs_of(name, dtype=torch.float64, **options)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
@@ -59,37 +193,18 @@ def tokens(layout: str, length: int, width: int = E, grad: bool = True) -> Tenso
     return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
 
 
-class Kind(NamedTuple):
-    """A module of torch's by the name of its class; called with a memory or without, and attention with weights or without."""
+def inputs_of(name: str, layout: str = "batch_first", grad: bool = True) -> dict[str, Tensor]:
+    """x and, of a decoder's layer, memory."""
+    memory = {"memory": tokens(layout, S, grad=grad)} if name == "TransformerDecoderLayer" else {}
+    return {"x": tokens(layout, T, grad=grad)} | memory
 
-    name: str
-    memory: bool = False
-    need_weights: bool | None = None  # None: a layer
 
-    def __str__(self) -> str:
-        return f"{self.name}{' with memory' * self.memory}{' with weights' * bool(self.need_weights)}"
-
-    def build(self, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-        args = [E, options.pop("num_heads", H)]
-        if self.need_weights is None:
-            args, options = [*args, HIDDEN], {"dropout": 0.0, "layer_norm_eps": 1e-3} | options
-        return both_of(getattr(ckptkern.nn, self.name), getattr(torch.nn, self.name), *args, **options)
-
-    def inputs(self, layout: str = "seq_first", width: int = E, grad: bool = True) -> dict[str, Tensor]:
-        """x and, of this width, memory."""
-        made = {"x": tokens(layout, T, grad=grad)}
-        return made | ({"memory": tokens(layout, S, width, grad)} if self.memory else {})
-
-    def call(self, module: torch.nn.Module, x: Tensor, memory: Tensor | None = None, **options: Any) -> Tensor:
-        """The output alone."""
-        if self.need_weights is None:
-            return module(*(x,) if memory is None else (x, memory), **options)
+def call(module: nn.Module, x: Tensor, memory: Tensor | None = None, **options: Any) -> Tensor:
+    """The output alone; attention without weights unless the options ask for them."""
+    if isinstance(module, nn.MultiheadAttention):
         keys = x if memory is None else memory
-        return module(x, keys, keys, need_weights=self.need_weights, **options)[0]
-
-
-ENCODER, DECODER = Kind("TransformerEncoderLayer"), Kind("TransformerDecoderLayer", memory=True)
-ATTENTION = [Kind("MultiheadAttention", memory, weights) for memory in (False, True) for weights in (False, True)]
+        return module(x, keys, keys, **{"need_weights": False} | options)[0]
+    return module(*(x,) if memory is None else (x, memory), **options)
 
 
 def raised(call: Callable[[], Any]) -> tuple[type, str] | None:
@@ -101,31 +216,37 @@ def raised(call: Callable[[], Any]) -> tuple[type, str] | None:
     return None
 
 
-def run(module: torch.nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+def run(module: nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
     """Outputs of call(module, **inputs) and the gradients of a random function of them."""
     inputs = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
     outputs = call(module, **inputs)
     outputs = [y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if y is not None]
     generator = torch.Generator().manual_seed(5)
     dys = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in outputs]
-    trained = dict(module.named_parameters())
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     trained |= {name: t for name, t in inputs.items() if t.requires_grad}
     grads = torch.autograd.grad(outputs, list(trained.values()), dys, allow_unused=True)
     return {f"output {i}": y.detach() for i, y in enumerate(outputs)} | dict(zip(trained, grads, strict=True))
 
 
 def assert_drop_in(
-    ours: torch.nn.Module, theirs: torch.nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]
+    ours: nn.Module,
+    theirs: nn.Module,
+    call: Callable[..., Any],
+    inputs: dict[str, Tensor],
+    their_call: Callable | None = None,
 ) -> None:
-    """Outputs and gradients of both are equal within float64's rounding."""
-    mine, reference = run(ours, call, inputs), run(theirs, call, inputs)
+    """Outputs and gradients of both are equal within float64's rounding, or that of rotary angles, which is float32's."""
+    rotates = any(getattr(one, "rope_theta", None) is not None for one in ours.modules())
+    rtol, atol = (1e-5, 1e-6) if rotates else (1e-9, 1e-11)
+    mine, reference = run(ours, call, inputs), run(theirs, their_call or call, inputs)
     assert list(mine) == list(reference)
     for name, wanted in reference.items():
         got = mine[name]
         assert (got is None) == (wanted is None), name
         if wanted is not None:
             assert wanted.isfinite().all(), name
-            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def bool_mask(*shape: int, p: float = 0.4) -> Tensor:
@@ -161,21 +282,3 @@ def attention_mask(kind: str, B: int, H: int, L: int, S: int) -> Tensor | None:
         return causal_mask(L, S)
     shape = (L, S) if kind.endswith("2") else (B * H, L, S)
     return bool_mask(*shape) if kind.startswith("bool") else float_mask(*shape)
-
-
-def dropout_is_one_mask(module: torch.nn.Module, call: Callable[..., Tensor], x: Tensor) -> None:
-    """Training samples anew, a seed samples again, and the gradient is that of the function that forward computed."""
-
-    def value(x: Tensor) -> Tensor:
-        torch.manual_seed(11)
-        return call(module, x)
-
-    assert not torch.equal(call(module, x), call(module, x))
-    assert torch.equal(value(x), value(x))
-    x = x.detach().requires_grad_()
-    y = value(x)
-    dy, dx, step = torch.randn_like(y), torch.randn_like(x), 1e-5
-    (grad,) = torch.autograd.grad(y, x, dy)
-    with torch.no_grad():
-        rise = (value(x + step * dx) - value(x - step * dx)) / (2 * step)
-    torch.testing.assert_close((grad * dx).sum(), (rise * dy).sum(), rtol=1e-6, atol=1e-8)
