@@ -1,28 +1,33 @@
-"""linear_act: the checks that it has besides those of all ops."""
+"""linear_act and linear_stack: values that activations treat specially, bits of relu's mask, and any number of layers."""
+
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import ACTIVATIONS, MODES
+from support.cases import ACTIVATIONS, MODES, assert_same, gradients
+from support.oracles import ORACLES
 
 import ckptkern
+from ckptkern.memory import saved_tensors
+from ckptkern.ops import catalog
+from ckptkern.ops.examples import normal
+
+each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_mode
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_at_zero_and_nan(activation, mode):
     """relu's gradient is 0 at 0; NaN passes through value and gradient, as in torch. z is x itself here."""
-    x = torch.tensor([[-1.0, -0.0, 0.0, 2.0, float("nan"), float("inf")]]).T.contiguous()
-    results = []
-    for function in (
-        lambda x: ckptkern.linear_act(x, torch.ones(1, 1), None, activation, recompute=mode),
-        lambda x: ACTIVATIONS[activation](F.linear(x, torch.ones(1, 1))),
-    ):
-        leaf = x.clone().requires_grad_()
-        y = function(leaf)
-        results.append((y.detach(), torch.autograd.grad(y, leaf, torch.full_like(y, 3.0))[0]))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    x = {"x": torch.tensor([[-1.0, -0.0, 0.0, 2.0, float("nan"), float("inf")]]).T.contiguous().requires_grad_()}
+    found, expected = (
+        gradients(
+            lambda t, of=of: of(t["x"], torch.ones(1, 1), None, activation, recompute=mode), x, torch.full((6, 1), 3.0)
+        )
+        for of in (ckptkern.linear_act, ORACLES["linear_act"])
+    )
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("features", [1, 7, 8, 9, 64, 65])
@@ -38,13 +43,10 @@ def test_every_bit_of_relus_mask(features):
 
 def test_a_chain_saves_each_hidden_layer_once():
     """relu at "none" saves y, which the next layer saves anyway: no more than nn.Linear and ReLU save."""
-    from ckptkern.memory import saved_tensors
-
     layers = [torch.nn.Linear(16, 16) for _ in range(3)]
-    parameters = [p for layer in layers for p in layer.parameters()]
 
     def saved(function):
-        with saved_tensors(exclude=parameters) as saved:
+        with saved_tensors(exclude=[p for layer in layers for p in layer.parameters()]) as saved:
             h = torch.randn(8, 16, requires_grad=True)
             for layer in layers:
                 h = function(h, layer.weight, layer.bias)
@@ -54,3 +56,38 @@ def test_a_chain_saves_each_hidden_layer_once():
     unfused = saved(lambda h, w, b: F.linear(h, w, b).relu())
     assert unfused == 4 * 8 * 16 * 4
     assert saved(lambda h, w, b: ckptkern.linear_act(h, w, b, recompute="none")) == unfused
+
+
+def stack(*widths):
+    """(x, weights, biases)"""
+    leaves = {
+        "weights": [normal(n, k) for k, n in itertools.pairwise(widths)],
+        "x": normal(13, widths[0]),
+    }
+    t = catalog.random_leaves(leaves | {"biases": [normal(n) for n in widths[1:]]}, torch.float64)
+    return t["x"], *([one for name, one in t.items() if kind in name] for kind in ("weights", "biases"))
+
+
+@each_mode
+@pytest.mark.parametrize("widths", [[5, 6], [5, 6, 7], [9, 1, 9, 2], [8] * 5, [70, 65, 3, 66, 64]], ids=str)
+def test_depths_and_widths(widths, mode):
+    """One layer, which is a linear_act, two, and more, narrow and wide, growing and shrinking."""
+    x, weights, biases = stack(*widths)
+    leaves = {"x": x} | dict(enumerate([*weights, *biases]))
+    found, expected = (
+        gradients(lambda _, of=of: of(x, weights, biases, recompute=mode), leaves)
+        for of in (ckptkern.linear_stack, ORACLES["linear_stack"])
+    )
+    torch.testing.assert_close(found, expected)
+    if len(weights) == 1:
+        one = gradients(lambda _: ckptkern.linear_act(x, weights[0], biases[0], recompute="full"), leaves)
+        assert_same(found, one)
+
+
+def test_containers():
+    """Weights and biases may be lists, tuples, ParameterLists or generators, and biases None."""
+    x, weights, biases = stack(5, 6, 7)
+    expected = ckptkern.linear_stack(x, weights, biases)
+    for kind in (tuple, iter, torch.nn.ParameterList):
+        assert torch.equal(ckptkern.linear_stack(x, kind(weights), kind(biases)), expected)
+    assert torch.equal(ckptkern.linear_stack(x, weights, [None, None]), ckptkern.linear_stack(x, weights))

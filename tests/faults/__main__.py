@@ -1,0 +1,62 @@
+"""Are all faults found? `python -m tests.faults`, from the repository's root; `make faults`.
+
+Each fault is put in a copy of the tree, where the smallest part of the suite that should see it is run, without tests that are
+marked long. Exit status 1 if one is not found, or a fault's text is no longer in its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from .anchors import problems, without_tests
+from .run import all_of, red_without, table_of
+from .table import FAULTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="WORD", help="only faults with one of these in their name or file")
+    parser.add_argument("--list", action="store_true", help="print the faults and the tests that should see them")
+    parser.add_argument(
+        "--check", action="store_true", help="only look for the places of the faults and for their tests"
+    )
+    parser.add_argument("--baseline", action="store_true", help="first run the tests without a fault: they must pass")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at a time; default: the cores")
+    parser.add_argument("--seconds", type=float, default=150, help="a run of tests may take (default: %(default)s)")
+    parser.add_argument("--out", type=Path, metavar="TABLE.md", help="write the table of which test found which")
+    options = parser.parse_args()
+
+    faults = [one for one in FAULTS if not options.names or any(n in f"{one.name} {one.file}" for n in options.names)]
+    if not faults:
+        sys.exit("faults: no fault has these words in its name or file; --list prints all")
+    if options.list:
+        for one in faults:
+            print(f"{one.name} [{one.file}]: {' | '.join(one.tests)}")
+        return
+    if lost := [*problems(faults), *without_tests(faults)]:
+        sys.exit("\n".join(lost))
+    if options.check:
+        print(f"{len(faults)} faults have a place and tests")
+        return
+    with tempfile.TemporaryDirectory(prefix="ckptkern-faults-") as name:
+        folder, found = Path(name), []
+        if options.baseline and (red := red_without(faults, folder, options.seconds)):
+            sys.exit("\n".join(["faults: these tests fail without a fault:", *red]))
+        for one in all_of(faults, folder, max(options.jobs, 1), options.seconds):
+            found.append(one)
+            print(f"{len(found)}/{len(faults)} {one.line()}", flush=True)
+    found.sort(key=lambda one: faults.index(one.fault))
+    table = table_of(found)
+    if options.out is not None:
+        options.out.write_text(table)
+    missed = [one for one in found if one.by is None]
+    print("\n" + table + "".join(f"\n{one.line()}" for one in missed))
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()

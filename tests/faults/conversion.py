@@ -1,0 +1,92 @@
+"""Faults of ckptkern/conversion: the guard, bindings, the grammar, numerical checks, heads and masks."""
+
+from __future__ import annotations
+
+from .anchors import Fault
+
+CONVERSION = [
+    Fault(
+        "guard: weights that are no longer tied",
+        "ckptkern/conversion/guard.py",
+        "any(«a._parameters[name] is not b._parameters[as_]» for a, name, b, as_ in self.ties)",
+        "False",
+        ("tests/conversion/test_near_misses.py", "tests/conversion/test_convert.py"),
+    ),
+    Fault(
+        "guard: pre-hooks inside are not seen",
+        "ckptkern/conversion/guard.py",
+        "for d in (m._forward_hooks, «m._forward_pre_hooks,» m._backward_hooks",
+        "",
+        ("tests/conversion/test_convert.py -k later_change",),
+    ),
+    Fault(
+        "binding: an MLP saves its hidden layer at selective",
+        "ckptkern/conversion/binding.py",
+        'return mode «if (op, activation) == ("linear_act", "relu") else "full"»',
+        "",
+        ("tests/conversion/test_heads.py -k modes", "tests/conversion/test_convert.py"),
+    ),
+    Fault(
+        "binding: a model that generates in training mode gets empty caches",
+        "ckptkern/conversion/binding.py",
+        "if not («torch.is_grad_enabled() and» self.module.training) or any(one.get_seq_length() for one in caches)",
+        "",
+        ("tests/conversion/test_convert.py -k cache", "tests/conversion/test_masks.py -k generation"),
+    ),
+    Fault(
+        "arguments: dropout goes on in evaluation",
+        "ckptkern/conversion/arguments.py",
+        "return getattr(self.module, self.attribute) «if self.module.training else 0.0»",
+        "",
+        ("tests/conversion/test_convert.py",),
+    ),
+    Fault(
+        "arguments: a rotary table that changed in place is not made anew",
+        "ckptkern/conversion/arguments.py",
+        "state = «tensor._version», tensor.data_ptr()",
+        "0",
+        ("tests/conversion/test_language_models.py",),
+    ),
+    Fault(
+        "grammar: a residual is looked for on the left alone",
+        "ckptkern/conversion/grammar.py",
+        "for residual, branch in «(node.inputs, node.inputs[::-1])»: try: part = self.branch(branch, core)",
+        "(node.inputs,)",
+        ("tests/conversion/test_convert.py",),
+    ),
+    Fault(
+        "check: results a thousand times as far apart are alike",
+        "ckptkern/conversion/check.py",
+        "TOLERANCE = «2e-5»",
+        "2e-2",
+        ("tests/conversion/test_near_misses.py",),
+    ),
+    Fault(
+        "check: another length is not compared",
+        "ckptkern/conversion/fuse.py",
+        'if error > «TOLERANCE»: raise Unreadable(f"with {what} the numbers',
+        "math.inf",
+        ("tests/conversion/test_near_misses.py", "tests/conversion/test_convert.py"),
+    ),
+    Fault(
+        "head: logits of a weight that has changed",
+        "ckptkern/conversion/logits.py",
+        "same = «[(one._version, one.data_ptr()) for one in self.tensors] == self.marks»",
+        "True",
+        ("tests/conversion/test_logits.py",),
+    ),
+    Fault(
+        "head: a bias that is added after a scale is scaled",
+        "ckptkern/conversion/logits.py",
+        "added = added.detach().reshape(-1) «/ scale»",
+        "",
+        ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
+    ),
+    Fault(
+        "masks: a window sees one key more",
+        "ckptkern/conversion/masks.py",
+        "return -1 if window is None else window «- 1», 0",
+        "",
+        ("tests/conversion/test_masks.py",),
+    ),
+]

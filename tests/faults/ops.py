@@ -1,0 +1,315 @@
+"""Faults of ckptkern/ops: formulas of a few options together, chunks and groups, costs, casts, sums and what is saved."""
+
+from __future__ import annotations
+
+from .anchors import Fault
+
+PROPERTIES = "tests/ops/test_properties.py"
+AUTOGRAD = "tests/ops/test_properties_autograd.py"
+MEMORY = "tests/ops/test_properties_memory.py"
+PRECISION = "tests/ops/test_properties_precision.py"
+
+
+def values(*cases: str) -> str:
+    """Returns pytest's arguments: values and gradients of cases whose names contain these, of entries with pairs
+    of options and other arguments, in several chunks and groups."""
+    return f"{PROPERTIES} -k '(pairs_of_options or other_values) and ({' or '.join(cases)})'"
+
+
+def cost(*cases: str) -> str:
+    """Returns pytest's arguments: each input alone, and what its gradient costs."""
+    return f"{AUTOGRAD} -k 'each_input_alone and ({' or '.join(cases)})'"
+
+
+def memory(*cases: str) -> str:
+    """Returns pytest's arguments: what is saved, and the peak of both passes."""
+    return f"{MEMORY} -k '{' or '.join(cases)}'"
+
+
+OPS = [
+    Fault(
+        "mlp: a gated gradient by steps without the activation",
+        "ckptkern/ops/mlp/branch.py",
+        "dh * «self.p.act_fwd(g, None, activation)»]",
+        "g",
+        (values("[mlp_block-gate", "[mlp_block-lora"),),
+    ),
+    Fault(
+        "mlp: every chunk draws the mask of the first rows",
+        "ckptkern/ops/mlp/branch.py",
+        "return apply_dropout(self.p, h, self.dropout, «start»)",
+        "0",
+        (values("[mlp-", "[mlp_block-dropout"),),
+    ),
+    Fault(
+        "mlp: a gated branch counts the bytes of a plain one",
+        "ckptkern/ops/mlp/branch.py",
+        'eagerly, held = backend == "eager", «5 if gated else 2»',
+        "2",
+        (
+            memory("[gated_mlp"),
+            MEMORY,
+        ),
+    ),
+    Fault(
+        "mlp: a float32 weight is not cast under autocast",
+        "ckptkern/ops/mlp/branch.py",
+        "self.copies[name] = «parameter.to(self.dtype)»",
+        "parameter",
+        (f"{PRECISION} -k '(autocast or cast_once) and [mlp'",),
+    ),
+    Fault(
+        "linear_stack: gradients below the lowest trained layer are formed",
+        "ckptkern/ops/mlp/linear_stack.py",
+        "lowest = «0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)»",
+        "0",
+        (cost("[linear_stack"),),
+    ),
+    Fault(
+        "sublayer: the branch's gradient is not dropped",
+        "ckptkern/ops/sublayer/residual.py",
+        "return dy, «self.drop(df.to(o.dtype))», grads",
+        "df.to(o.dtype)",
+        (values("[mlp_block-resid"),),
+    ),
+    Fault(
+        "sublayer: layer_scale's gradient leaves out the post-norm",
+        "ckptkern/ops/sublayer/residual.py",
+        'return eager.column_sum(df * «self.post_normed(f)», self.dtype_of("layer_scale", need))',
+        "f",
+        (values("[mlp_block-layer_scale", "[mlp_block-post_norm"),),
+    ),
+    Fault(
+        "sublayer: a trailing norm's backward reads x alone",
+        "ckptkern/ops/sublayer/residual.py",
+        "self.norm_gradients(dy, «self.total(f)», need)",
+        "self.x",
+        (values("[mlp_block-norm"),),
+    ),
+    Fault(
+        "sublayer: every chunk drops the first samples",
+        "ckptkern/ops/sublayer/residual.py",
+        "rows = torch.arange(«self.first_row, self.first_row + z.shape[0]», device=z.device)",
+        "z.shape[0]",
+        (values("[mlp_block-drop_path", "[mlp_block-layer_scale"),),
+    ),
+    Fault(
+        "lora: du is not scaled",
+        "ckptkern/ops/sublayer/lora.py",
+        "return torch.mm(dy.to(self.b.dtype), self.b)«.mul_(self.scale)»",
+        "",
+        (
+            values("[mlp_block-lora"),
+            values("[mlp_block"),
+        ),
+    ),
+    Fault(
+        "lora: all updates of a sublayer drop the same elements",
+        "ckptkern/ops/sublayer/lora.py",
+        "dropout_arguments(t.lora_rng if p else None, p), «place * rows»)",
+        "0",
+        (
+            values("[mlp_block-lora"),
+            values("[mlp_block"),
+        ),
+    ),
+    Fault(
+        "dropout: every sample has the mask of the first",
+        "ckptkern/ops/sublayer/dropout.py",
+        "parts = [drop(one, *arguments, row_base=o.row_base «+ i * o.row_step») for i, one in enumerate(samples)]",
+        "",
+        ("tests/ops/test_dropout.py",),
+    ),
+    Fault(
+        "attention: the output gate's gradient has the other factor",
+        "ckptkern/ops/attention/backward.py",
+        "return (made * torch.sigmoid(«-gate»)).to(gate.dtype)",
+        "gate",
+        (values("[attention_block-gate"),),
+    ),
+    Fault(
+        "attention: a norm before a gate gets no gradient through it",
+        "ckptkern/ops/attention/gradients.py",
+        'or «not {"x", *OF_NORM}.isdisjoint(inner)»',
+        '"x" in inner',
+        (
+            cost("[attention_block"),
+            "tests/ops/test_attention_block.py",
+        ),
+    ),
+    Fault(
+        "attention: all three core gradients whatever is trained",
+        "ckptkern/ops/attention/gradients.py",
+        "return «bool(behind_q & inner), bool(inner - behind_q)»",
+        "True, True",
+        (
+            cost("[attention_block"),
+            "tests/ops/test_attention_block.py",
+        ),
+    ),
+    Fault(
+        "attention: all groups of heads drop the same scores",
+        "ckptkern/ops/attention/groups.py",
+        "core = core._replace(plane_base=core.plane_base «+ index * H»,",
+        "",
+        (
+            values("[attention_block-dropout"),
+            values("[attention_block"),
+        ),
+    ),
+    Fault(
+        "attention: every group writes the first columns of the output weight's gradient",
+        "ckptkern/ops/attention/backward.py",
+        "place = slice(None), slice(«self.index * self.width, (self.index + 1) * self.width»)",
+        "0, self.width",
+        (values("[attention_block-none"),),
+    ),
+    Fault(
+        "attention: theta's tables go on over packed sequences",
+        "ckptkern/ops/attention/sublayer.py",
+        "positions = positions_of(whole, t.wo.device, «t.cu»)",
+        "None",
+        (
+            values("[attention_block-sequences"),
+            "tests/ops/test_attention_block.py",
+        ),
+    ),
+    Fault(
+        "attention: a window one row short of all is none",
+        "ckptkern/ops/attention/masks.py",
+        "surely(left >= rows - «1»)",
+        "2",
+        (
+            "tests/ops/test_query_blocks.py -k window",
+            values("[scaled_dot_product_attention"),
+        ),
+    ),
+    Fault(
+        "latent attention: 16-bit sums over groups of heads",
+        "ckptkern/ops/attention/latent_sublayer.py",
+        "qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], «group.count > 1»",
+        "False",
+        (
+            "tests/ops/test_latent.py -k float32",
+            "tests/ops -k 'float32 and latent'",
+        ),
+    ),
+    Fault(
+        "latent attention: the shared part of k has the gradient of one head",
+        "ckptkern/ops/attention/latent_sublayer.py",
+        "shared = dk[«...,» nope:qk].sum(1,",
+        ":, :1, ...,",
+        (values("[latent_attention_block-none"),),
+    ),
+    Fault(
+        "moe: the shared expert's gate has half of its slope",
+        "ckptkern/ops/moe/sublayer.py",
+        "* gate «* (1 - gate)»",
+        "",
+        (values("[moe_block-shared"),),
+    ),
+    Fault(
+        "moe: the normalised weights' sum has no gradient",
+        "ckptkern/ops/moe/router.py",
+        "ds = «(ds - (ds * s).sum(-1, keepdim=True) / total) / total»",
+        "ds / total",
+        (values("[moe_block-none", "[moe_block-normalize"),),
+    ),
+    Fault(
+        "experts: a routing weight has no gradient of the bias",
+        "ckptkern/ops/experts.py",
+        'made["ds"] = «ds if bd is None else ds + _bias_share(dy, index, bd)»',
+        "ds",
+        (values("[moe_block-down_bias", "[moe_block-gate_up_bias"),),
+    ),
+    Fault(
+        "loss: class weights of the first chunk for all",
+        "ckptkern/ops/cross_entropy/op.py",
+        "grads.needs_bias, slice(«o.vocab_start + start, o.vocab_start + stop»)",
+        "o.vocab_start, o.vocab_start + stop - start",
+        (values("[linear_cross_entropy-weight"),),
+    ),
+    Fault(
+        "loss: an entropy's gradient leaves out the entropy",
+        "ckptkern/ops/cross_entropy/statistics.py",
+        "negative(dy.log_probs)«, negative(of_entropy)»",
+        "",
+        (values("[linear_cross_entropy-return_entropy"),),
+    ),
+    Fault(
+        "loss: the entropy of parts leaves out their shares",
+        "ckptkern/ops/cross_entropy/statistics.py",
+        "parts_of_it = log_p.exp() * «(ranks.entropy - log_p)»",
+        "ranks.entropy",
+        (values("[linear_cross_entropy-return_entropy", "[linear_cross_entropy-lora"),),
+    ),
+    Fault(
+        "loss: gradients of forward are scaled in place under retain_graph",
+        "ckptkern/ops/cross_entropy/in_forward.py",
+        "is_last = «not torch._C._autograd._get_current_graph_task_keep_graph()»",
+        "True",
+        (
+            "tests/ops/test_head_in_forward.py -k retained",
+            f"{AUTOGRAD} -k 'again and [linear_cross_entropy'",
+        ),
+    ),
+    Fault(
+        "distillation: every chunk has the teacher's first classes",
+        "ckptkern/ops/distillation/op.py",
+        "of_entries(teacher, «start, stop»)",
+        "0, stop - start",
+        (values("[linear_distillation-none", "[linear_distillation-mask"),),
+    ),
+    Fault(
+        "gradients: a bias is summed in 16 bits over chunks",
+        "ckptkern/ops/registration/gradients.py",
+        "self.part = bias.dtype «if chunks == 1 else True»",
+        "",
+        (f"{PRECISION} -k 'as_exact and ([linear_stack or [mlp)'",),
+    ),
+    Fault(
+        "gradients: a hook of a weight does not see what is added in place",
+        "ckptkern/ops/registration/gradients.py",
+        "or grad.requires_grad «or weight._backward_hooks»",
+        "",
+        ("tests/ops/test_accumulate_in_place.py",),
+    ),
+    Fault(
+        "needs: a partial backward forms all gradients",
+        "ckptkern/ops/registration/needs.py",
+        "edges = «None if torch.compiler.is_compiling() else state.asked()»",
+        "None",
+        (cost("[mlp-", "[mlp]"),),
+    ),
+    Fault(
+        "op: x is saved where nothing reads it",
+        "ckptkern/ops/registration/op.py",
+        "if not op.reads_x(options, needs): «flat[0] = None»",
+        "pass",
+        (
+            cost("[linear_act"),
+            memory("[linear_act"),
+        ),
+    ),
+    Fault(
+        "split backward: a stash stands for another gradient",
+        "ckptkern/ops/registration/delayed.py",
+        "return «same and» all(place in self.grads",
+        "",
+        ("tests/ops/test_split_backward.py -k another_gradient",),
+    ),
+    Fault(
+        "layer: a trained attention asks for no gradient of what follows",
+        "ckptkern/ops/transformer_layer.py",
+        "«before |= own != 0»",
+        "pass",
+        (cost("[transformer_layer]"),),
+    ),
+    Fault(
+        "dispatch: an op inside a checkpoint saves for itself",
+        "ckptkern/ops/dispatch/choices.py",
+        'return «"none" if _inside_checkpoint(seen) else recompute»',
+        "recompute",
+        ("tests/ops/test_op.py -k inside_a_checkpoint",),
+    ),
+]

@@ -1,0 +1,218 @@
+"""Faults of regions, stores, plans, parallelism, drop-in modules, the reference implementations and the C++ extension."""
+
+from __future__ import annotations
+
+from .anchors import Fault
+
+SEGMENTS = [
+    Fault(
+        "checkpoint: recompute draws new random numbers",
+        "ckptkern/segments/checkpoint.py",
+        "self.state = SegmentState(args, kwargs, «preserve_rng_state»)",
+        "False",
+        ("tests/segments/test_checkpoint.py -k 'random or rng'",),
+    ),
+    Fault(
+        "checkpoint: recompute runs to its end",
+        "ckptkern/segments/checkpoint.py",
+        'self.stops_early, self.compares = «early_stop», check != "none"',
+        "False",
+        ("tests/segments/test_checkpoint.py -k early_stop", "tests/segments/test_checkpoint.py"),
+    ),
+    Fault(
+        "checkpoint: running statistics are updated twice",
+        "ckptkern/segments/checkpoint.py",
+        "module_buffers[name] = None if buffer is None else «buffer.clone()»",
+        "buffer",
+        ("tests/segments/test_checkpoint.py -k running_statistics", "tests/segments/test_checkpoint.py"),
+    ),
+    Fault(
+        "checkpoint: recompute decides for itself",
+        "ckptkern/segments/decisions.py",
+        "self.place += 1 return «taken.clone()»",
+        "decision",
+        ("tests/segments/test_decisions.py",),
+    ),
+    Fault(
+        "tiled: 16-bit gradients are rounded after each chunk",
+        "ckptkern/segments/tiled.py",
+        "if isinstance(result, Tensor) and result.requires_grad: «sums.redirect(result, part)»",
+        "pass",
+        ("tests/segments/test_tiled.py",),
+    ),
+    Fault(
+        "groups: recompute runs in the mode that modules have by then",
+        "ckptkern/segments/span.py",
+        "with _in_modes(«self.modes»): result = self.first_call(*args, **kwargs)",
+        "[]",
+        ("tests/conversion/test_groups.py -k mode", "tests/conversion/test_groups.py"),
+    ),
+]
+
+STORAGE = [
+    Fault(
+        "compress: small elements become zeros",
+        "ckptkern/storage/compress.py",
+        "codes[row : row + step] = «torch.where(code == 0, x.sign() * self.code.smallest, code)»",
+        "code",
+        ("tests/storage/test_compress.py",),
+    ),
+    Fault(
+        "offload: a change during the copy is not seen",
+        "ckptkern/storage/offload.py",
+        "if «flight.resident._version != copy.version»: # before the copy or after it: the host cannot tell",
+        "False",
+        ("tests/storage/test_offload.py",),
+    ),
+    Fault(
+        "store: a changed tensor has the values of before",
+        "ckptkern/storage/store.py",
+        "key = StorageWeakRef(tensor.untyped_storage()), «tensor._version,» *place",
+        "",
+        ("tests/storage/test_store.py",),
+    ),
+]
+
+PLANNING = [
+    Fault(
+        "solve: of layers that are alike the first save most",
+        "ckptkern/planning/solve.py",
+        "key=lambda w: («group.own[w]», w)",
+        "-group.own[w]",
+        ("tests/planning/test_solve.py",),
+    ),
+    Fault(
+        "solve: a choice may exceed the budget by a KiB",
+        "ckptkern/planning/solve.py",
+        "if excess <= «0»: return chosen",
+        "KIB",
+        ("tests/planning/test_solve.py",),
+    ),
+    Fault(
+        "table: a region's own backward does not count what it saves",
+        "ckptkern/planning/table.py",
+        "mode = self._moved(stretch.done «| {stretch.segment}», base, chosen)",
+        "",
+        ("tests/planning/test_peak.py",),
+    ),
+    Fault(
+        "certify: a gradient of NaN passes",
+        "ckptkern/planning/certify.py",
+        "for name, eager, ours in named if «not ours <= self.allowed(eager)»]",
+        "ours > self.allowed(eager)",
+        ("tests/planning/test_certify.py",),
+    ),
+]
+
+PARALLEL = [
+    Fault(
+        "tensor parallel: a leading norm's gradient is one rank's part",
+        "ckptkern/parallel/roles.py",
+        'return «INSIDE if sublayer.get("norm_first", True) else AROUND»',
+        "AROUND",
+        ("tests/distributed/test_tensor_parallel.py",),
+    ),
+    Fault(
+        "tensor parallel: every rank drops the first heads' scores",
+        "ckptkern/ops/sharded.py",
+        "heads = dict(first_plane=«self.rank * o.num_heads», planes=self.size * o.num_heads)",
+        "0",
+        ("tests/distributed/test_tensor_parallel.py",),
+    ),
+    Fault(
+        "context parallel: all ranks drop the same elements of their rows",
+        "ckptkern/ops/attention/context.py",
+        "return rng «if self.rank == 0 else rng ^ (self.rank * 0x9E3779B97F4A7C15 & 0x7FFFFFFFFFFFFFFF)»",
+        "",
+        ("tests/distributed/test_split_sequences.py -k masks_of_rows", "tests/distributed/test_split_sequences.py"),
+    ),
+]
+
+NN = [
+    Fault(
+        "nn: a bound in bytes is measured in one mode for both",
+        "ckptkern/nn/sequential.py",
+        "input.requires_grad, autocast_dtype(input)«, self.training»",
+        "",
+        ("tests/segments/test_sequential.py", "tests/nn/test_sequential.py"),
+    ),
+    Fault(
+        "nn: a dropout module's own mode is not read",
+        "ckptkern/nn/transformer.py",
+        "return dropout.p «if dropout.training else 0.0»",
+        "",
+        ("tests/nn/test_transformer.py",),
+    ),
+    Fault(
+        "nn: a stack recomputes its last group too",
+        "ckptkern/nn/sequential.py",
+        "if «start == starts[-1] or» not torch.is_grad_enabled()",
+        "",
+        ("tests/nn/test_sequential.py",),
+    ),
+]
+
+EAGER = [
+    Fault(
+        "state: the scale of dropout is that of the unrounded p",
+        "ckptkern/state.py",
+        "return threshold, «65536 / (65536 - threshold)» if threshold < 65536 else 0.0",
+        "1 / (1 - p)",
+        ("tests/test_state.py -k threshold",),
+    ),
+    Fault(
+        "state: in tensor operations planes overlap where rows are no multiple of 16",
+        "ckptkern/state.py",
+        "c1 = 8 * (plane * «-(-total_rows // 16)» + row_blocks)",
+        "(total_rows // 16)",
+        ("tests/test_state.py -k 'layout or parts or meta'", "tests/test_state.py"),
+    ),
+    Fault(
+        "eager: blocks of heads drop the same scores",
+        "ckptkern/eager/query_blocks.py",
+        "plane_base=core.plane_base + self.samples.start * planes «+ self.heads.start»",
+        "",
+        ("tests/ops/test_query_blocks.py",),
+    ),
+    Fault(
+        "eager: large scores take an lse that has no digits",
+        "ckptkern/eager/attention.py",
+        "return bool((lse.abs() > «2**10»).any())",
+        "2**20",
+        ("tests/ops/test_attention.py -k large_scores", "tests/ops/test_attention.py"),
+    ),
+]
+
+FROZEN = [
+    Fault(
+        "frozen: the two values of a byte are swapped",
+        "ckptkern/frozen/kinds.py",
+        "torch.stack((«own & 15, own >> 4»), -1)",
+        "own >> 4, own & 15",
+        ("tests/frozen/test_kinds.py",),
+    ),
+]
+
+CSRC = [
+    Fault(
+        "philox: planes overlap where rows are no multiple of 16",
+        "csrc/philox.cpp",
+        "const int64_t blocks_per_plane = «ceil_div(total_rows, kBlockRows)»;",
+        "total_rows / kBlockRows",
+        ("tests/test_state.py -k 'layout or parts or planes'", "tests/test_state.py"),
+    ),
+    Fault(
+        "saved tensors: a held value that has changed is given",
+        "csrc/saved_tensors.cpp",
+        "return «version_of(i->object) == i->version» ? Py_NewRef(i->object.object) : nullptr;",
+        "true",
+        ("tests/ops/test_split_backward.py -k changes_between", "tests/ops/test_split_backward.py"),
+    ),
+    Fault(
+        "precision: cast weights outlive the region",
+        "csrc/precision.cpp",
+        "«at::autocast::clear_cache();»",
+        "",
+        ("tests/test_state.py -k outlive", "tests/test_state.py"),
+    ),
+]

@@ -1,0 +1,179 @@
+"""Applies each fault in a copy of the tree, and runs the tests that should see it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from .anchors import ROOT, Fault, changed
+
+LINKED = {
+    "ckptkern/triton_kernels": "../triton_kernels",
+    "ckptkern/benchmarks": "../benchmarks",
+}  # else the installed tree's
+PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not long"]
+BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+
+
+class Run(NamedTuple):
+    """What tests said. outcome: "passed", "failed", "timeout", "broken" (they could not be collected), or "no tests"; by: the
+    first test that failed, or the last lines of what was printed."""
+
+    outcome: str
+    by: str
+
+
+class Found(NamedTuple):
+    """Which test saw a fault, if one did. said: of each part of the suite that was run, what came of it."""
+
+    fault: Fault
+    by: str | None
+    seconds: float
+    said: list[str]
+
+    def line(self) -> str:
+        verdict = f"found by {self.by}" if self.by else f"NOT FOUND ({'; '.join(self.said)})"
+        return f"{self.fault.name} [{self.fault.file}]: {verdict}, {self.seconds:.0f} s"
+
+
+def files_of(root: Path) -> list[str]:
+    """Returns what git lists or would list, and the extension as it was built."""
+    listed = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        check=True, capture_output=True, text=True,
+    ).stdout.split("\0")  # fmt: skip
+    built = [str(path.relative_to(root)) for path in (root / "ckptkern").glob("_C*.so")]
+    if not built:
+        sys.exit("faults: there is no built extension, ckptkern/_C*.so, beside ckptkern/state.py; run `make install`")
+    return [name for name in [*listed, *built] if name and name not in LINKED and (root / name).is_file()]
+
+
+def copied(target: Path, names: Sequence[str], root: Path = ROOT) -> Path:
+    """Makes a copy of the tree, which imports nothing of ours from elsewhere."""
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, target / name)
+    for name, to in LINKED.items():
+        (target / name).symlink_to(to)
+    return target
+
+
+def environment(copy: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def tested(copy: Path, arguments: str, seconds: float) -> Run:
+    """Runs pytest on a part of the suite, in one process, to the first failure."""
+    command = [*PYTEST, *shlex.split(arguments)]
+    with subprocess.Popen(
+        command, cwd=copy, env=environment(copy), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return Run("timeout", f"no end after {seconds:.0f} s")
+    lines = (line.partition(" ") for line in said.splitlines())
+    failed = [rest.partition(" - ")[0] for kind, _, rest in lines if kind in ("FAILED", "ERROR")]
+    last = " ".join(said.strip().splitlines()[-1:])
+    outcome = {0: "passed", 1: "failed", 5: "no tests"}.get(process.returncode, "broken")
+    if outcome == "failed" and not failed:
+        outcome = "broken"
+    return Run(outcome, failed[0] if outcome == "failed" else last)
+
+
+@contextmanager
+def applied(fault: Fault, copy: Path) -> Iterator[None]:
+    """The fault is in the copy inside."""
+    path = copy / fault.file
+    before, libraries = path.read_text(), [(one, one.read_bytes()) for one in (copy / "ckptkern").glob("_C*.so")]
+    path.write_text(changed(fault, before))
+    try:
+        if fault.folder == "csrc":
+            subprocess.run(BUILD, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True)
+        yield
+    finally:
+        path.write_text(before)
+        for library, content in libraries if fault.folder == "csrc" else ():
+            library.unlink()
+            library.write_bytes(content)
+
+
+def looked_for(fault: Fault, copy: Path, seconds: float) -> Found:
+    """Runs the fault's tests, part by part, until one sees it."""
+    start, said, by = time.monotonic(), [], None
+    try:
+        with applied(fault, copy):
+            for arguments in fault.tests:
+                run = tested(copy, arguments, seconds)
+                if run.outcome == "failed":
+                    by = run.by
+                    break
+                said.append(f"{arguments}: {run.outcome}{f', {run.by}' if run.outcome != 'passed' else ''}")
+    except subprocess.CalledProcessError as error:
+        said.append(f"the extension cannot be built: {error.stderr.strip().splitlines()[-1:]}")
+    return Found(fault, by, time.monotonic() - start, said)
+
+
+def all_of(faults: Sequence[Fault], folder: Path, jobs: int, seconds: float) -> Iterator[Found]:
+    """Looks for each fault, as many at a time as there are jobs, each in a copy of its own. Those of C++ share a copy, in which
+    what has not changed is compiled once."""
+    names, copies = files_of(ROOT), queue.SimpleQueue()
+    for job in range(jobs):
+        copies.put(copied(folder / f"copy {job}", names))
+
+    def look(some: Sequence[Fault]) -> list[Found]:
+        copy = copies.get()
+        try:
+            return [looked_for(fault, copy, seconds) for fault in some]
+        finally:
+            copies.put(copy)
+
+    native = [fault for fault in faults if fault.folder == "csrc"]
+    groups = [native] * bool(native) + [[fault] for fault in faults if fault.folder != "csrc"]
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for done in as_completed([pool.submit(look, group) for group in groups]):
+                yield from done.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def red_without(faults: Sequence[Fault], folder: Path, seconds: float) -> list[str]:
+    """Returns which parts of the suite fail without a fault: what they see of one says nothing then."""
+    copy, red = copied(folder / "baseline", files_of(ROOT)), []
+    for arguments in dict.fromkeys(one for fault in faults for one in fault.tests[:1]):
+        run = tested(copy, arguments, seconds)
+        print(f"without a fault: {arguments}: {run.outcome}", flush=True)
+        if run.outcome != "passed":
+            red.append(f"{arguments}: {run.outcome}, {run.by}")
+    return red
+
+
+def table_of(found: Sequence[Found]) -> str:
+    """Returns a Markdown table of the faults in their order, and the counts by folder."""
+    lines = ["| fault | file | found by | seconds |", "|---|---|---|---:|"]
+    lines += [
+        f"| {one.fault.name} | `{one.fault.file}` | {f'`{one.by}`' if one.by else '**not found**'} | {one.seconds:.0f} |"
+        for one in found
+    ]
+    lines += ["", "| folder | faults | found |", "|---|---:|---:|"]
+    for folder in dict.fromkeys(one.fault.folder for one in found):
+        own = [one for one in found if one.fault.folder == folder]
+        lines.append(f"| {folder} | {len(own)} | {sum(one.by is not None for one in own)} |")
+    lines.append(f"| all | {len(found)} | {sum(one.by is not None for one in found)} |")
+    return "\n".join(lines) + "\n"

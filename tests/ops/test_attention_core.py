@@ -1,0 +1,264 @@
+"""Whose kernel attention's core is: torch's flash and cuDNN kernels where they may run, what they are given and give."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.cases import DTYPES, MODES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckptkern
+from ckptkern import eager
+from ckptkern.ops import catalog
+from ckptkern.ops.attention import arguments, sdpa
+from ckptkern.ops.attention import core as attention_core
+from ckptkern.ops.attention.arguments import gather
+from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.sublayer import attention_sublayer, saves
+from ckptkern.ops.dispatch.choices import primitives
+
+HEADS = (2, 4, 128, 64)
+
+
+def both(S: int, D: int) -> dict:
+    return {"q_shape": (2, 4, S, D), "k_shape": (2, 4, S, D)}
+
+
+CORES = {  # what is asked for, and whose kernel it is: "" is ours
+    "plain": ({}, "cudnn"),
+    "causal": ({"right": 0}, "cudnn"),
+    "grouped heads": ({"k_shape": (2, 1, 128, 64)}, "cudnn"),
+    "other lengths": ({"k_shape": (2, 4, 256, 64)}, "cudnn"),
+    "other lengths, causal": ({"k_shape": (2, 4, 256, 64), "right": 0}, ""),
+    "192 keys": (both(192, 64), ""),
+    "192 keys, causal": (both(192, 64) | {"right": 0}, "cudnn"),
+    "scale of 0": ({"right": 0, "scale": 0.0}, ""),
+    "float32": ({"dtype": torch.float32}, ""),
+    "heads of 32": (both(128, 32), "flash"),
+    "heads of 256": (both(128, 256), "flash"),
+    "heads of 264": (both(128, 264), ""),
+    "heads of 68": (both(128, 68), ""),
+    "no rows": ({"q_shape": (2, 4, 0, 64)}, ""),
+    "one row": ({"q_shape": (2, 4, 1, 64)}, ""),
+    "a window": ({"left": 3, "right": 0}, ""),
+    "lower-right": ({"k_shape": (2, 4, 256, 64), "right": 128}, ""),
+    "lower-right, fewer keys": ({"q_shape": (2, 4, 256, 64), "right": -128}, ""),
+    "a mask, slopes or dropout": ({"other": True}, ""),
+    "backend eager": ({"backend": "eager"}, ""),
+    "Ampere": ({"capability": (8, 0)}, "flash"),
+    "Blackwell": ({"capability": (10, 0)}, "flash"),
+    "refused by torch": ({"accepts": False}, ""),
+}
+
+
+def chosen_core(monkeypatch, *, q_shape=HEADS, k_shape=HEADS, dtype=torch.bfloat16, left=None, right=None, backend="triton",
+                scale=0.125, other=None, capability=(9, 0), accepts=True):  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(attention_core, "_accepts", lambda *args: accepts)
+    with FakeTensorMode():
+        x = torch.empty(1, device="cuda")
+    return attention_core.fused_core(backend, x, dtype, q_shape, k_shape, left, right, scale, None, other)
+
+
+@pytest.mark.parametrize("call", CORES)
+def test_whose_kernel_the_core_is(call, monkeypatch):
+    options, wanted = CORES[call]
+    assert chosen_core(monkeypatch, **options) == wanted
+
+
+def test_the_core_is_ours_where_torchs_may_not_run(monkeypatch):
+    """Our core runs under deterministic algorithms, backend("triton"), with a kernel that the user has disabled, off GPUs."""
+    with ckptkern.backend("triton"):
+        assert chosen_core(monkeypatch) == ""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert chosen_core(monkeypatch) == ""
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert chosen_core(monkeypatch) == ""
+        assert chosen_core(monkeypatch, capability=(8, 0)) == "flash"
+    assert chosen_core(monkeypatch) == "cudnn"
+    assert attention_core.fused_core("triton", torch.empty(1), torch.bfloat16, HEADS, HEADS, None, None, 0.125) == ""
+
+
+@pytest.mark.parametrize("name", ["scaled_dot_product_attention", "attention_block"])
+def test_sinks_and_a_window_that_hides_nothing_are_no_reason_for_another_kernel(name, monkeypatch):
+    asked, given = [], catalog.OPS[name].inputs(catalog.Sizes())
+    for module in (sdpa, arguments):
+        monkeypatch.setattr(module, "fused_core", lambda *args: asked.append(args[2:]) or "")
+    causal, sinks = {"is_causal": True}, {"sinks": torch.zeros(2)}
+    for more in (causal, causal | sinks, {"window_size": (2, 0)}, {"window_size": (1, 0)}):
+        catalog.call(catalog.OPS[name], given, catalog.random_leaves(given), **more)
+    assert asked[0] == asked[1] == asked[2] != asked[3]
+
+
+class Calls(TorchDispatchMode):
+    """Names of the ops below autograd, and each one's last arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.args = [], {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.removesuffix(".default")
+        self.names.append(name)
+        self.args[name] = args
+        return func(*args, **(kwargs or {}))
+
+
+each_kernel = pytest.mark.parametrize("fused", ["cudnn", "flash"])
+
+
+@pytest.mark.parametrize(("rotary", "sinks"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("mode", MODES)
+@each_kernel
+def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
+    """On tensors without data: torch's kernels take q, k, v as they lie in the packed projection and return what the op
+    promises; o and lse are saved as always, and only "full" runs forward's kernel again. Sinks change neither."""
+    B, S, H, D = 2, 48, 4, 64
+    d = H * D
+    with torch.no_grad():
+        x = torch.empty(B, S, d, device="meta", dtype=torch.bfloat16)
+        weights = [x.new_empty((H + 2 * kv_heads) * D, d), None, x.new_empty(d, d), x.new_empty(d)]
+        with ckptkern.backend("eager"):
+            t, o = gather(
+                "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=mode,
+                rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
+                sinks=x.new_empty(H) if sinks else None,
+            )  # fmt: skip
+        o = o._replace(fused=fused)
+        with Calls() as forward:
+            y, made = attention_sublayer(x, t, o)
+        _, promised = attention_sublayer(x, t, o._replace(fused=""))  # as fakes do
+        saved = {name: made[name] for name in saves(o)}
+        for name, tensor in saved.items():
+            promise = promised[name]
+            assert (tensor.shape, tensor.dtype, tensor.stride()) == (promise.shape, promise.dtype, promise.stride())
+        needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
+        with Calls() as backward:
+            grads = attention_sublayer_backward(torch.empty_like(y), AttentionSublayer(x, t, o), saved, needs)
+    for name, tensor in zip(("x", "wq", "wo", "bo"), (x, weights[0], *weights[2:]), strict=True):
+        assert grads[name].shape == tensor.shape, name
+    core = f"_scaled_dot_product_{fused}_attention"
+    assert [one.names.count(core) for one in (forward, backward)] == [1, mode == "full"]
+    assert [one.names.count(f"{core}_backward") for one in (forward, backward)] == [0, 1]
+    unwanted = {"repeat_interleave", "_softmax"} | (set() if rotary else {"clone"}) | (set() if sinks else {"exp"})
+    assert not unwanted & {*forward.names, *backward.names}
+
+
+def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """x [B, H, S, D] with other strides."""
+    if layout == "packed":
+        return torch.stack([x.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2)
+    if layout == "expanded":
+        return x[:1, :1, :1, :1].expand(x.shape)
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "tokens" else x.clone()
+
+
+def core_run(p, core, q, k, v, do):
+    o, lse, _ = attention_core.attend(p, q, k, v, core)
+    return o, lse, *attention_core.attention_grads(p, q, k, v, do, o, lse, core)[:3]
+
+
+@pytest.mark.parametrize("do_layout", ["heads", "tokens", "expanded"])
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@each_kernel
+def test_what_torchs_kernels_are_given(fused, layout, do_layout):
+    """torch caches cuDNN's graphs by the layout of q, k and v alone, so do and o must always have one layout, and lse
+    [B, H, S, 1]. The backend's own kernels are not called: here there are none."""
+    B, H, S, D = shape = 2, 4, 48, 64
+    q, do = (laid_out(torch.empty(shape, device="meta", dtype=torch.bfloat16), one) for one in (layout, do_layout))
+    with Calls() as calls, torch.no_grad():
+        _, lse, *grads = core_run(None, eager.AttentionCore(0.125, "ieee", (None, 0), fused=fused), q, q, q, do)
+    assert lse.shape == (B, H, S)
+    assert [g.shape for g in grads] == [shape] * 3
+    do, q, k, v, o, lse, *_ = calls.args[f"_scaled_dot_product_{fused}_attention_backward"]
+    if fused == "cudnn":
+        assert lse.shape == (B, H, S, 1)
+        assert {one.stride() for one in (do, o, q, k, v)} == {(S * H * D, D, H * D, 1)}
+    else:
+        assert lse.shape == (B, H, S)
+        assert do.stride(-1) == o.stride(-1) == 1
+
+
+PACKED = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side
+
+
+@pytest.mark.parametrize(("strides", "offset", "wanted"), [
+    (PACKED, 0, True), (PACKED, 256, True), (PACKED, 257, False), ((4096, 1024, 64, 1), 0, True),
+    ((4352, 68, 272, 1), 0, False), ((4160, 1040, 65, 1), 0, False), ((4096, 1024, 1, 16), 0, False),
+    ((0, 1024, 64, 1), 0, False),
+], ids=str)  # fmt: skip
+def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
+    """On a GPU rows must begin at multiples of 16 bytes; on a CPU it is enough that a row is contiguous."""
+    memory = torch.empty(2 * 16 * 768 + 512, dtype=torch.bfloat16)
+    assert eager.readable(memory.as_strided((2, 4, 16, 64), strides, offset)) == (strides[3] == 1)
+    with FakeTensorMode():
+        on_gpu = torch.empty(memory.shape, dtype=memory.dtype, device="cuda")
+        assert eager.readable(on_gpu.as_strided((2, 4, 16, 64), strides, offset)) == wanted
+
+
+def accepted_kernels(dtype, D, causal, grouped):
+    kernels = [name for name in ("cudnn", "flash") if attention_core._accepts(name, 0, dtype, D, causal, grouped)]
+    assert kernels, "torch accepts none of its kernels here"
+    return kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("D", [64, 80, 128])
+def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
+    """Every kernel that torch accepts there gives o, lse and gradients as exact as ours, and the same bits in every forward."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    S = 200 if causal else 256
+    q, do = (torch.randn(2, S, 4, D, generator=generator, device="cuda").to(dtype).transpose(1, 2) for _ in range(2))
+    k, v = torch.randn(2, S, 2 * kv_heads, D, generator=generator, device="cuda").to(dtype).transpose(1, 2).chunk(2, 1)
+    core = eager.AttentionCore(D**-0.5, "ieee", (None, 0) if causal else (None, None))
+
+    exact = core_run(eager, core, *(t.double() for t in (q, k, v, do)))
+    own = core_run(primitives("triton"), core, q, k, v, do)
+    for name in accepted_kernels(dtype, D, causal, kv_heads != 4):
+        got = core_run(eager, core._replace(fused=name), q, k, v, do)
+        for result, ours, reference in zip(got, own, exact, strict=True):
+            error, allowed = ((x.double() - reference).norm() / reference.norm() for x in (result, ours))
+            assert error <= max(2 * allowed, 1e-5), name
+            assert allowed < 0.02
+        for _ in range(10):
+            again = attention_core.attend(eager, q, k, v, core._replace(fused=name))[:2]
+            assert all(map(torch.equal, again, got[:2])), name
+
+
+@pytest.mark.gpu
+def test_torchs_kernels_on_a_gpu_in_every_layout():
+    """Layouts run one after another in one process, with torch's own call among them: no plan reads with another's layout."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    unfused = torch.randn(4, 2, 4, 256, 64, generator=generator, device="cuda").bfloat16()  # q, k, v, do
+    core = eager.AttentionCore(0.125, "ieee")
+    for name in accepted_kernels(torch.bfloat16, 64, False, False):
+        for layout, do_layout in itertools.product(("heads", "tokens", "packed"), repeat=2):
+            leaves = [laid_out(x, layout).requires_grad_() for x in unfused[:3]]
+            o = F.scaled_dot_product_attention(*leaves)
+            o.backward(torch.empty_like(o).copy_(unfused[3]))  # with another layout torch's own has been wrong
+            do = laid_out(unfused[3], do_layout)
+            got = core_run(eager, core._replace(fused=name), *(x.detach() for x in leaves), do)
+            for result, reference in zip(got, core_run(eager, core, *unfused.double()), strict=True):
+                assert (result.double() - reference).norm() <= 0.02 * reference.norm(), (name, layout, do_layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("S", [64, 192, 256, 704, 1000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_of_very_low_scores_on_a_gpu(causal, S):
+    """pytorch#196678: cuDNN's backward gave NaN where a row's logsumexp is below -88.7 and keys do not fill a tile."""
+    q, k, v = (torch.randn(2, S, 4, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(3))
+    with torch.no_grad():
+        q[..., 0], k[..., 0] = 1, -120 * 128**0.5
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    ckptkern.scaled_dot_product_attention(*leaves, is_causal=causal).sum().backward()
+    assert all(t.grad.isfinite().all() for t in leaves)
