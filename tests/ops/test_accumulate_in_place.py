@@ -1,20 +1,194 @@
-"""Gradients that are added to an existing .grad inside backward: who sees them, and when autograd does it as ever."""
+"""Gradients that an op adds where they are summed: to a float32 main_grad, as Megatron-LM has it, or to an existing .grad."""
 
+import contextlib
 import copy
-from contextlib import nullcontext
+import functools
+import re
 
 import pytest
 import torch
-from support.cases import assert_same_within_rounding
+from support.calls import call_of
+from support.cases import assert_same_within_rounding, gradients, output_gradient
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory
+from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.registration import gradients as _gradients
 from ckptkern.ops.registration.functions import bodies_seen
 
-D, V, S = 16, 600, 40
-NN = ckptkern.nn
+NN, BF16 = ckptkern.nn, torch.bfloat16
+
+# -- main_grad ---------------------------------------------------------------------------------------------------------
+
+
+def with_main_grads(parameters) -> None:
+    for p in parameters:
+        p.main_grad, p.grad_added_to_main_grad = torch.zeros(p.shape), False
+
+
+OPS = [
+    ("linear_act",), ("linear_stack",), ("mlp",), ("gated_mlp",), ("mlp_block", "lora"), ("attention_block",),
+    ("attention_block", "key_value"), ("latent_attention_block",), ("transformer_layer",), ("transformer_layer", "parallel"),
+    ("moe_mlp",), ("moe_block", "shared_up_weight"), ("linear_cross_entropy",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("workspace", [None, 1])
+@pytest.mark.parametrize("named", OPS, ids="-".join)
+def test_sums_are_not_rounded(named, workspace):
+    """Of bfloat16 weights, in one part and in many: rounded they are what .grad would be, and a second step adds as much."""
+    more = {} if named[0] == "linear_act" else {"workspace": workspace}
+    call = call_of(*named, sizes=Sizes((2, 150), experts=4), **more)
+    expected, tensors = gradients(call, call.make(BF16)), call.make(BF16)
+    weights = [name for name in tensors if re.search(r"(?<!router_)weight$|weights\.|lora", name)]
+    with_main_grads(tensors[name] for name in weights)
+    for step in (1, 2):
+        call(tensors).backward(output_gradient(expected["y"]))
+        for name in weights:
+            weight = tensors[name]
+            assert weight.grad is None, name
+            assert weight.grad_added_to_main_grad, name
+            sums, tolerance = weight.main_grad / step, 2**-7 * expected[name].abs().max().item()
+            torch.testing.assert_close(
+                sums.to(BF16), expected[name], rtol=2**-7, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            assert (sums == sums.to(BF16))[sums != 0].float().mean() < 0.2, f"{name} was rounded before it was added"
+
+
+def model(dtype=BF16) -> nn.Module:
+    torch.manual_seed(0)
+    found = NN.LlamaDecoderLayer(32, 4, num_kv_heads=2).to(dtype)
+    with_main_grads(found.parameters())
+    return found
+
+
+def weights_of(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() == 2]
+
+
+X = torch.randn(2, 30, 32)
+X16 = X.bfloat16()
+
+
+def run(module, x=X16, **more) -> None:
+    module(x).float().square().mean().backward(**more)
+
+
+def with_offload(module):
+    def forward(x):
+        with ckptkern.storage.offload(min_bytes=0):
+            return module(x)
+
+    return forward
+
+
+HOOKED = {
+    "segment": lambda module: lambda x: ckptkern.checkpoint(module, x),
+    "torch's checkpoint": lambda module: lambda x: torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False),
+    "offload": with_offload,
+    "a frozen weight": lambda module: module.mlp.gate_proj.weight.requires_grad_(False) is None or module,
+}
+
+
+@pytest.mark.parametrize("how", HOOKED)
+def test_under_hooks_on_saved_tensors(how):
+    """And beside a frozen weight, which is left alone."""
+    ours, theirs = model(), model()
+    run(HOOKED[how](ours))
+    run(theirs)
+    for weight, other in zip(weights_of(ours), weights_of(theirs), strict=True):
+        assert weight.grad is None
+        assert weight.grad_added_to_main_grad == weight.requires_grad
+        torch.testing.assert_close(weight.main_grad, other.main_grad * weight.requires_grad)
+
+
+def test_what_observes_an_op_loses_no_gradient():
+    """A FLOP counter sees the library op, whose result is rounded, and then added."""
+    ours, theirs = model(), model()
+    with FlopCounterMode(display=False):
+        run(ours)
+    run(theirs)
+    for weight, other in zip(weights_of(ours), weights_of(theirs), strict=True):
+        assert weight.grad is None
+        assert (weight.main_grad - other.main_grad).abs().max() < 2e-2 * other.main_grad.abs().max()
+        assert weight.main_grad.any()
+
+
+@pytest.mark.parametrize("how", ["second order", "compiled", "torch.func"])
+def test_where_gradients_are_values_they_are_returned(how):
+    """The gradient is `.grad`, or the function's result, and main_grad stays as it is."""
+    module, plain = NN.MLP(32, 48), NN.MLP(32, 48)
+    plain.load_state_dict(module.state_dict())
+    with_main_grads(module.parameters())
+    run(plain, X)
+    if how == "second order":
+        run(module, X, create_graph=True)
+    elif how == "compiled":
+        run(torch.compile(module, backend="aot_eager", fullgraph=True), X)
+    found = [p.grad for p in module.parameters()]
+    if how == "torch.func":
+        loss = torch.func.grad(lambda p: torch.func.functional_call(module, p, (X,)).square().mean())
+        found = list(loss(dict(module.named_parameters())).values())
+    for p, one, theirs in zip(module.parameters(), found, plain.parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), theirs.grad, rtol=1e-4, atol=1e-6)
+        assert not p.main_grad.any()
+        assert not p.grad_added_to_main_grad
+
+
+def test_another_main_grad_is_refused():
+    module = NN.MLP(32, 48)
+    for wrong in (torch.zeros(48, 32, dtype=BF16), torch.zeros(32, 48)):
+        module.fc1.weight.main_grad = wrong
+        with pytest.raises(TypeError, match="main_grad must be float32 and of its parameter's shape"):
+            run(module, X)
+
+
+def test_float32_weights_under_autocast():
+    """Matmuls of bfloat16 operands are summed without rounding there, too."""
+    ours, low = model(torch.float32), model()
+    ours.load_state_dict(low.state_dict())
+    with torch.autocast("cpu", BF16):
+        run(ours.mlp, X.bfloat16().float())
+    run(low.mlp)
+    for p, q in zip(weights_of(ours.mlp), weights_of(low.mlp), strict=True):
+        torch.testing.assert_close(p.main_grad, q.main_grad)
+        assert p.main_grad.any()
+
+
+def test_megatrons_hook_finds_all_gradients():
+    """It hangs on the node that accumulates a parameter's gradient, which also runs without a gradient, and adds `.grad` unless
+    an op has added to main_grad: here, those of norms."""
+    plain, module, seen = model(), model(), []
+    for p in plain.parameters():
+        del p.main_grad
+
+    def hook_of(name, p):
+        def hook(*_):
+            seen.append(name)
+            if p.grad is not None and not p.grad_added_to_main_grad:
+                p.main_grad.add_(p.grad)
+            p.grad = None
+
+        return hook
+
+    nodes = []  # alive, as Megatron-LM holds them
+    for name, p in module.named_parameters():
+        nodes.append(p.expand_as(p).grad_fn.next_functions[0][0])
+        nodes[-1].register_hook(hook_of(name, p))
+    for _ in range(2):
+        run(plain)
+        run(module)
+    assert sorted(seen) == sorted(2 * [name for name, _ in module.named_parameters()])
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert p.grad is None
+        torch.testing.assert_close(p.main_grad, q.grad.float(), rtol=2e-2, atol=1e-2 * q.grad.abs().max().item())
+
+
+# -- .grad -------------------------------------------------------------------------------------------------------------
+
+D, V = 16, 600
 
 
 class Tied(nn.Module):
@@ -32,40 +206,43 @@ class Tied(nn.Module):
         return self.loss(self.stack(x + self.experts(x, index, torch.ones(*x.shape[:-1], 1))), ids)
 
 
-def make(dtype=torch.float64):
+IDS = torch.randint(V, (3, 2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def pair(dtype=torch.float64) -> list[Tied]:
+    """Of one model: as autograd has it, and with gradients that are added in place."""
     torch.manual_seed(0)
-    return Tied().to(dtype)
-
-
-def batches():
-    return torch.randint(V, (3, 2, S), generator=torch.Generator().manual_seed(1))
+    plain = Tied().to(dtype)
+    ours = copy.deepcopy(plain)
+    ckptkern.accumulate_in_place(ours)
+    return [plain, ours]
 
 
 def grads(model):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
-def trained(model, each=lambda loss: loss.backward()):
-    for ids in batches():
-        each(model(ids))
-    return grads(model)
+def assert_alike(plain, ours):
+    assert_same_within_rounding(grads(ours), grads(plain))
+
+
+def train(model):
+    for ids in IDS:
+        model(ids).backward()
 
 
 @pytest.mark.parametrize("workspace", [1, None])
 @pytest.mark.parametrize("seen", [False, True], ids=["", "under a profiler"])
 def test_micro_batches_have_the_sums_of_autograd(workspace, seen):
-    model = make()
-    ours = copy.deepcopy(model)
-    ckptkern.accumulate_in_place(ours)
+    plain, ours = pair()
     with ckptkern.workspace(workspace):
-        theirs = trained(model)
-        ids = batches()
-        ours(ids[0]).backward()
+        train(plain)
+        ours(IDS[0]).backward()
         places = {name: p.grad.data_ptr() for name, p in ours.named_parameters()}
-        with memory_timeline(torch.device("cpu")) if seen else nullcontext():
-            for one in ids[1:]:
+        with memory_timeline(torch.device("cpu")) if seen else contextlib.nullcontext():
+            for one in IDS[1:]:
                 ours(one).backward()
-    assert_same_within_rounding(grads(ours), theirs)
+    assert_alike(plain, ours)
     assert places == {name: p.grad.data_ptr() for name, p in ours.named_parameters()}
 
 
@@ -89,80 +266,72 @@ def test_no_second_gradient_is_made():
     assert peak() == before
 
 
-def test_zero_grad_and_missing_gradients():
-    model = make()
-    ours = copy.deepcopy(model)
-    ckptkern.accumulate_in_place(ours)
-    for one in (model, ours):
-        trained(one)
-        one.zero_grad()
-        assert all(p.grad is None for p in one.parameters())
-    assert_same_within_rounding(trained(ours), trained(model))
+def again(model):
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    train(model)
+
+
+def retained(model):
+    loss = model(IDS[0])
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    torch.compile(model.mlp, backend="aot_eager")(torch.ones(4, D, dtype=torch.float64)).sum().backward()
+
+
+# What runs after three steps.
+THEN = {
+    "zero_grad": again,
+    "gradients of some": lambda model: model(IDS[0]).backward(inputs=[model.token.weight, model.mlp.fc1.weight]),
+    "create_graph": lambda model: model(IDS[0]).backward(create_graph=True),
+    "a retained graph": retained,
+    "a compiled layer": compiled,
+}
+
+
+@pytest.mark.parametrize("then", THEN.values(), ids=THEN)
+def test_what_else_adds_to_gradients(then):
+    models = pair()
+    for one in models:
+        train(one)
+        then(one)
+    assert_alike(*models)
 
 
 def test_who_asks_for_gradients_gets_them():
-    model = make()
-    ours, ids = copy.deepcopy(model), batches()[0]
-    ckptkern.accumulate_in_place(ours)
-    theirs = trained(model)
-    assert_same_within_rounding(trained(ours), theirs)
-    parameters = [list(one.parameters()) for one in (model, ours)]
-    found = [torch.autograd.grad(one(ids), own) for one, own in zip((model, ours), parameters, strict=True)]
-    assert_same_within_rounding(dict(enumerate(found[1])), dict(enumerate(found[0])))
-    assert_same_within_rounding(grads(ours), theirs)
-    few = [[own[0], own[-1]] for own in parameters]  # .backward(inputs=) leaves others alone
-    for one, own in zip((model, ours), few, strict=True):
-        one(ids).backward(inputs=own)
-    assert_same_within_rounding(grads(ours), grads(model))
-    for one in (model, ours):
-        one.zero_grad()
-        trained(one)
-        one(ids).backward(create_graph=True)
-    assert_same_within_rounding(grads(ours), grads(model))
+    models = pair()
+    for one in models:
+        train(one)
+    asked = [torch.autograd.grad(one(IDS[0]), list(one.parameters())) for one in models]
+    assert_same_within_rounding(*(dict(enumerate(one)) for one in reversed(asked)))
+    assert_alike(*models)
 
 
 def test_hooks_get_what_they_would():
-    models = [make(), make()]
-    ckptkern.accumulate_in_place(models[1])
     seen: list[dict] = [{}, {}]
-    for model, own in zip(models, seen, strict=True):
+
+    def note(own, name, grad):
+        own[name, len(own)] = grad.clone()
+
+    for model, own in zip(pair(), seen, strict=True):
         for name, p in model.named_parameters():
             if name in ("token.weight", "mlp.fc1.weight"):
-                p.register_hook(lambda grad, own=own, name=name: own.setdefault(name, []).append(grad.clone()))
-            p.register_post_accumulate_grad_hook(
-                lambda p, own=own, name=name: own.setdefault(f"after {name}", []).append(p.grad.clone())
-            )
-        trained(model)
-    theirs, ours = ({(name, i): g for name, found in own.items() for i, g in enumerate(found)} for own in seen)
-    assert len(ours) > 30
-    assert_same_within_rounding(ours, theirs)
+                p.register_hook(functools.partial(note, own, name))
+            p.register_post_accumulate_grad_hook(lambda p, own=own, name=name: note(own, f"after {name}", p.grad))
+        train(model)
+    assert len(seen[0]) > 30
+    assert_same_within_rounding(seen[1], seen[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_16_bit_gradients_stay_autograds(dtype, monkeypatch):
     """They would be rounded once for each chunk."""
-    model, added = make(dtype), []
-    ckptkern.accumulate_in_place(model)
-    find = _gradients.grad_to_add_to
+    _, ours = pair(dtype)
+    added, find = [], _gradients.grad_to_add_to
     monkeypatch.setattr(_gradients, "grad_to_add_to", lambda w: added.append(find(w) is not None) or find(w))
-    trained(model)
+    train(ours)
     assert any(added) == (dtype == torch.float32)
-
-
-def test_retained_graphs_and_compiled_ones():
-    model, ids = make(), batches()[0]
-    ours = copy.deepcopy(model)
-    ckptkern.accumulate_in_place(ours)
-    for one in (model, ours):
-        loss = one(ids)
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert_same_within_rounding(grads(ours), grads(model))
-    torch._dynamo.reset()
-    compiled = torch.compile(ours.mlp, backend="aot_eager")
-    x = torch.randn(4, D, dtype=torch.float64)
-    for one in (model.mlp, compiled):
-        one(x).sum().backward()
-    assert_same_within_rounding(grads(ours.mlp), grads(model.mlp))
-    torch._dynamo.reset()

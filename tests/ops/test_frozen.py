@@ -8,144 +8,91 @@ from unittest import mock
 
 import pytest
 import torch
+from support.calls import ENTRIES, Call, call_of
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
-from ckptkern import Frozen, LoRA
+from ckptkern import Frozen
 from ckptkern.frozen import kinds
 from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.ops import catalog
+from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices
 
 branch = sys.modules["ckptkern.ops.mlp.branch"]  # ckptkern.ops.mlp is the function
 
-OPS = {entry.name: entry for entry in (*catalog.OPS.values(), *catalog.OTHER_OPS)}
-WITH_WEIGHTS = tuple(
-    name
-    for name, entry in OPS.items()
-    if any("weight" in one for one in catalog.input_shapes(entry.inputs(catalog.Sizes())))
-)
 
-
-def block_fp8(shape, seed=0):
-    """A Frozen of random numbers, and what it stands for."""
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-    scales = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), generator=generator) + 0.5
-    frozen = Frozen(data, scales * shape[-1] ** -0.5, kind="block_fp8", dtype=torch.float32)
-    return frozen, frozen.dequantize()
-
-
-def is_matmul_weight(path, shape):
+def is_matmul_weight(path, shape) -> bool:
     name = path.rpartition(".")[2]
     return (
         len(shape) > 1
         and ("weight" in name or path.startswith("weights."))
-        and "top_k" not in name
-        and "router" not in name
+        and not name.startswith(("top_k", "router"))
     )
 
 
-def frozen_leaves(arguments):
-    """(leaves with Frozen weights, leaves with what these stand for)."""
-    leaves = catalog.random_leaves(arguments)
-    found = {name: block_fp8(t.shape) for name, t in leaves.items() if is_matmul_weight(name, t.shape)}
-    assert found
-    return tuple(leaves | {name: pair[i] for name, pair in found.items()} for i in (0, 1))
+WITH_WEIGHTS = [
+    name for name, entry in ENTRIES.items()
+    if any(is_matmul_weight(*one) for one in catalog.input_shapes(entry.inputs(Sizes())).items())
+]  # fmt: skip
 
 
-def step(entry, arguments, leaves, **options):
-    """(first result, gradients of what is trained, bytes that are saved besides the leaves)."""
-    leaves = {name: t if not t.requires_grad else t.detach().requires_grad_() for name, t in leaves.items()}
+def block_fp8(shape, dtype=torch.float32) -> Frozen:
+    data = torch.randn(shape).to(torch.float8_e4m3fn)
+    scales = torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)) + 0.5
+    return Frozen(data, scales * shape[-1] ** -0.5, kind="block_fp8", dtype=torch.float32).to(dtype)
+
+
+def frozen_and_dense(call: Call, dtype=torch.float32) -> tuple[dict, dict]:
+    """Tensors by name with Frozen weights, and with what these stand for."""
     torch.manual_seed(0)
-    with saved_tensors(exclude=leaves.values()) as saved:
-        y = catalog.call(entry, arguments, leaves, **options)
-    y = y[0] if isinstance(y, tuple) else y
-    trained = {name: t for name, t in leaves.items() if t.requires_grad}
+    leaves = call.make(dtype)
+    frozen = {name: block_fp8(t.shape, dtype) for name, t in leaves.items() if is_matmul_weight(name, t.shape)}
+    assert frozen
+    return leaves | frozen, leaves | {name: one.dequantize() for name, one in frozen.items()}
+
+
+def step(call: Call, tensors: dict) -> tuple[dict, int]:
+    """(the result and the gradients of what is trained, bytes that are saved besides tensors)."""
+    with saved_tensors(exclude=tensors.values()) as saved:
+        y = call(tensors)
+    trained = {name: t for name, t in tensors.items() if t.requires_grad}
     dy = torch.linspace(-1, 1, y.numel()).view(y.shape)
-    return y, dict(zip(trained, torch.autograd.grad(y, list(trained.values()), dy), strict=True)), saved.bytes
+    return {"y": y} | dict(zip(trained, torch.autograd.grad(y, list(trained.values()), dy), strict=True)), saved.bytes
 
 
 @pytest.mark.parametrize("workspace", [None, 1])
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_an_op_computes_with_frozen_weights_what_it_computes_with_the_dequantised(name, workspace):
-    entry = OPS[name]
-    options = {"workspace": workspace} if "workspace" in entry.parameters else {}
-    arguments = entry.inputs(catalog.Sizes())
-    for mode in entry.modes or (None,):
-        options |= {} if mode is None else {"recompute": mode}
-        frozen, plain = frozen_leaves(arguments)
-        (y, grads, saved), (y_, grads_, saved_) = (
-            step(entry, arguments, leaves, **options) for leaves in (frozen, plain)
-        )
-        torch.testing.assert_close(y, y_)
-        assert saved == saved_
-        assert grads.keys() == grads_.keys()
-        for one in grads:
-            torch.testing.assert_close(grads[one], grads_[one], msg=f"{mode} {one}")
+    more = {"workspace": workspace} if "workspace" in ENTRIES[name].parameters else {}
+    for mode in range(len(ENTRIES[name].modes) or 1):
+        call = call_of(name, mode=mode, **more)
+        (ours, saved), (theirs, saved_of_dense) = (step(call, tensors) for tensors in frozen_and_dense(call))
+        torch.testing.assert_close(ours, theirs)
+        assert saved == saved_of_dense
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 
-D, HIDDEN, HEADS, TOKENS = 128, 352, 4, 1024  # weights take as much as chunks do
-
-
-def weight(*shape):
-    return block_fp8(shape)[0].to(torch.bfloat16)
-
-
-def lora(n, k):
-    return LoRA(*(torch.randn(shape).bfloat16().requires_grad_() for shape in ((4, k), (n, 4))), 0.5)
-
-
-def attention_arguments():
-    return dict(
-        qkv_weight=(weight(D, D), weight(D, D), weight(D, D)), qkv_bias=None, out_weight=weight(D, D), out_bias=None,
-        num_heads=HEADS, is_causal=True, norm="rms", lora={"q": lora(D, D), "out": lora(D, D)},
-    )  # fmt: skip
-
-
-def mlp_arguments(adapts=True):
-    return dict(
-        up_weight=weight(HIDDEN, D), up_bias=None, down_weight=weight(D, HIDDEN), down_bias=None,
-        gate_weight=weight(HIDDEN, D), activation="silu", norm="rms",
-        lora={"up": lora(HIDDEN, D), "down": lora(D, HIDDEN)} if adapts else None,
-    )  # fmt: skip
-
-
-def routing():
-    index = torch.stack([torch.randperm(4)[:2] for _ in range(TOKENS)]).view(2, -1, 2)
-    return dict(top_k_index=index, top_k_weights=torch.ones(index.shape).bfloat16())
-
-
-TARGET = torch.arange(TOKENS).view(2, -1) % 600
+LARGE = Sizes((4, 128), 96, 352, 600, heads=24, experts=4)  # weights take as much as chunks do
 BOUNDED = {
-    "mlp_block": lambda: (ckptkern.mlp_block, mlp_arguments(adapts=False)),
-    "mlp_block, LoRA": lambda: (ckptkern.mlp_block, mlp_arguments()),
-    "attention_block": lambda: (ckptkern.attention_block, attention_arguments() | {"residual": True}),
-    "transformer_layer": lambda: (
-        ckptkern.transformer_layer,
-        dict(attention_arguments=attention_arguments(), mlp_arguments=mlp_arguments()),
-    ),
-    "linear_stack": lambda: (
-        ckptkern.linear_stack, dict(weights=[weight(HIDDEN, D), weight(D, HIDDEN)], activation="gelu"),
-    ),
-    "moe_mlp": lambda: (
-        ckptkern.moe_mlp, routing() | dict(gate_up_weight=weight(4, 256, D), down_weight=weight(4, D, 128)),
-    ),
-    "linear_cross_entropy": lambda: (
-        ckptkern.linear_cross_entropy, dict(linear_weight=weight(600, D), target=TARGET, reduction="none"),
-    ),
-}  # fmt: skip
+    "mlp_block": call_of("mlp_block", "gate_weight", sizes=LARGE, activation="silu", norm="rms"),
+    "mlp_block, LoRA": call_of("mlp_block", "lora", sizes=LARGE, norm="rms"),
+    "attention_block": call_of("attention_block", sizes=LARGE, is_causal=True, norm="rms", residual=True),
+    "transformer_layer": call_of("transformer_layer", sizes=LARGE),
+    "linear_stack": call_of("linear_stack", sizes=LARGE, activation="gelu"),
+    "moe_mlp": call_of("moe_mlp", sizes=LARGE._replace(hidden=128)),
+    "linear_cross_entropy": call_of("linear_cross_entropy", sizes=LARGE, reduction="none"),
+}
 
 
-def transient(op, arguments, workspace):
-    """How far forward rises above what it saves and gives, and backward above the gradient of x."""
-    torch.manual_seed(0)
-    x = torch.randn(2, TOKENS // 2, D).bfloat16().requires_grad_()
-    with peak_memory("cpu") as forward, saved_tensors([x]) as saved:
-        y = op(x, **arguments, recompute="full", workspace=workspace)
+def passes(call: Call, tensors: dict, workspace: int) -> tuple[int, int]:
+    """How far forward rises above what it saves and gives, and backward above the gradient of the input."""
+    call, x = call.with_(workspace=workspace, recompute="full"), next(iter(tensors.values()))
+    with peak_memory("cpu") as forward, saved_tensors([*tensors.values(), *tree_leaves(call.others)]) as saved:
+        y = call(tensors)
     dy = torch.ones_like(y)
     with peak_memory("cpu") as backward:
         torch.autograd.grad(y, x, dy)
@@ -156,145 +103,131 @@ def transient(op, arguments, workspace):
 def test_dequantised_weights_count_against_the_workspace(name, monkeypatch):
     """From a little more than the least on, where one weight after the other is dequantised, to where all are held."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    op, arguments = BOUNDED[name]()
-    least, whole = (max(transient(op, arguments, workspace)) for workspace in (1, 2**40))
+    call = BOUNDED[name]
+    tensors, _ = frozen_and_dense(call, torch.bfloat16)
+    least, whole = (max(passes(call, tensors, workspace)) for workspace in (1, 2**40))
     assert least < 0.75 * whole
-    for times in (1.2, 2, 3, 5):
-        found = transient(op, arguments, int(times * least))
-        assert max(found) <= times * least, f"{found} in {times} times {least}"
-
-
-def dequantised(monkeypatch, run):
-    """How often a whole weight is dequantised in run()."""
-    before, calls = kinds.KINDS["block_fp8"], []
-    counted = before._replace(dequantized=lambda *given: calls.append(1) or before.dequantized(*given))
-    with monkeypatch.context() as patch:
-        patch.setitem(kinds.KINDS, "block_fp8", counted)
-        result = run()
-    return len(calls), result
+    for times in (1.2, 2.5, 5):
+        found = passes(call, tensors, int(times * least))
+        assert max(found) <= times * least, f"forward and backward hold {found} bytes in {times} times {least}"
 
 
 @pytest.mark.parametrize(("workspace", "holds"), [("1GiB", True), (1, False)])
-def test_a_weight_is_dequantised_once_in_each_pass_if_it_is_held(workspace, holds, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "weights", "again"), [("mlp_block", 3, 3), ("attention_block", 2, 2), ("transformer_layer", 4, 6)]
+)
+def test_a_weight_is_dequantised_once_in_each_pass_if_it_is_held(name, weights, again, workspace, holds, monkeypatch):
     """A layer dequantises the weights of its attention again, to form their gradients: the MLP's pass, which comes in between,
     has a workspace of its own."""
-    x = torch.randn(2, TOKENS // 2, D).bfloat16().requires_grad_()
-    cases = (ckptkern.mlp_block, mlp_arguments(), 3, 3), (*BOUNDED["attention_block"](), 4, 4)
-    for op, arguments, count, again in (*cases, (*BOUNDED["transformer_layer"](), 7, 7 + 4)):
-        options = arguments | dict(recompute="full", workspace=workspace)
-        forward, y = dequantised(monkeypatch, functools.partial(op, x, **options))
-        backward, _ = dequantised(monkeypatch, y.sum().backward)
-        assert ((forward, backward) == (count, again)) == holds
-        assert forward >= count
-        assert backward >= again
+    call, before, count = BOUNDED[name].with_(recompute="full", workspace=workspace), kinds.KINDS["block_fp8"], []
+    tensors, _ = frozen_and_dense(call, torch.bfloat16)
+    counted = before._replace(dequantized=lambda *given: count.append(1) or before.dequantized(*given))
+    monkeypatch.setitem(kinds.KINDS, "block_fp8", counted)
+    y = call(tensors)
+    forward = len(count)
+    y.sum().backward()
+    found = forward, len(count) - forward
+    assert (found == (weights, again)) == holds, f"forward and backward dequantise {found} weights"
+    assert found >= (weights, again)
 
 
 # -- how ops are called ------------------------------------------------------------------------------------------------
 
-
-def block(x, a, b, *weights, **options):
-    gate, up, down = weights
-    return ckptkern.mlp_block(
-        x, up, None, down, None, gate_weight=gate, activation="silu", norm="rms", dropout_p=0.25,
-        lora={"up": LoRA(a, b, 0.5)}, **options,
-    )  # fmt: skip
+BLOCK = call_of(
+    "mlp_block", "gate_weight", "lora", sizes=Sizes((3, 7), 24, 40), activation="silu", norm="rms", dropout_p=0.25
+)
 
 
-def given():
-    """(x and a trained update, Frozen weights, what these stand for)."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (3, 7, 24), (4, 24), (40, 4)
-    trained = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    pairs = [block_fp8(shape, seed) for seed, shape in enumerate(((40, 24), (40, 24), (24, 40)))]
-    return trained, *zip(*pairs, strict=True)
-
-
-def gradients(run, trained, weights, order=1):
-    torch.manual_seed(0)
-    y = run(*trained, *weights)
+def gradients(function, tensors, order=1):
+    trained = [t for t in tensors.values() if t.requires_grad]
+    y = function(tensors)
     grads = torch.autograd.grad(y.square().sum(), trained, create_graph=order == 2)
-    if order == 1:
-        return [y, *grads]
-    return [*grads, *torch.autograd.grad(grads[0].square().sum(), trained)]
+    if order == 2:
+        grads += torch.autograd.grad(grads[0].square().sum(), trained)
+    return [y.detach(), *(one.detach() for one in grads)]
 
 
-def of_transform(run, trained, weights):
-    def loss(*trained):
-        return run(*trained, *weights).square().sum()
+def counted(function, tensors):
+    """(FLOPs of a step, its gradients)."""
+    with FlopCounterMode(display=False) as counter:
+        found = gradients(function, tensors)
+    return counter.get_total_flops(), found
 
-    torch.manual_seed(0)
-    return torch.func.grad(loss, argnums=(0, 1, 2))(*trained)
+
+def of_transform(function, tensors):
+    trained = {name: t.detach() for name, t in tensors.items() if t.requires_grad}
+    return torch.func.grad(lambda trained: function(tensors | trained).square().sum())(trained)
+
+
+def wrapped(wrap):
+    return lambda function, tensors: gradients(
+        lambda t: wrap(lambda *v: function(dict(zip(t, v, strict=True))), *t.values()), tensors
+    )
+
+
+def compiled(function, tensors):
+    run = torch.compile(BLOCK.unseeded, backend="aot_eager", fullgraph=True)
+
+    def seeded(tensors):
+        torch.manual_seed(17)
+        return run(tensors)
+
+    return gradients(seeded, tensors)
 
 
 CALLS = {
-    "a library op, seen by a mode": lambda run, *given: counted(run, *given)[1],
-    "torch's checkpoint": lambda run, *given: gradients(
-        functools.partial(checkpoint, run, use_reentrant=False), *given
-    ),
-    "our checkpoint": lambda run, *given: gradients(functools.partial(ckptkern.checkpoint, run), *given),
+    "a library op, seen by a mode": lambda *given: counted(*given)[1],
+    "torch's checkpoint": wrapped(functools.partial(checkpoint, use_reentrant=False)),
+    "our checkpoint": wrapped(ckptkern.checkpoint),
     "second order": functools.partial(gradients, order=2),
     "torch.func": of_transform,
-    "torch.compile": lambda run, *given: gradients(torch.compile(run, backend="aot_eager", fullgraph=True), *given),
+    "torch.compile": compiled,
 }
-
-
-def counted(run, trained, weights):
-    """(FLOPs of a step, its gradients)."""
-    with FlopCounterMode(display=False) as counter:
-        found = gradients(run, trained, weights)
-    return counter.get_total_flops(), found
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_frozen_weights_however_an_op_is_called(name):
-    trained, frozen, plain = given()
     with mock.patch.object(choices, "compose", side_effect=AssertionError("in PyTorch ops")):
-        found = CALLS[name](block, trained, frozen)
-    torch.testing.assert_close(found, CALLS[name](block, trained, plain))
-
-
-def test_no_matmul_forms_a_gradient_of_a_frozen_weight():
-    trained, frozen, plain = given()
-    assert counted(block, trained, frozen)[0] == counted(block, trained, plain)[0]
-    more = counted(block, trained, [one.requires_grad_() for one in plain])[0]  # autograd.grad does not ask for them
-    assert counted(block, trained, frozen)[0] == more
-    y = block(*trained, *frozen)
-    y.sum().backward()
-    assert all(one.grad is None for one in frozen)
+        torch.testing.assert_close(*(CALLS[name](BLOCK, tensors) for tensors in frozen_and_dense(BLOCK)))
 
 
 @pytest.mark.parametrize("name", ["second order", "torch.func"])
 def test_transforms_form_no_gradient_of_a_frozen_weight(name):
     """Of a dense weight they do: torch.func asks for the gradients of all inputs."""
-    trained, frozen, plain = given()
     flops = []
-    for weights in (frozen, plain):
+    for tensors in frozen_and_dense(BLOCK):
         with FlopCounterMode(display=False) as counter:
-            CALLS[name](block, trained, weights)
+            CALLS[name](BLOCK, tensors)
         flops.append(counter.get_total_flops())
     assert flops[0] < flops[1]
 
 
+def test_no_matmul_forms_a_gradient_of_a_frozen_weight():
+    frozen, dense = frozen_and_dense(BLOCK)
+    assert counted(BLOCK, frozen)[0] == counted(BLOCK, dense)[0]
+    BLOCK(frozen).sum().backward()
+    assert all(one.grad is None for one in frozen.values() if type(one) is Frozen)
+
+
 def test_kernels_get_what_is_dequantised():
     """Triton reads addresses, which a Frozen refuses to give."""
-    trained, frozen, _plain = given()
-    with ckptkern.backend("triton"), mock.patch.object(choices, "_constant_device_reason", return_value=None):
-        seen = []
-        kernels = types.SimpleNamespace(**vars(ckptkern.eager))
-        for launcher in ("linear", "mm", "gated_fwd", "gated_bwd", "act_fwd", "act_bwd"):
-            function = getattr(ckptkern.eager, launcher)
-            setattr(kernels, launcher, lambda *a, f=function, **k: seen.extend(map(type, a)) or f(*a, **k))
+    call, seen, kernels = call_of("gated_mlp"), [], types.SimpleNamespace(**vars(ckptkern.eager))
+    tensors, _ = frozen_and_dense(call)
+    for launcher in ("linear", "mm", "gated_fwd", "gated_bwd", "act_fwd", "act_bwd"):
+        function = getattr(ckptkern.eager, launcher)
+        setattr(kernels, launcher, lambda *a, f=function, **k: seen.extend(map(type, a)) or f(*a, **k))
+    with ckptkern.backend("triton"), mock.patch.object(branch, "primitives", return_value=kernels):
         for workspace in (1, "1GiB"):
-            with mock.patch.object(branch, "primitives", return_value=kernels):
-                ckptkern.gated_mlp(trained[0], *frozen, workspace=workspace).sum().backward()
+            call.with_(workspace=workspace)(tensors).sum().backward()
     assert seen
     assert Frozen not in seen
 
 
 def test_a_dtype_that_is_not_xs_is_refused():
-    trained, frozen, _ = given()
+    call = call_of("gated_mlp", gate_bias=None, up_bias=None, down_bias=None)
+    tensors, _ = frozen_and_dense(call)
+    low = {name: t.to(torch.bfloat16) for name, t in tensors.items()}
     with pytest.raises(ckptkern.errors.DtypeError, match=r"input is torch\.bfloat16 but a parameter is torch\.float32"):
-        ckptkern.gated_mlp(trained[0].bfloat16(), *frozen)
-    y = ckptkern.gated_mlp(trained[0].bfloat16(), *(one.to(torch.bfloat16) for one in frozen))
+        call(tensors | {"x": low["x"]})
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(ckptkern.gated_mlp(trained[0], *frozen), y)
+        torch.testing.assert_close(call(tensors), call(low))

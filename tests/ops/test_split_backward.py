@@ -5,13 +5,16 @@ import weakref
 
 import pytest
 import torch
-from support.blocks import calls, in_turn
-from support.cases import SAVED_SETS, P, Watch, assert_same, make, output_gradient, setups
+from support.calls import ENTRIES, call_of, dropping
+from support.cases import Watch, assert_same, output_gradient
 from torch import nn
+from torch.autograd import grad
 from torch.utils.checkpoint import CheckpointError, checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import ckptkern
+from ckptkern import delay_weight_gradients, split_backward
+from ckptkern.ops import catalog
 from ckptkern.ops.registration import functions
 from ckptkern.ops.registration.delayed import Stash, stashing
 from ckptkern.ops.registration.functions import bodies_seen
@@ -19,72 +22,57 @@ from ckptkern.ops.registration.gradients import weight_grad
 from ckptkern.ops.registration.library import FLOPS
 
 LACKING = {op: formula for op, formula in FLOPS.items() if flop_registry.get(op) is not formula}
-ALL = setups(SAVED_SETS, dropout=(P,)) + in_turn() + calls()
 
 
 @pytest.fixture(autouse=True)
 def stash():
-    with ckptkern.split_backward("stash"):
+    with split_backward("stash"):
         yield
 
 
-def passes(function, tensors, parts, dys=None) -> tuple[list[int], dict]:
-    """(FLOPs of each pass, all gradients). parts: names that each pass asks for."""
-    y, flops, grads = function(tensors), [], {}
+def assert_equal(ours, theirs):
+    assert_same(dict(enumerate(ours)), dict(enumerate(theirs)))
+
+
+def in_passes(call, parts) -> tuple[int, dict]:
+    """(FLOPs of all passes, all gradients). parts: names that each pass asks for."""
+    tensors = call.make()
+    y, flops, grads = call(tensors), 0, {}
     dy = output_gradient(y)
     for i, part in enumerate(parts):
         with bodies_seen(), FlopCounterMode(display=False, custom_mapping=LACKING) as counter:
-            some = torch.autograd.grad(
-                y, [tensors[name] for name in part], dy if dys is None else dys[i], retain_graph=i < len(parts) - 1
-            )
-        flops.append(counter.get_total_flops())
+            some = grad(y, [tensors[name] for name in part], dy, retain_graph=i < len(parts) - 1)
+        flops += counter.get_total_flops()
         grads |= dict(zip(part, some, strict=True))
     return flops, grads
 
 
-def two(tensors) -> list[tuple[str, ...]]:
-    """The first tensor, and the others."""
-    first, *others = tensors
-    return [(first,), tuple(others)]
+# Whose result is one tensor, and not reduced outside of the op, which would make another gradient of it in each pass.
+SPLIT = [
+    name for name in ENTRIES if "block" in name or "mlp" in name or name.startswith(("linear_act", "linear_stack"))
+]
+SPLIT = [name for name in (*SPLIT, "transformer_layer", "transformer_layer-latents") if name != "moe_block"]
+SPLIT = [dropping(name, mode=mode) for name in SPLIT for mode in (0, -1)]
+MLP = dropping("mlp")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("setup", [one for one in ALL if "x" in make(one.values[0])])
-def test_two_passes_run_what_one_runs(setup):
-    tensors = make(setup)
-    if len(tensors) == 1:
-        pytest.skip("it has no weights")
-    whole, expected = passes(setup.fused, tensors, [tuple(tensors)])
-    flops, grads = passes(setup.fused, tensors, two(tensors))
-    assert sum(flops) == whole[0]
-    assert_same({name: grads[name] for name in expected}, expected)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "auto"])
-def test_without_a_stash_each_pass_recomputes(mode):
-    """In "auto" that is where the operands do not fit the workspace."""
-    setup = setups(("gelu",), modes=("full",), ops=("mlp",))[0].values[0]
-    with ckptkern.split_backward(mode), ckptkern.workspace(1 if mode == "auto" else None):
-        tensors = make(setup)
-        whole, expected = passes(setup.fused, tensors, [tuple(tensors)])
-        flops, grads = passes(setup.fused, tensors, two(tensors))
-    assert sum(flops) > whole[0]
-    assert_same({name: grads[name] for name in expected}, expected)
-
-
-def test_auto_stashes_what_fits():
-    setup = setups(("gelu",), modes=("full",), ops=("mlp",))[0].values[0]
-    with ckptkern.split_backward("auto"), ckptkern.workspace("16MiB"):
-        tensors = make(setup)
-        whole, _ = passes(setup.fused, tensors, [tuple(tensors)])
-        flops, _ = passes(setup.fused, tensors, two(tensors))
-    assert sum(flops) == whole[0]
+@pytest.mark.parametrize(("call", "mode", "workspace", "again"), [
+    *((call, "stash", None, False) for call in SPLIT),
+    (MLP, "recompute", None, True), (MLP, "auto", 1, True), (MLP, "auto", "16MiB", False),
+], ids=str)  # fmt: skip
+def test_two_passes_run_what_one_runs(call, mode, workspace, again):
+    """Unless there is no stash: in "auto" where the operands do not fit the workspace. Bits are one pass's."""
+    first, *others = call.make()
+    with split_backward(mode), ckptkern.workspace(workspace):
+        whole, expected = in_passes(call, [[first, *others]])
+        flops, grads = in_passes(call, [[first], others])
+    assert flops > whole if again else flops == whole
+    assert_same(grads, expected)
 
 
 def mlp(recompute="full", tokens=12):
     torch.manual_seed(0)
-    x = torch.randn(tokens, 8, requires_grad=True)
-    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    x, weights = torch.randn(tokens, 8, requires_grad=True), [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
     return x, weights, lambda: ckptkern.mlp(x, weights[0], None, weights[1], None, recompute=recompute)
 
 
@@ -92,38 +80,38 @@ def mlp(recompute="full", tokens=12):
 def test_a_second_pass_of_another_gradient_takes_no_stash(change):
     x, weights, call = mlp()
     y, dy = call(), torch.ones(12, 8)
-    torch.autograd.grad(y, x, dy, retain_graph=True)
-    if change == "in place":
-        dy.mul_(3)
-    else:
-        dy = torch.full((12, 8), 3.0)
-    grads = torch.autograd.grad(y, weights, dy)
-    expected = torch.autograd.grad(call(), weights, torch.full((12, 8), 3.0))
-    for ours, theirs in zip(grads, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    grad(y, x, dy, retain_graph=True)
+    dy = dy.mul_(3) if change == "in place" else torch.full((12, 8), 3.0)
+    assert_equal(grad(y, weights, dy), grad(call(), weights, torch.full((12, 8), 3.0)))
 
 
 def test_weights_in_several_passes_and_again():
     """Each weight's share of the stash is taken once; a third pass recomputes."""
     x, weights, call = mlp()
     y, dy = call(), torch.randn(12, 8)
-    expected = torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
+    expected = grad(y, [x, *weights], dy, retain_graph=True)
     for _ in range(2):
-        found = [torch.autograd.grad(y, one, dy, retain_graph=True)[0] for one in (x, *weights)]
-        for ours, theirs in zip(found, expected, strict=True):
-            assert torch.equal(ours, theirs)
+        assert_equal([grad(y, one, dy, retain_graph=True)[0] for one in (x, *weights)], expected)
 
 
-def test_nothing_is_held_after_the_second_pass_or_without_one():
+HELD = {  # what the first pass asks for, whether the graph stays, what runs then, and whether the gradient is still held
+    "a freed graph": (False, False, lambda *_: None, False),
+    "all gradients": (True, True, lambda *_: None, False),
+    "one pass": (False, True, lambda *_: None, True),
+    "two passes": (False, True, lambda y, weights, dy: grad(y, weights, dy, retain_graph=True), False),
+    "a whole pass": (False, True, lambda y, weights, dy: y.backward(torch.randn(12, 8)), False),
+}
+
+
+@pytest.mark.parametrize(("everything", "retain", "then", "holds"), HELD.values(), ids=HELD)
+def test_what_is_held(everything, retain, then, holds):
     x, weights, call = mlp()
-    for wanted, retain in ((weights, True), (x, False)):
-        y, dy = call(), torch.randn(12, 8)
-        held = weakref.ref(dy)
-        torch.autograd.grad(y, x, dy, retain_graph=retain)
-        if retain:
-            torch.autograd.grad(y, wanted, dy, retain_graph=True)
-        del dy
-        assert held() is None
+    y, dy = call(), torch.randn(12, 8)
+    grad(y, [x, *weights] if everything else x, dy, retain_graph=retain)
+    then(y, weights, dy)
+    held = weakref.ref(dy)
+    del dy
+    assert (held() is not None) == holds
 
 
 def test_a_stash_counts_what_is_not_saved_already():
@@ -149,106 +137,87 @@ def test_operands_that_change_make_no_stash():
 
 
 @pytest.mark.parametrize("workspace", ["1KiB", None])
-@pytest.mark.parametrize("passes", ["two", "by hand"])
-def test_the_weights_matmuls_run_without_autocast_as_all_others(passes, workspace):
+@pytest.mark.parametrize("way", ["two passes", "by hand"])
+def test_the_weights_matmuls_run_without_autocast_as_all_others(way, workspace):
     """float32 weights, 16-bit operands, sums over chunks in float32."""
-    torch.manual_seed(0)
-    x, dy = torch.randn(300, 32, requires_grad=True), torch.randn(300, 32)
-    mlp = ckptkern.nn.MLP(32, 64)
+    x, dy, mlp = torch.randn(300, 32, requires_grad=True), torch.randn(300, 32), ckptkern.nn.MLP(32, 64)
     with torch.autocast("cpu", torch.bfloat16), ckptkern.workspace(workspace):
-        expected = torch.autograd.grad(mlp(x).float(), list(mlp.parameters()), dy)
+        expected = grad(mlp(x).float(), list(mlp.parameters()), dy)
         y = mlp(x).float()
-        if passes == "two":
-            torch.autograd.grad(y, x, dy, retain_graph=True)
-            found = torch.autograd.grad(y, list(mlp.parameters()), dy)
+        if way == "two passes":
+            grad(y, x, dy, retain_graph=True)
+            found = grad(y, list(mlp.parameters()), dy)
         else:
-            with ckptkern.delay_weight_gradients(mlp):
+            with delay_weight_gradients(mlp):
                 y.backward(dy)
             found = [p.grad for p in mlp.parameters()]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_a_whole_pass_drops_the_stash():
-    x, _, call = mlp()
-    y, dy = call(), torch.randn(12, 8)
-    held = weakref.ref(dy)
-    torch.autograd.grad(y, x, dy, retain_graph=True)
-    del dy
-    assert held() is not None
-    y.backward(torch.randn(12, 8))
-    assert held() is None
-
-
-def test_a_pass_that_asks_for_all_stashes_nothing():
-    x, weights, call = mlp()
-    y, dy = call(), torch.randn(12, 8)
-    held = weakref.ref(dy)
-    torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
-    del dy
-    assert held() is None
+    assert_equal(found, expected)
 
 
 def test_all_regions_share_one_workspace():
     """In "auto": what one region holds, another one may not."""
     x, _, call = mlp()
     dy = torch.randn(12, 8)
-    with ckptkern.split_backward("auto"), ckptkern.workspace(2000):
+    with split_backward("auto"), ckptkern.workspace(2000):
         ys = [call() for _ in range(3)]
         for y in ys:
-            torch.autograd.grad(y, x, dy, retain_graph=True)
+            grad(y, x, dy, retain_graph=True)
         assert [y.grad_fn.stash is not None for y in ys] == [True, False, False]
         del y
         ys.pop(0)
-        torch.autograd.grad(ys[0], x, dy, retain_graph=True)
+        grad(ys[0], x, dy, retain_graph=True)
         assert ys[0].grad_fn.stash is not None
 
 
-def test_a_result_that_nothing_is_computed_of_is_no_other_gradient(monkeypatch):
+@pytest.fixture
+def bodies(monkeypatch) -> list[str]:
+    """The ops whose backward runs."""
+    names, direct = [], functions.direct_backward
+    monkeypatch.setattr(functions, "direct_backward", lambda op, *rest: names.append(op.name) or direct(op, *rest))
+    return names
+
+
+def test_a_result_that_nothing_is_computed_of_is_no_other_gradient(bodies):
     """An MoE's router logits: zeros that each pass would make anew."""
-    bodies, direct = [], functions.direct_backward
-    monkeypatch.setattr(functions, "direct_backward", lambda *args: bodies.append(1) or direct(*args))
-    torch.manual_seed(0)
-    x, router, up, down = (torch.randn(*s, requires_grad=True) for s in ((9, 8), (4, 8), (4, 12, 8), (4, 8, 6)))
-    arguments = dict(router_weight=router, gate_up_weight=up, down_weight=down, top_k=2)
-    y = ckptkern.moe_block(x, **arguments)[0]
-    dy = torch.randn(9, 8)
-    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
-    found = torch.autograd.grad(y, [router, up, down], dy)
-    assert len(bodies) == 1
-    expected = torch.autograd.grad(ckptkern.moe_block(x, **arguments)[0], [x, router, up, down], dy)
-    for ours, theirs in zip((dx, *found), expected, strict=True):
-        assert torch.equal(ours, theirs)
-    (dx,) = torch.autograd.grad(ckptkern.moe_block(x, **arguments)[1].sum(), x)  # y has none
-    assert dx.any()
+    call = call_of("moe_block")
+    x, *others = (tensors := call.make()).values()
+    y, dy = catalog.call(call.entry, call.arguments, tensors)[0], torch.randn(2, 3, 6)
+    expected = grad(y, [x, *others], dy, retain_graph=True)
+    found = *grad(y, x, dy, retain_graph=True), *grad(y, others, dy)
+    assert len(bodies) == 2
+    assert_equal(found, expected)
 
 
-def test_under_create_graph_and_in_whole_passes_nothing_changes():
+def test_the_second_pass_runs_no_body(bodies):
+    """What torch's zero-bubble schedules do: the second pass begins at the region's node, with the tensors the first had."""
     x, weights, call = mlp()
-    y = call()
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    second = torch.autograd.grad(dx.square().sum(), [x, *weights])
-    with ckptkern.backend("eager"):
-        z = torch.nn.functional.gelu(x @ weights[0].t()) @ weights[1].t()
-    (dx,) = torch.autograd.grad(z.square().sum(), x, create_graph=True)
-    for ours, theirs in zip(second, torch.autograd.grad(dx.square().sum(), [x, *weights]), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    y, got = call(), []
+    handle = y.grad_fn.register_prehook(got.append)
+    (dx,) = grad(y.sin().sum(), x, retain_graph=True)
+    handle.remove()
+    edge = torch.autograd.graph.GradientEdge(y.grad_fn, 0)
+    found = dx, *grad([edge], weights, grad_outputs=[got[0][0]])
+    assert bodies == ["mlp"]
+    assert_equal(found, grad(call().sin().sum(), [x, *weights]))
 
 
-def test_a_partial_backward_leaves_main_grads_alone():
+def test_a_partial_backward_leaves_main_grads_alone_and_create_graph_as_it_is():
     x, weights, call = mlp()
     for w in weights:
         w.main_grad = torch.zeros(8, 8)
     y, dy = call(), torch.randn(12, 8)
-    torch.autograd.grad(y, x, dy, retain_graph=True)
+    grad(y, x, dy, retain_graph=True)
     assert not any(w.main_grad.any() for w in weights)
-    torch.autograd.grad(y, weights, dy, allow_unused=True)
+    grad(y, weights, dy, allow_unused=True)
     assert all(w.main_grad.any() for w in weights)
-
-
-def test_another_mode_is_an_error():
+    second = []
+    for mode in ("stash", "recompute"):
+        with split_backward(mode):
+            (dx,) = grad(call().square().sum(), x, create_graph=True)
+            second.append(grad(dx.square().sum(), [x, *weights]))
+    assert_equal(*second)
     with pytest.raises(ValueError, match="split_backward: mode must be"):
-        ckptkern.split_backward("later")
+        split_backward("later")
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -267,12 +236,18 @@ class Model(nn.Module):
     def forward(self, x):
         return self.last(self.layers(self.embed(x))).square().sum()
 
+    def weights(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.named_parameters() if "layers" in name and "weight" in name}
+
+
+X = torch.randn(5, 6)
+
 
 def gradients(model: nn.Module, delayed: bool, around=lambda call: call()) -> dict:
     torch.manual_seed(1)
     for batch in torch.randn(3, 5, 6):
         if delayed:
-            with ckptkern.delay_weight_gradients(model) as later:
+            with delay_weight_gradients(model) as later:
                 around(lambda batch=batch: model(batch)).backward()
                 later.flush()
         else:
@@ -283,115 +258,66 @@ def gradients(model: nn.Module, delayed: bool, around=lambda call: call()) -> di
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_delayed_gradients_have_the_bits(recompute, tied):
+    """Those inside an activation checkpoint come at once."""
     ours, theirs = (gradients(Model(recompute, tied), delayed) for delayed in (True, False))
-    for name, grad in theirs.items():
-        if tied and "layers.0" in name:
-            torch.testing.assert_close(ours[name], grad)
-        else:
-            assert torch.equal(ours[name], grad), name
+    for name, one in theirs.items():
+        exact = {"rtol": 0, "atol": 0} if not (tied and "layers.0" in name) else {}
+        torch.testing.assert_close(ours[name], one, **exact)
+    if not tied:
+        assert_same(*(gradients(Model(recompute), delayed, ckptkern.checkpoint) for delayed in (True, False)))
 
 
 def test_weights_wait_until_they_are_flushed():
     model = Model()
-    with ckptkern.delay_weight_gradients(model) as later:
-        model(torch.randn(5, 6)).backward()
-        waits = [name for name, p in model.named_parameters() if p.grad is None]
-        assert waits == [name for name, _ in model.named_parameters() if "layers" in name and "weight" in name]
+    with delay_weight_gradients(model) as later:
+        model(X).backward()
+        assert [name for name, p in model.named_parameters() if p.grad is None] == list(model.weights())
         with bodies_seen(), Watch() as watch:
             later.flush()
         assert watch.flops == 2 * 2 * 2 * 5 * 8 * 16  # two layers of two weights
         assert all(p.grad is not None for p in model.parameters())
+        with pytest.raises(RuntimeError, match="already"):
+            later.__enter__()
     assert not later.queue
+    expected = gradients(Model(), False)
+    with_sums = Model()
+    for p in with_sums.weights().values():
+        p.main_grad = torch.zeros_like(p)
+    gradients(with_sums, True)
+    for name, p in with_sums.weights().items():
+        assert p.grad is None
+        torch.testing.assert_close(p.main_grad, expected[name])
 
 
 def test_what_waits_is_flushed_at_the_end_but_after_an_error():
-    model, failing = Model(), Model()
-    with ckptkern.delay_weight_gradients(model):
-        model(torch.randn(5, 6)).backward()
+    model, other, failing = Model(), Model(), Model()
+    with delay_weight_gradients(model):
+        assert all(one is not None for one in grad(model(X), list(model.parameters()))), "what is returned waits"
+        model(X).backward()
+        other(X).backward()
+        assert all(p.grad is not None for p in other.parameters()), "another model's weights wait"
     assert all(p.grad is not None for p in model.parameters())
-    later = ckptkern.delay_weight_gradients(failing)
+    later = delay_weight_gradients(failing)
     later.__enter__()
-    failing(torch.randn(5, 6)).backward()
+    failing(X).backward()
     later.__exit__(ArithmeticError, ArithmeticError(), None)
     assert not later.queue
     assert failing.layers[1].fc1.weight.grad is None
 
 
-def test_a_models_weights_alone_wait():
-    model, other = Model(), Model()
-    with ckptkern.delay_weight_gradients(model):
-        other(torch.randn(5, 6)).backward()
-        assert all(p.grad is not None for p in other.parameters())
-
-
-def test_a_pass_that_returns_a_weights_gradient_delays_nothing():
-    model, x = Model(), torch.randn(5, 6)
-    expected = torch.autograd.grad(model(x), list(model.parameters()))
-    with ckptkern.delay_weight_gradients(model):
-        found = torch.autograd.grad(model(x), list(model.parameters()))
-    assert all(p.grad is None for p in model.parameters())
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_an_input_that_changes_before_the_flush_is_an_error():
+def test_what_delayed_gradients_refuse():
     mlp, x = ckptkern.nn.MLP(8, 16), torch.randn(5, 8)
-    delayed = ckptkern.delay_weight_gradients(mlp)
+    delayed = delay_weight_gradients(mlp)
     delayed.__enter__()
     mlp(x).sum().backward()
     x.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place since backward"):
         delayed.flush()
     delayed.__exit__(RuntimeError, RuntimeError(), None)
-
-
-def test_inside_an_activation_checkpoint_gradients_come_at_once():
-    def around(call):
-        return ckptkern.checkpoint(call)
-
-    assert_same(gradients(Model(), True, around), gradients(Model(), False, around))
-
-
-def test_main_grads_are_added_to_when_they_are_flushed():
-    model, expected = Model(), gradients(Model(), False)
-    weights = {name: p for name, p in model.named_parameters() if "layers" in name and "weight" in name}
-    for p in weights.values():
-        p.main_grad = torch.zeros_like(p)
-    gradients(model, True)
-    for name, p in weights.items():
-        assert p.grad is None
-        torch.testing.assert_close(p.main_grad, expected[name])
-
-
-def test_errors_of_delayed_gradients():
     model = Model()
-    handle = model.embed.weight.register_hook(lambda grad: grad)
+    model.embed.weight.register_hook(lambda grad: grad)
     with pytest.raises(ValueError, match=r"embed.weight has hooks"):
-        ckptkern.delay_weight_gradients(model)
-    handle.remove()
-    with ckptkern.delay_weight_gradients(model) as later, pytest.raises(RuntimeError, match="already"):
-        later.__enter__()
-
-
-def test_the_second_pass_runs_no_body(monkeypatch):
-    """What torch's zero-bubble schedules do: the second pass begins at the region's node, with the tensors the first had."""
-    count, direct = [], functions.direct_backward
-
-    def counted(*args):
-        count.append(args[0].name)
-        return direct(*args)
-
-    monkeypatch.setattr(functions, "direct_backward", counted)
-    x, weights, call = mlp()
-    y, got = call(), []
-    handle = y.grad_fn.register_prehook(got.append)
-    (dx,) = torch.autograd.grad(y.sin().sum(), x, retain_graph=True)
-    handle.remove()
-    edge = torch.autograd.graph.GradientEdge(y.grad_fn, 0)
-    grads = torch.autograd.grad([edge], weights, grad_outputs=[got[0][0]])
-    assert count == ["mlp"]
-    for ours, theirs in zip((dx, *grads), torch.autograd.grad(call().sin().sum(), [x, *weights]), strict=True):
-        assert torch.equal(ours, theirs)
+        delay_weight_gradients(model)
 
 
 # -- activation checkpoints --------------------------------------------------------------------------------------------
@@ -400,7 +326,7 @@ def test_the_second_pass_runs_no_body(monkeypatch):
 class Block(nn.Module):
     """A LayerNorm is read by both passes, a Linear's input by the second alone."""
 
-    def __init__(self, fused):
+    def __init__(self, fused=False):
         super().__init__()
         torch.manual_seed(0)
         mlp = ckptkern.nn.MLP(8, 16) if fused else nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
@@ -412,13 +338,17 @@ class Block(nn.Module):
         return self.layers(x)
 
 
-def in_passes(block, x, dy, change=lambda: None):
-    """(dx, gradients of parameters, each in a pass of its own)"""
+def block_and_inputs(fused=False):
+    return Block(fused), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+
+
+def each_in_a_pass(block, x, dy, change=lambda: None):
+    """The gradients of x and of the parameters."""
     torch.manual_seed(3)
     y = ckptkern.checkpoint(block, x)
-    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    (dx,) = grad(y, x, dy, retain_graph=True)
     change()
-    return dx, *(torch.autograd.grad(y, p, dy, retain_graph=True)[0] for p in block.parameters())
+    return dx, *(grad(y, p, dy, retain_graph=True)[0] for p in block.parameters())
 
 
 @pytest.mark.parametrize(
@@ -426,87 +356,67 @@ def in_passes(block, x, dy, change=lambda: None):
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_passes_share_a_recompute(fused, mode, workspace, runs):
-    block, x, dy = Block(fused), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    block, x, dy = block_and_inputs(fused)
     torch.manual_seed(3)
-    expected = torch.autograd.grad(block(x), [x, *block.parameters()], dy)
+    expected = grad(block(x), [x, *block.parameters()], dy)
     block.calls = 0
-    with ckptkern.split_backward(mode), ckptkern.workspace(workspace):
-        found = in_passes(block, x, dy)
+    with split_backward(mode), ckptkern.workspace(workspace):
+        found = each_in_a_pass(block, x, dy)
     assert block.calls == runs
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(found, expected)
 
 
-def test_a_parameter_that_changes_between_the_passes_is_an_error():
-    block, x = Block(False), torch.randn(4, 8, requires_grad=True)
-
-    def change():
-        with torch.no_grad():
-            block.layers[1][0].weight.mul_(2)
-
+def test_what_changes_between_the_passes_is_an_error():
+    """A parameter, and an argument that the weight's gradient reads."""
+    block, x, dy = block_and_inputs()
     with pytest.raises(CheckpointError, match="was changed in place"):
-        in_passes(block, x, torch.randn(4, 8), change)
+        each_in_a_pass(block, x, dy, block.layers[1][0].weight.detach().zero_)
+    linear, h, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    y = ckptkern.checkpoint(lambda h, x: h * linear(x), h, x)
+    grad(y, h, dy, retain_graph=True)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grad(y, list(linear.parameters()), dy)
 
 
 def test_what_was_recomputed_goes_with_the_graph():
-    block, x, dy = Block(False), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    block, x, dy = block_and_inputs()
     made = []
     block.layers[1][0].register_forward_hook(lambda module, args, y: made.append(weakref.ref(y)))
     y = ckptkern.checkpoint(block, x)
-    torch.autograd.grad(y, x, dy, retain_graph=True)
-    torch.autograd.grad(y, list(block.parameters()), dy)
+    grad(y, x, dy, retain_graph=True)
+    grad(y, list(block.parameters()), dy)
     del y
     assert not any(one() is not None for one in made)
 
 
-def test_a_whole_pass_over_a_retained_graph_holds_nothing():
-    block, x, dy = Block(False), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+@pytest.mark.parametrize("fused", [False, True])
+def test_whole_passes_over_a_retained_graph_hold_no_recompute(fused):
+    block, x, dy = block_and_inputs(fused)
     y = ckptkern.checkpoint(block, x)
     for _ in range(2):
         y.backward(dy, retain_graph=True)
-    assert block.calls == 3
-
-
-def test_an_argument_that_changes_between_the_passes_is_an_error():
-    """The weight's gradient reads the argument itself."""
-    block, x = nn.Linear(8, 8), torch.randn(4, 8)
-    h, dy = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
-    y = ckptkern.checkpoint(lambda h, x: h * block(x), h, x)
-    torch.autograd.grad(y, h, dy, retain_graph=True)
-    x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(y, list(block.parameters()), dy)
+        grad(y, [x, *block.parameters()], dy, retain_graph=True)
+    assert block.calls == 5
 
 
 @pytest.mark.parametrize("outer", [ckptkern.checkpoint, functools.partial(checkpoint, use_reentrant=False)])
 @pytest.mark.parametrize("workspace", [1, "1KiB", None])
 def test_a_checkpoint_in_a_checkpoint(outer, workspace):
-    block, x, dy = Block(False), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    block, x, dy = block_and_inputs()
     torch.manual_seed(3)
-    expected = torch.autograd.grad(block(x.sin()), [x, *block.parameters()], dy)
+    expected = grad(block(x.sin()), [x, *block.parameters()], dy)
     torch.manual_seed(3)
-    with ckptkern.split_backward("auto"), ckptkern.workspace(workspace):
+    with split_backward("auto"), ckptkern.workspace(workspace):
         y = outer(lambda x: ckptkern.checkpoint(block, x.sin()), x)
-        (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
-        found = torch.autograd.grad(y, list(block.parameters()), dy)
-    for ours, theirs in zip((dx, *found), expected, strict=True):
-        assert torch.equal(ours, theirs)
+        found = *grad(y, x, dy, retain_graph=True), *grad(y, list(block.parameters()), dy)
+    assert_equal(found, expected)
 
 
 def test_sparse_tensors_are_not_held():
-    a, x = torch.eye(4).to_sparse(), torch.randn(4, 3, requires_grad=True)
-    w = torch.randn(3, 3, requires_grad=True)
+    a, x, w = torch.eye(4).to_sparse(), torch.randn(4, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
     y = ckptkern.checkpoint(lambda x: torch.sparse.mm(a * 2, x @ w).square(), x)
-    with ckptkern.split_backward("auto"):
-        torch.autograd.grad(y.sum(), x, retain_graph=True)
-        (dw,) = torch.autograd.grad(y.sum(), w)
-    (expected,) = torch.autograd.grad((2 * (x @ w)).square().sum(), w)
-    torch.testing.assert_close(dw, expected)
-
-
-def test_a_pass_that_asks_for_all_holds_no_recompute():
-    block, x, dy = Block(True), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
-    y = ckptkern.checkpoint(block, x)
-    for _ in range(2):
-        torch.autograd.grad(y, [x, *block.parameters()], dy, retain_graph=True)
-    assert block.calls == 3
+    with split_backward("auto"):
+        grad(y.sum(), x, retain_graph=True)
+        found = grad(y.sum(), w)
+    torch.testing.assert_close(found, grad((2 * (x @ w)).square().sum(), w))

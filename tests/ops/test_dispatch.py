@@ -1,0 +1,325 @@
+"""What is chosen for a call, and who sees it: backend, workspace, the state of autograd's threads, and the dispatcher."""
+
+import contextlib
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from support.calls import ENTRIES, LibraryCalls, call_of, dropping
+from support.cases import (
+    DTYPES,
+    Watch,
+    assert_same,
+    check_exactness,
+    gradients,
+    output_gradient,
+    with_copies,
+)
+from support.oracles import gated_mlp as gated_mlp_oracle
+
+import ckptkern
+from ckptkern import eager
+from ckptkern.memory import peak_memory
+from ckptkern.ops import catalog
+from ckptkern.ops.dispatch import choices
+from ckptkern.ops.registration import gradients as _gradients
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NN = ckptkern.nn
+
+# -- backend -----------------------------------------------------------------------------------------------------------
+
+
+def test_backend_is_given_back():
+    assert choices._choice.backend == "auto"
+    with ckptkern.backend("eager"):
+        with pytest.raises(KeyError), ckptkern.backend("triton"):
+            raise KeyError
+        assert choices._choice.backend == "eager"
+        with ckptkern.backend("auto"):
+            assert choices._choice.backend == "auto"
+        assert choices._choice.backend == "eager"
+    with pytest.raises(ValueError, match="backend: name must be one of 'auto', 'eager', 'triton', not 'cuda'"):
+        ckptkern.backend("cuda").__enter__()
+    assert choices._choice.backend == "auto"
+
+
+@pytest.mark.parametrize("name", [one for one in ENTRIES if ENTRIES[one].op.kernels])
+def test_what_the_kernels_do_not_cover(name):
+    """backend("triton") raises; under "auto" the eager backend runs."""
+    call = dropping(name)
+    tensors = call.make(torch.float64)
+    reason = re.escape(
+        "backend('triton') was asked for, but the kernels cover float16, bfloat16 and float32, not torch.float64"
+    )
+    with ckptkern.backend("triton"), pytest.raises(RuntimeError, match=f"{call.entry.function.__name__}: {reason}"):
+        call(tensors)
+    assert call(tensors).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention_block", "linear_cross_entropy"])
+def test_the_backend_of_forward_runs_backward(name):
+    call = dropping(name)
+    with ckptkern.backend("eager"):
+        y = call(call.make())
+    with ckptkern.backend("triton"), Watch() as watch:
+        y.backward(output_gradient(y))
+    assert "eager" in watch.strings
+    assert "triton" not in watch.strings
+
+
+def test_environment_variable(monkeypatch):
+    """It is read once, when the package is imported."""
+
+    def drop(value):
+        monkeypatch.setenv("CKPTKERN_BACKEND", value)
+        monkeypatch.setattr(choices, "_choice", choices._Choice())
+        return ckptkern.dropout(torch.ones(2, 2))
+
+    assert drop("eager").shape == (2, 2)
+    wanted = "dropout: the environment variable CKPTKERN_BACKEND must be one of 'auto', 'eager', 'triton', not 'cuda'"
+    with pytest.raises(ValueError, match=f"^{wanted}$"):
+        drop("cuda")
+    environment = {**os.environ, "CKPTKERN_BACKEND": "triton", "TRITON_INTERPRET": "0"}
+    code = "import torch, ckptkern; ckptkern.dropout(torch.ones(2, 2))"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "RuntimeError: dropout: backend('triton') was asked for, but " in run.stderr
+
+
+# -- the state in which backward runs ----------------------------------------------------------------------------------
+
+
+def test_backward_runs_in_the_settings_of_forward(monkeypatch):
+    """The whole snapshot is entered around backward, in whatever thread, and left again."""
+    call, seen, matmul = call_of("mlp"), [], torch.mm
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = call(call.make())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(
+        torch, "mm", lambda *a, **k: seen.append(torch.are_deterministic_algorithms_enabled()) or matmul(*a, **k)
+    )
+    thread = threading.Thread(target=y.sum().backward)
+    thread.start()
+    thread.join()
+    assert set(seen) == {True}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_state_after_an_error_in_backward(monkeypatch):
+    """The outer autocast comes back when a backward raises, and the next step is right."""
+    call = call_of("mlp")
+    expected = gradients(call, call.make())
+    with torch.autocast("cpu", dtype=BF16):
+        y = call(call.make())
+
+    def fail(*args, **kwargs):
+        assert not torch.is_autocast_enabled("cpu")  # op bodies run without it
+        raise RuntimeError("out of memory, say")
+
+    with monkeypatch.context() as patch, torch.autocast("cpu", dtype=FP16):
+        patch.setattr(eager, "linear_bwd", fail)
+        patch.setattr(eager, "mlp_bwd", fail)
+        with pytest.raises(RuntimeError, match="say"):
+            y.sum().backward()
+        assert torch.get_autocast_dtype("cpu") == FP16
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+    assert_same(gradients(call, call.make()), expected)
+
+
+@pytest.mark.parametrize("device_type", ["mps", "xpu", "cpu", "cuda"])
+def test_autocast_of_any_device(device_type):
+    """torch's quick query, whether any autocast is on, leaves out some devices."""
+    x = SimpleNamespace(device=torch.device(device_type), is_cpu=device_type == "cpu", is_cuda=device_type == "cuda")
+    assert choices.autocast_dtype(x) is None
+    outer = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    try:
+        assert choices.autocast_dtype(x) == torch.get_autocast_dtype(device_type)
+        assert not choices.no_autocast(x)
+    finally:
+        torch.set_autocast_enabled(device_type, outer)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("workspace", [None, 1])
+def test_a_cpu_without_matmuls_of_a_dtype_multiplies_in_float32(workspace, dtype, monkeypatch):
+    """As exact as its own, in one chunk and in several; nothing is multiplied in 16 bits."""
+    with_copies(monkeypatch, True)
+    call = dropping("gated_mlp", sizes=catalog.Sizes((300,)), workspace=workspace)
+
+    def oracle(t):
+        torch.manual_seed(17)
+        return gated_mlp_oracle(**t, dropout_p=catalog.P)
+
+    check_exactness(call, oracle, call.make(dtype))
+    with Watch() as watch:
+        gradients(call, call.make(dtype))
+    assert {*watch.dtypes} == {(FP32, FP32)}
+    assert not eager.upcasts(FP32)
+
+
+# -- the workspace -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "workspace", "chunks"),
+    [
+        (0, 10, 1000, [(0, 0)]),
+        (100, 10, 1, [(0, 100)]),
+        (129, 10, 1, [(0, 128), (128, 129)]),
+        (600, 10, 2560, [(0, 128), (128, 384), (384, 600)]),
+        (16384, 1, 10880, [(0, 8192), (8192, 16384)]),
+        (1300, 1, 1024, [(0, 640), (640, 1300)]),
+        (600, 10, 2559, [(0, 128), (128, 256), (256, 384), (384, 512), (512, 600)]),
+        (5, 0, 1, [(0, 5)]),
+    ],
+)
+def test_token_chunks(rows, row_bytes, workspace, chunks):
+    assert _gradients.token_chunks(rows, row_bytes, workspace) == chunks
+
+
+SIZES = {
+    None: None, 7: 7, "7": 7, "64MiB": 2**26, "64 mib": 2**26, "1.5KiB": 1536, "2GB": 2 * 10**9, " 3KB ": 3000, "1e3B": 1000,
+}  # fmt: skip
+NO_SIZES = 0, -1, 1.5, True, "", "lots", "MiB", "-5MiB", "0MiB", "5 PB", "inf", "nan", b"5"
+
+
+def test_units():
+    assert {given: choices.parse_bytes("mlp", given) for given in SIZES} == SIZES
+    for given in NO_SIZES:
+        with pytest.raises(ValueError, match=f"^mlp: workspace must be .* like '64MiB', not {re.escape(repr(given))}$"):
+            choices.parse_bytes("mlp", given)
+
+
+@pytest.mark.parametrize(("memory", "workspace"), [(4 * 2**30, 2**28), (80 * 2**30, 2.5 * 2**30)])
+def test_the_default_is_a_part_of_the_gpu(memory, workspace, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=memory))
+    choices._device_workspace.cache_clear()
+    try:
+        assert choices.default_workspace("cuda", 0) == workspace
+    finally:
+        choices._device_workspace.cache_clear()
+    assert choices.default_workspace("cpu", None) == 2**25
+    chosen = [choices.choose_workspace("mlp", None, torch.ones(1), summed) for summed in (2**20, 2**24)]
+    assert chosen == [2**25, 2**26]
+
+
+def workspaces(run) -> set[int]:
+    """Those that are chosen while `run` runs."""
+    seen, choose = [], choices.choose_workspace
+
+    def spy(*args, **given):
+        seen.append(choose(*args, **given))
+        return seen[-1]
+
+    with contextlib.ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if getattr(module, "choose_workspace", None) is choose:
+                stack.enter_context(mock.patch.object(module, "choose_workspace", spy))
+        run()
+    return {*seen} - {None}
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if "workspace" in ENTRIES[name].parameters])
+def test_the_setting_is_that_of_an_op_without_its_own(name):
+    def chosen(workspace):
+        call = call_of(name, workspace=workspace)
+        return workspaces(lambda: call(call.make()))
+
+    (default,) = chosen(None)
+    assert chosen(12345) == {12345}
+    with ckptkern.workspace("1MiB"):
+        assert chosen(None) == {2**20}
+        assert chosen(12345) == {12345}
+    assert chosen(None) == {default}
+
+
+def test_the_workspace_of_the_process():
+    """A call sets it, the end of a `with` sets the one of before."""
+    call = call_of("mlp")
+    chosen = functools.partial(workspaces, lambda: call(call.make()))
+    try:
+        ckptkern.workspace("3MiB")
+        with ckptkern.workspace(2**21):
+            assert chosen() == {2**21}
+            with ckptkern.workspace(None):
+                assert chosen() == {choices.WORKSPACE}
+            assert chosen() == {2**21}
+        with pytest.raises(KeyError), ckptkern.workspace(7):
+            raise KeyError
+        with pytest.raises(ValueError, match=r"workspace: workspace must be .* or a string like '64MiB', not 'much'"):
+            ckptkern.workspace("much")
+        assert chosen() == {3 * 2**20}
+    finally:
+        ckptkern.workspace(None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_the_peak_of_a_step_is_not_above_eager_pytorchs(rows, dtype, monkeypatch):
+    """With the default workspace, also where the weights' gradients weigh more than the rows; without the float32 copies by
+    which a CPU multiplies a type that oneDNN does not."""
+    with_copies(monkeypatch, False)
+    call = call_of("gated_mlp", sizes=catalog.Sizes((rows,), 64, 256, 64))
+    tensors = call.make(dtype)
+
+    def peak(function):
+        with peak_memory("cpu") as found:
+            gradients(function, tensors)
+        return found.bytes
+
+    small = 2**16  # float32 sums of biases, and the rows that a column's sum copies
+    assert peak(call) <= peak(lambda t: gated_mlp_oracle(**t)) + small
+
+
+# -- the dispatcher ----------------------------------------------------------------------------------------------------
+
+OPS = ["ckptkern::mlp_fwd", "ckptkern::mlp_bwd"]
+
+
+def step(x: torch.Tensor) -> torch.Tensor:
+    layer = NN.MLP(8, 16)
+    layer(x).sum().backward()
+    return layer.fc1.weight.grad
+
+
+def test_a_mode_and_the_profiler_see_the_ops():
+    with LibraryCalls() as calls:
+        step(torch.randn(3, 8))
+    assert [op._schema.name for op, _ in calls.found] == OPS
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step(torch.randn(3, 8))
+    assert [event.name for event in profiler.events() if event.name.startswith("ckptkern::")] == OPS
+
+
+def test_nobody_else_pays_for_the_dispatcher(monkeypatch):
+    """Inside, the ops' bodies run and no op does."""
+
+    class Refusing:
+        call = torch._ops.OpOverload.__call__
+
+        def __get__(self, op, kind):
+            assert not op._schema.name.startswith("ckptkern::mlp"), f"{op} went through the dispatcher"
+            return self.call.__get__(op, kind)
+
+    monkeypatch.setattr(torch._ops.OpOverload, "__call__", Refusing())
+    assert step(torch.randn(3, 8)).shape == (16, 8)
+
+
+def test_a_tensor_that_outlived_its_transform_keeps_its_graph():
+    """torch's ops unwrap it, and so must a Function that is applied without torch's own apply()."""
+    x, escaped = torch.randn(3, 8, requires_grad=True), []
+    torch.func.grad(lambda x: (escaped.append(x), x.sum())[1])(x)
+    NN.MLP(8)(escaped[0]).sum().backward()
+    assert x.grad.abs().sum() > 0
