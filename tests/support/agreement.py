@@ -59,6 +59,7 @@ def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
 
     import triton
     from emulator.emulated import emulated
+    from support.kernel_cases import Small, named
 
     from ckptkern.triton_kernels.tile import SMS
 
@@ -70,7 +71,7 @@ def results(chosen: str, arch: int) -> dict[str, dict[str, torch.Tensor]]:
         with contextlib.nullcontext() if triton.knobs.runtime.interpret else emulated(arch):
             before = SMS[arch]
             SMS[arch] = before if case.kind == "few" else 1
-            found[case.name] = tiles.named(dataclasses.replace(case, arch=arch).launch(tiles.Small("cpu")))
+            found[case.name] = named(dataclasses.replace(case, arch=arch).launch(Small("cpu")))
             SMS[arch] = before
         print(f"{len(found)} {case.name}", file=sys.stderr, flush=True)
     return found

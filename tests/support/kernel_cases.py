@@ -1,18 +1,24 @@
 """The launchers of ckptkern.triton_kernels as a table, and the two rules by which their results are checked.
 
 A launcher has the arguments and results of the function of the same name in `ckptkern.eager`, so one description covers
-three calls: the kernel, eager PyTorch in the same dtype, and eager PyTorch in float64 as the exact result.
+three calls: the kernel, eager PyTorch in the same dtype, and eager PyTorch in float64 as the exact result. The description is
+the code-generation check's: `Small` gives its cases tensors with data, and `Small.again` the same ones once more, in
+other dtypes, strides or places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+import copy
+import math
+from collections.abc import Callable, Container
 from types import ModuleType
 
 import torch
 import triton
+from support.cases import SAMPLES
 from torch import Tensor
 
+from benchmarks.codegen.cases import AttentionCase, Case, Inputs
 from benchmarks.codegen.launchers import LAUNCHERS, Launcher
 from ckptkern import eager, state, triton_kernels
 
@@ -49,12 +55,14 @@ def inputs_of(launcher: Launcher, dtype: torch.dtype, device: str = "cpu", bias:
     return tensors
 
 
-def far_apart(x: Tensor) -> Tensor:
-    """x with its last row beyond element 2**31. A CPU maps memory where it is touched: a page a row; a GPU, all of it."""
-    (rows, *rest), inner = x.shape, x.stride()[1:]
-    stride = 2**31 // (rows - 1) + 16
-    storage = torch.UntypedStorage(((rows - 1) * stride + x[0].numel()) * x.element_size(), device=x.device)
-    return x.new_empty(0).set_(storage, 0, (rows, *rest), (stride, *inner)).copy_(x)
+def far_apart(x: Tensor, dim: int = 0) -> Tensor:
+    """x with the last element of dimension `dim` beyond element 2**31. A CPU maps memory where it is touched, and an offset
+    that wraps round in 32 bits lands in zeros before x; a GPU has all of the memory, and none before x."""
+    strides, before = list(x.stride()), 0 if x.is_cuda else 2**31
+    strides[dim] = 2**31 // (x.shape[dim] - 1) // 16 * 16 + 16
+    extent = sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True)) + 1
+    storage = torch.UntypedStorage((before + extent) * x.element_size(), device=x.device)
+    return x.new_empty(0).set_(storage, before, x.shape, strides).copy_(x)
 
 
 def dropout_of(p: float, device: str = "cpu", col_base: int = 0) -> tuple[Tensor, int, float, int]:
@@ -122,3 +130,128 @@ def assert_equal(ours: dict, others: dict, sums: Container[str] = ()) -> None:
         torch.testing.assert_close(
             value, others[name], **exact, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+# -- the cases of the code-generation check on tensors with data ----------------------------------------------------------
+
+
+class Small(Inputs):
+    """Normal numbers, of sizes that take two of a GPU's tiles each way and several steps; `again` gives the same ones."""
+
+    ROWS, FEATURES, HIDDEN = 200, 128, 320
+    UNALIGNED = (137, 83, 301, 69)
+    SCALAR, SCALAR_UNALIGNED = (72, 64, 96, 64), (73, 41, 109, 34)  # float32 without tensor cores takes long
+    BATCH, LENGTH, HEADS = 2, 136, 4
+    EXPERTS = 3
+    backend, exact, rest = triton_kernels, False, None
+
+    def __init__(self, device: str):
+        self.device, self.given = device, []
+
+    def again(
+        self, backend: ModuleType, *, exact: bool = False, change: Callable[[Tensor], Tensor] = Tensor.clone
+    ) -> Small:
+        """Returns the inputs of the next launch: those of the first, in float64 if `exact`, else changed by `change`."""
+        other = copy.copy(self)
+        other.backend, other.exact, other.change, other.rest = backend, exact, change, iter(self.given)
+        return other
+
+    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape) * scale
+        if not dtype.is_floating_point:  # a mask of int8, bits, or classes
+            values = values > -0.5 if dtype == torch.int8 else torch.randint(256, shape)
+        return self.remember(values.to(self.device, dtype))
+
+    def remember(self, tensor: Tensor) -> Tensor:
+        if self.rest is None:
+            self.given.append(tensor.clone())
+            return tensor
+        same = next(self.rest)
+        return same.double() if self.exact and same.is_floating_point() else self.change(same)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float64 if self.exact else super().dtype(name)
+
+    def of_kernels(self, case: Case) -> dict:
+        return super().of_kernels(case) if self.backend is triton_kernels else {}
+
+    def promised(self, result: Tensor) -> Tensor:
+        """The part of a result that a launcher promises."""
+        return result
+
+    def sizes(self, case: Case) -> dict[str, int]:
+        scalar = self.SCALAR_UNALIGNED if case.unaligned else self.SCALAR
+        return dict(zip("MKND", scalar, strict=True)) if "ieee" in case.kind else super().sizes(case)
+
+    def dropout(self, wanted: bool) -> tuple:
+        seed = self.remember(torch.tensor(STATE, device=self.device))
+        return (seed, *state.threshold_scale(0.1), 0) if wanted else eager.NO_DROPOUT
+
+    def lengths(self, batch: int, length: int) -> dict:
+        cu = self.remember(torch.tensor([0, length // 3, length][: batch + 1], dtype=torch.int32, device=self.device))
+        return {"cu_q": cu, "cu_k": cu, "max_q": length, "max_k": length}
+
+    def groups(self, tokens: int) -> eager.Groups:
+        """Expert 1 has no rows."""
+        index = 2 * torch.randint(2, (tokens, self.TOP_K), device=self.device)
+        *tensors, top_k = eager.route(index, self.EXPERTS)
+        return eager.Groups(*map(self.remember, tensors), top_k)
+
+    def statistics(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core) -> tuple[Tensor, Tensor]:
+        """lse and delta: for the kernel always the first ones, for eager PyTorch its own, as exact as it is."""
+        _, *own = eager.attn_fwd(q, k, v, core, do=do)
+        given = [self.remember(one) for one in own]
+        return tuple(own if self.backend is eager else given)
+
+
+class Tails(Small):
+    """Sizes of two of the interpreter's tiles each way, the last of which is not full; one expert in three has no rows."""
+
+    ROWS, FEATURES, HIDDEN = 64, 32, 64
+    UNALIGNED = SCALAR_UNALIGNED = (37, 45, 41, 35)
+    SCALAR = (64, 32, 64, 32)
+    LENGTH, HEADS = 37, 2
+
+
+def named(results) -> dict[str, Tensor]:
+    """Results by their place; for lse 0 where a row sees nothing, and beside it which rows these are."""
+    results = results if isinstance(results, tuple) else (results,)
+    found = {}
+    for n, result in enumerate(results):
+        if result is not None:
+            nothing = result == -math.inf
+            found |= {f"{n}": result.masked_fill(nothing, 0), f"{n} of nothing": nothing.to(torch.uint8)}
+    return found
+
+
+def check_results(results: Callable[[], tuple[dict, dict, dict]], slack: float = EPS) -> dict[str, Tensor]:
+    """`assert_accurate` of (ours, eagers, exact), which `results` returns of inputs that it draws; if one draw misses it,
+    twelve decide, as in `cases.check_exactness`: a sum that cancels to a single number is sometimes exact in eager PyTorch."""
+    first = results()
+    try:
+        assert_accurate(*first, slack=slack)
+    except AssertionError:
+        drawn = [first]
+        for seed in range(1, SAMPLES):
+            torch.manual_seed(seed)
+            drawn.append(results())
+        stacked = (
+            {name: torch.stack([one[name] for one in each]) for name in each[0]} for each in zip(*drawn, strict=True)
+        )
+        assert_accurate(*stacked, slack=slack)
+    return first[0]
+
+
+def check_like_eager(case: Case | AttentionCase, inputs: type[Small], device: str, slack: float = EPS) -> None:
+    """`check_results` of a case of the code-generation check, and exactly the rows that see nothing."""
+
+    def results() -> tuple[dict, dict, dict]:
+        first = inputs(device)
+        launches = first, first.again(eager), first.again(eager, exact=True)
+        of_all = [named(case.launch(given)) for given in launches]
+        ours, eagers, exact = ({name: first.promised(one) for name, one in results.items()} for results in of_all)
+        for name in ours:
+            assert not name.endswith("nothing") or torch.equal(ours[name], exact[name]), name
+        return ours, eagers, exact
+
+    check_results(results, slack)

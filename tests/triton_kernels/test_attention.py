@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 from support.drop_ins import pairwise
-from support.kernel_cases import DTYPES, assert_accurate, assert_equal, dropout_of
+from support.kernel_cases import DTYPES, EPS, assert_accurate, assert_equal, dropout_of
 
-from ckptkern import eager, state, triton_kernels
+from ckptkern import eager, triton_kernels
 from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.attention import LARGE_TILES, TILES, AttentionTile, attention_tile
 
 BATCH = 2
-EPS = torch.finfo(torch.float32).eps
+TENSORS = ("q", "k", "v", "do")
 TILE_SIZES = [AttentionTile(*size, 4, 1) for size in ((16, 32), (32, 64), (64, 32))]
 
 # What a core can have, each with all that it can be. `packed` lengths are those of three sequences, one of them empty,
@@ -48,12 +48,8 @@ class Case:
     batch: int = BATCH
 
     def __str__(self) -> str:
-        parts = [str(self.dtype)[6:], f"d{self.head_dim}", "{}of{}heads".format(*self.heads)]
-        parts += [self.lengths if self.packed else "{}x{}".format(*self.lengths)]
-        parts += [] if self.window == (None, None) else ["window{}to{}".format(*self.window)]
-        parts += [self.mask or "", f"slopes by {self.slopes}" if self.slopes else "", "dropout" if self.dropout else ""]
-        parts += ["softcap"] if self.softcap else []
-        return "-".join([*filter(None, parts), self.layout]).replace(" ", "_")
+        chosen = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        return "-".join(f"{name} {value}" for name, value, default in chosen if value != default).replace("torch.", "")
 
     @property
     def packed(self) -> bool:
@@ -85,7 +81,8 @@ def core_of(case: Case, device: str) -> AttentionCore:
     if case.slopes:
         slopes = torch.rand(B if case.slopes == "batch" else 1, H, device=device)
     dropout = dropout_of(case.dropout, device) if case.dropout else eager.NO_DROPOUT
-    return AttentionCore(0.3, "ieee", case.window, mask, slopes, dropout, 5, softcap=case.softcap, **lengths)
+    planes = 9 if H > 1 else 0  # of a sample, of whose heads q has a shard
+    return AttentionCore(0.3, "ieee", case.window, mask, slopes, dropout, 5, planes, softcap=case.softcap, **lengths)
 
 
 def inputs_of(case: Case, device: str) -> dict[str, torch.Tensor]:
@@ -140,13 +137,16 @@ def wide(tensors: dict) -> dict:
 def check(case: Case, device: str, **tiles) -> dict[str, torch.Tensor]:
     core, tensors = core_of(case, device), inputs_of(case, device)
     ours = results_of(triton_kernels, tensors, core, **tiles)
-    exact = results_of(eager, wide(tensors), core)
+    eagers, exact = (results_of(eager, given, core) for given in (tensors, wide(tensors)))
     assert torch.equal(ours["empty"], exact["empty"])
-    # What eager has more: p and ds stay in float32 where the kernels, as every flash attention, round them to feed the
-    # tensor cores; and eager's sums over rows are pairwise where a tile after the other is added to dk and dv.
-    slack = 8 * EPS if case.dtype == torch.float32 else torch.finfo(case.dtype).eps / 2
-    assert_accurate(ours, results_of(eager, tensors, core), exact, slack)
+    assert_accurate(ours, eagers, exact, slack_of(case.dtype))
     return ours
+
+
+def slack_of(dtype: torch.dtype) -> float:
+    """What eager has more: p and ds stay in float32 where the kernels, as every flash attention, round them to feed the
+    tensor cores; and eager's sums over rows are pairwise where a tile after the other is added to dk and dv."""
+    return 8 * EPS if dtype == torch.float32 else torch.finfo(dtype).eps / 2
 
 
 # the widest heads, for which the tables have rows of their own
@@ -165,7 +165,6 @@ LARGE_CAP = Case(softcap=200.0)  # an error of tanh near 0 grows by so much
 PAIRS = [Case(*options) for options in (one.values[0].values() for one in pairwise(has_meaning, **OPTIONS))]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", [*PAIRS, *WIDE_HEADS, LARGE_CAP], ids=str)
 def test_like_eager_and_as_exact(case, device):
     check(case, device)
@@ -185,25 +184,20 @@ def test_windows_round_tile_edges(left, right, device):
     check(Case(head_dim=8, heads=(1, 1), lengths=(50, 70), window=(left, right), batch=1), device, tile=TILE_SIZES[0])
 
 
-@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (16, 32), (33, 64)], ids=str)
-@pytest.mark.parametrize(("mask", "dtype"), [(None, torch.bfloat16), ("additive keys", torch.float32)], ids=str)
-def test_lengths(mask, lengths, dtype, device):
-    """No rows, no columns, one of each, whole tiles."""
-    ours = check(Case(dtype, 3, (2, 1), lengths, (None, 0), mask, dropout=0.3), device)
-    if lengths[1] == 0:
-        assert ours["empty"].all()
-        assert not ours["o"].any()
-        assert not ours["dq"].any()
+FEW = Case(torch.float32, 3, (2, 1), (1, 1), (None, 0), "additive keys", dropout=0.3)
+FEW_OR_NONE = [dataclasses.replace(FEW, lengths=lengths) for lengths in ((0, 5), (5, 0), (1, 1), (16, 32), (33, 64))]
+FEW_OR_NONE += [
+    dataclasses.replace(FEW, **one) for one in ({"batch": 0, "heads": (1, 1)}, {"head_dim": 0}, {"dropout": 1.0})
+]
 
 
-def test_no_batch_and_no_head_dim(device):
-    for shape in ((0, 2, 5, 8), (2, 2, 5, 0)):
-        q, core = torch.randn(shape, device=device), AttentionCore(1.0, "ieee")
-        o, lse, delta = triton_kernels.attn_fwd(q, q, q, core, do=q)
-        assert all(t.shape == shape for t in (o, *triton_kernels.attn_bwd(q, q, q, q, lse, delta, core)))
-        dmask = triton_kernels.attn_dmask(q, q, q, q, lse, delta, core, (1, 2, 5, 1))
-        assert dmask.shape == (1, 2, 5, 1)
-        assert not dmask.any()
+@pytest.mark.parametrize("case", FEW_OR_NONE, ids=str)
+def test_sizes(case, device):
+    """No rows, no columns, one of each, whole tiles, no sample, no feature, and everything dropped."""
+    ours = check(case, device)
+    if case.lengths[1] == 0 or case.dropout == 1:
+        assert ours["empty"].all() == (case.dropout < 1)
+        assert not any(ours[name].any() for name in ("o", "dq", "dk", "dv"))
 
 
 # -- the gradient of a mask -------------------------------------------------------------------------------------------
@@ -253,19 +247,9 @@ def test_gradient_of_a_mask(pattern, case, device):
     torch.testing.assert_close(dmask_of(eager, wide(tensors), core, shape), exact)
     ours, eagers = (dmask_of(backend, tensors, core, shape) for backend in (triton_kernels, eager))
     assert ours.dtype == torch.float32
-    slack = 8 * EPS if case.dtype == torch.float32 else torch.finfo(case.dtype).eps / 2
-    assert_accurate({"dmask": ours, "ds": ds}, {"dmask": eagers, "ds": ds}, {"dmask": exact, "ds": ds}, slack)
+    assert_accurate(*({"dmask": one, "ds": ds} for one in (ours, eagers, exact)), slack_of(case.dtype))
     if shape == core.mask.shape:
         assert not ours[core.mask == -math.inf].any()
-
-
-def test_eager_sums_the_gradient_of_a_mask_in_float32():
-    """The tolerance of twice eager's error sees nothing of it: there eager is the ruler."""
-    core, tensors, shape = learned_of("[1, H, 1, Sk]", Case(torch.bfloat16, 24, (2, 1), (37, 41)), "cpu")
-    q, k, v, do = wide(tensors).values()
-    _, lse, delta = eager.attn_fwd(q, k, v, core, do=do)
-    ours = eager.attn_dmask(*tensors.values(), lse.float(), delta.float(), core, shape)
-    torch.testing.assert_close(ours.double(), trained(tensors, core, shape), rtol=1e-5, atol=1e-5)
 
 
 def test_gradient_of_one_of_several_masks(device, repeats):
@@ -285,47 +269,52 @@ def test_gradient_of_one_of_several_masks(device, repeats):
 # -- rows that see nothing --------------------------------------------------------------------------------------------
 
 
+def random(Sq: int, Sk: int, D: int, device: str, dtype=torch.float32, B: int = 1) -> dict[str, torch.Tensor]:
+    """q, k, v and do of two heads."""
+    return {
+        name: torch.randn(B, 2, S, D, device=device).to(dtype)
+        for name, S in zip(TENSORS, (Sq, Sk, Sk, Sq), strict=True)
+    }
+
+
+def of_all(tensors: dict, core: AttentionCore) -> tuple[dict, dict, dict]:
+    """(ours, eagers, exact)."""
+    eagers, exact = (results_of(eager, given, core) for given in (tensors, wide(tensors)))
+    return results_of(triton_kernels, tensors, core), eagers, exact
+
+
 def hiding(kind: str, device: str) -> tuple[AttentionCore, torch.Tensor]:
     """A core that hides everything from some of 40 rows x 20 columns, and which rows [B, H, Sq]."""
-    B, H, Sq, Sk = BATCH, 2, 40, 20
-    rows = torch.zeros(B, H, Sq, dtype=torch.bool, device=device)
+    mask = torch.ones(BATCH, 2, 40, 20, dtype=torch.int8, device=device)
     if kind == "window":
-        rows[:, :, 25:] = True  # row i sees i - 5 .. i - 0 of 20 columns
-        return AttentionCore(0.3, "ieee", (5, 0)), rows
+        mask[:, :, 25:] = 0  # row i sees i - 5 .. i - 0 of 20 columns
+        return AttentionCore(0.3, "ieee", (5, 0)), (mask == 0).all(-1)
     if kind == "key padding":
-        mask = torch.ones(B, 1, 1, Sk, dtype=torch.int8, device=device)
+        mask = mask[:, :1, :1]
         mask[1] = 0
-        rows[1] = True
     else:
-        mask = torch.ones(B, H, Sq, Sk, dtype=torch.int8, device=device)
         mask[0, 1, 3] = mask[1, 0, 16:33] = 0
-        rows = (mask == 0).all(-1)
+    rows = (mask == 0).all(-1).expand(BATCH, 2, 40)
     if kind == "additive":
-        return AttentionCore(
-            0.3, "ieee", mask=torch.zeros(mask.shape, device=device).masked_fill(mask == 0, -math.inf)
-        ), rows
-    window = (None, 0) if kind == "bool and causal" else (None, None)
-    return AttentionCore(0.3, "ieee", window, mask), rows
+        mask = torch.zeros(mask.shape, device=device).masked_fill(mask == 0, -math.inf)
+    dropout = dropout_of(0.3, device) if kind == "bool" else eager.NO_DROPOUT
+    return AttentionCore(0.3, "ieee", (None, 0 if kind == "bool and causal" else None), mask, dropout=dropout), rows
 
 
 @pytest.mark.parametrize("kind", ["bool", "bool and causal", "additive", "key padding", "window"])
 def test_rows_that_see_nothing_give_zeros(kind, device):
     """Zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
     core, hidden = hiding(kind, device)
-    core = core._replace(dropout=dropout_of(0.3, device)) if kind == "bool" else core
-    tensors = {
-        name: torch.randn(BATCH, 2, S, 24, device=device) for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))
-    }
-    ours = results_of(triton_kernels, tensors, core)
+    tensors = random(40, 20, 24, device, B=BATCH)
+    ours, *others = of_all(tensors, core)
+    assert_accurate(ours, *others)
     assert torch.equal(ours["empty"].bool(), hidden)
     assert hidden.any()
     for name in ("o", "dq", "delta", "saved delta"):
         assert not ours[name][hidden].any(), name
-    assert_accurate(ours, results_of(eager, tensors, core), results_of(eager, wide(tensors), core))
-    louder = tensors | {
-        name: t.masked_fill(hidden[..., None], 1e3) for name, t in tensors.items() if name in ("q", "do")
-    }
-    assert_equal(results_of(triton_kernels, {n: louder[n] for n in tensors}, core), ours)
+    for name in ("q", "do"):
+        tensors[name] = tensors[name].masked_fill(hidden[..., None], 1e3)
+    assert_equal(results_of(triton_kernels, tensors, core), ours)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -336,107 +325,24 @@ def test_rows_that_a_finite_mask_hides(value, dtype, device):
     mask[:, :, 3:9] = value
     mask[:, :, 9:, 5:] = value
     core = AttentionCore(0.3, "ieee", mask=mask.clamp(min=torch.finfo(dtype).min).to(dtype))
-    tensors = {
-        name: torch.randn(1, 2, S, 24, device=device).to(dtype)
-        for name, S in (("q", 40), ("k", 20), ("v", 20), ("do", 40))
-    }
+    tensors = random(40, 20, 24, device, dtype)
     tensors["q"][:, :, 3:9] = 0  # in float64 -1e9 + s is not the same for every s
     ours = results_of(triton_kernels, tensors, core)
     assert not ours["dq"][:, :, 3:9].any()
     tensors["do"][:, :, 3:9] = 0
-    assert_accurate(
-        *(
-            {name: t for name, t in results_of(backend, t, core).items() if name != "lse"}
-            for backend, t in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
-        ),
-        torch.finfo(dtype).eps,
-    )
+    three = ({name: t for name, t in results.items() if name != "lse"} for results in of_all(tensors, core))
+    assert_accurate(*three, torch.finfo(dtype).eps)
 
 
 def test_no_row_beyond_the_longest_sequence(device):
     """A sequence longer than it was said to be: the rows and columns beyond give zeros and are not seen."""
     cu = torch.tensor([0, 40, 50], dtype=torch.int32, device=device)
     core = AttentionCore(0.3, "ieee", cu_q=cu, cu_k=cu, max_q=20, max_k=33)
-    tensors = {name: torch.randn(1, 2, 50, 8, device=device) for name in ("q", "k", "v", "do")}
-    ours = results_of(triton_kernels, tensors, core)
-    assert_accurate(ours, results_of(eager, tensors, core), results_of(eager, wide(tensors), core))
+    ours, *others = of_all(random(50, 50, 8, device), core)
+    assert_accurate(ours, *others)
     for name, rows in (("o", 20), ("dq", 20), ("dk", 33), ("dv", 33)):
         assert not ours[name][:, :, rows:40].any(), name
         assert ours[name][:, :, :rows].any(-1).all(), name
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_causal_with_more_rows_than_columns(dtype, device):
-    """Aligned top-left, so that every row sees something, the last ones everything."""
-    ours = check(Case(dtype, lengths=(70, 20), window=(None, 0)), device)
-    assert not ours["empty"].any()
-
-
-# -- dropout ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tile", "packed", "planes"),
-    [
-        *((tile, False, 0) for tile in TILE_SIZES),
-        (TILE_SIZES[0], True, 0),
-        (TILE_SIZES[0], False, 5),
-        (TILE_SIZES[0], True, 5),
-    ],
-    ids=lambda one: str(one) if isinstance(one, (bool, int)) else f"{one.BLOCK_M}x{one.BLOCK_N}",
-)
-def test_masks_are_those_of_keep_mask(tile, packed, planes, device):
-    """Bit for bit, at every tile size, in forward, dv, dq and dk alike.
-
-    With scores of 0, p is the same everywhere, and a matmul with a unit matrix shows which elements were saved. planes: of a
-    sample, where q has a shard of the heads.
-    """
-    B, H, Sq, Sk, D, plane_base = 2, 2, 34, 48, 48, 7
-
-    def mask(threshold):
-        seed = dropout_of(0.5, device)[0]
-        whole = state.keep_mask(seed, threshold / 65536, Sq, Sk, planes=B * (planes or H) + plane_base, total_rows=Sq)
-        return whole[plane_base:].view(B, -1, Sq, Sk)[:, :H]
-
-    # the first threshold on which an element's value lies: that one is saved
-    threshold = next(t for t in range(26214, 65536) if not torch.equal(mask(t), mask(t + 1)))
-    expected = mask(threshold)
-    core = AttentionCore(
-        1.0, "ieee", dropout=dropout_of(threshold / 65536, device), plane_base=plane_base, planes=planes
-    )
-    unit = torch.eye(D, device=device)
-    rows, columns = unit[:Sq].expand(B, H, Sq, D), unit.expand(B, H, Sk, D)
-    no_rows, ones = torch.zeros_like(rows), torch.ones_like(columns) / D
-    delta = torch.zeros(B, H, Sq, device=device)
-    if packed:
-
-        def pack(x):
-            return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
-
-        rows, columns, no_rows, ones = (pack(x) for x in (rows, columns, no_rows, ones))
-        delta = delta.transpose(0, 1).flatten(1)[None]
-        expected = torch.cat(expected.unbind(0), 1)[None]
-        starts = torch.arange(B + 1, dtype=torch.int32, device=device)
-        core = core._replace(cu_q=starts * Sq, cu_k=starts * Sk, max_q=Sq, max_k=Sk)
-    o, lse, _ = triton_kernels.attn_fwd(no_rows, columns, columns, core, tile=tile)
-    assert torch.equal(o != 0, expected), "forward"
-    tiles = {"tiles": (tile, tile)}
-    not_q, only_q = tiles | {"need_dq": False}, tiles | {"need_dkv": False}
-    dv = triton_kernels.attn_bwd(no_rows, columns, columns, rows, lse, delta, core, **not_q)[2]
-    dp = torch.ones_like(rows)  # with v = 1/D, the gradient of every probability is 1
-    dq = triton_kernels.attn_bwd(no_rows, columns, ones, dp, lse, delta, core, **only_q)[0]
-    dk = triton_kernels.attn_bwd(rows, torch.zeros_like(columns), ones, dp, lse, delta, core, **not_q)[1]
-    assert torch.equal(dq != 0, expected), "dq"
-    for b in range(B):
-        where = (slice(0, 1), slice(None), slice(b * Sk, (b + 1) * Sk)) if packed else (slice(b, b + 1),)
-        own = expected[:, :, b * Sq : (b + 1) * Sq] if packed else expected[b : b + 1]
-        for name, grad in (("dv", dv), ("dk", dk)):
-            assert torch.equal(grad[where][..., :Sq] != 0, own.transpose(-1, -2)), name
-
-
-def test_everything_dropped(device):
-    ours = check(Case(dropout=1.0), device)
-    assert not any(ours[name].any() for name in ("o", "dq", "dk", "dv"))
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -455,16 +361,6 @@ def test_recompute_equals_forward(dtype, device):
     assert torch.equal(again, o)
     assert torch.equal(lse_again, lse)
     torch.testing.assert_close(delta, triton_kernels.attn_delta(o, do, core), rtol=1e-6, atol=1e-6)
-
-
-def test_backward_runs_are_equal(device, repeats):
-    """No atomics."""
-    case = dataclasses.replace(HEAVY, lengths=(17, 33), slopes=None)
-    core, (q, k, v, do) = core_of(case, device), inputs_of(case, device).values()
-    _, lse, delta = triton_kernels.attn_fwd(q, k, v, core, do=do)
-    first, *others = (triton_kernels.attn_bwd(q, k, v, do, lse, delta, core) for _ in range(1 + repeats))
-    for other in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("case", [HEAVY, dataclasses.replace(HEAVY, lengths="packed", mask=None)], ids=str)
@@ -501,14 +397,6 @@ def test_only_what_is_needed(device):
         assert (view._base == 7).sum() >= view._base.numel() - view.numel(), "written outside of the view"
 
 
-def test_inputs_are_left_alone(device):
-    """Backward overwrites nothing that was saved or given (mamba#939)."""
-    core, tensors = core_of(HEAVY, device), inputs_of(HEAVY, device)
-    before = {name: t.clone() for name, t in tensors.items()}
-    results_of(triton_kernels, tensors, core)
-    assert_equal(tensors, before)
-
-
 # -- range ------------------------------------------------------------------------------------------------------------
 
 
@@ -516,64 +404,24 @@ def test_inputs_are_left_alone(device):
 def test_large_scores_stay_finite(dtype, device):
     """|q| and |k| of 300, so q k^T far beyond what float16 holds."""
     core = AttentionCore(1 / 8, "ieee", (None, 0))
-    tensors = {name: torch.randn(1, 2, 40, 64, device=device).to(dtype) for name in ("q", "k", "v", "do")}
+    tensors = random(40, 40, 64, device, dtype)
     tensors |= {name: tensors[name].sign() * 300 for name in ("q", "k")}
     assert tensors["q"].float().matmul(tensors["k"].float().mT).abs().max() > torch.finfo(torch.float16).max
-    ours = results_of(triton_kernels, tensors, core)
-    for name, result in ours.items():
-        assert result.isfinite().all(), name
-    assert_accurate(
-        {name: ours[name] for name in ("o", "lse")},
-        *(
-            {name: results[name] for name in ("o", "lse")}
-            for results in (results_of(eager, t, core) for t in (tensors, wide(tensors)))
-        ),
-    )  # fmt: skip
+    three = of_all(tensors, core)
+    assert all(result.isfinite().all() for result in three[0].values())
+    assert_accurate(*({name: results[name] for name in ("o", "lse")} for results in three))
 
 
 @pytest.mark.parametrize("right", [None, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_low_scores_stay_finite(dtype, right, device):
     """Scores of -200, so that exp(0 - lse) overflows in the columns beyond Sk that fill up a tile."""
-    tensors = {name: torch.randn(1, 2, 40, 64, device=device) for name in ("q", "k", "v", "do")}
+    tensors = random(40, 40, 64, device)
     tensors |= {"q": tensors["q"] / 8 + 5, "k": tensors["k"] / 8 - 5}
     tensors = {name: t.to(dtype) for name, t in tensors.items()}
     ours = results_of(triton_kernels, tensors, AttentionCore(1 / 8, "ieee", (None, right)))
     assert ours["lse"].max() < -190
-    for name, result in ours.items():
-        assert result.isfinite().all(), name
-
-
-STRIDE = 2**28 + 16  # elements: row 8 starts beyond 2**31
-
-
-def spread(x):
-    """Rows of one head 2**28 elements apart; storage is mapped only where it is touched."""
-    storage = torch.UntypedStorage(((x.shape[2] - 1) * STRIDE + x.shape[3]) * x.element_size())
-    return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (0, 0, STRIDE, 1)).copy_(x)
-
-
-@pytest.mark.parametrize("far", ["q", "k", "v", "do"])
-def test_offsets_beyond_int32(far):
-    """Offsets beyond 2**31 and grids beyond 65,535 programs (fla#172, fla#1080)."""
-    tensors = {name: torch.randn(1, 1, 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
-    core = AttentionCore(0.3, "ieee")
-    expected = results_of(triton_kernels, tensors, core)
-    assert_equal(results_of(triton_kernels, tensors | {far: spread(tensors[far])}, core), expected)
-
-
-@pytest.mark.parametrize("far", range(4), ids=["batch", "heads", "rows", "columns"])
-def test_offsets_of_a_mask_beyond_int32(far):
-    """Each of the mask's strides. Where one wraps round, it lands 2**32 elements before, in zeros."""
-    shape = [1, 1, 1, 9]
-    shape[far] = 9
-    tensors = {name: torch.randn(*shape[:2], 9, 16).bfloat16() for name in ("q", "k", "v", "do")}
-    mask = (torch.rand(shape) > 0.4).view(torch.int8)
-    expected = results_of(triton_kernels, tensors, AttentionCore(0.3, "ieee", mask=mask))
-    storage = torch.UntypedStorage(2**31 + 8 * STRIDE + 9)
-    strides = [STRIDE if dim == far else 1 for dim in range(4)]
-    spread_mask = torch.empty(0, dtype=torch.int8).set_(storage, 2**31, shape, strides).copy_(mask)
-    assert_equal(results_of(triton_kernels, tensors, AttentionCore(0.3, "ieee", mask=spread_mask)), expected)
+    assert all(result.isfinite().all() for result in ours.values())
 
 
 def test_tiles_fit_the_masks_blocks():

@@ -1,7 +1,6 @@
-"""What only the emulator can show: bits across tiles and architectures, any order of CTAs, bounds of views, far offsets."""
+"""What only the emulator can show: bits across tiles and architectures, any order of CTAs, bounds of views."""
 
 import functools
-import itertools
 import random
 import re
 import zlib
@@ -14,7 +13,7 @@ from support.kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equ
 
 import ckptkern
 from benchmarks.codegen.cases import ARCHS, PERSISTENT_OPS
-from ckptkern import eager, state, triton_kernels
+from ckptkern import eager, triton_kernels
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.triton_kernels.tile import SMS, TILES
 
@@ -178,67 +177,9 @@ def test_the_order_of_ctas_changes_no_bit(name, architecture):
             assert one is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("cores", [(None, 0), (5, 3)], ids=["causal", "window"])
-def test_masks_of_attention_are_those_of_the_generator(cores, architecture):
-    """v = I spells the dropped probabilities."""
-    q, k = torch.randn(1, 2, 64, 64).to(BF16), torch.randn(1, 2, 64, 64).to(BF16)
-    eye = torch.eye(64, dtype=BF16).expand(1, 2, 64, 64)
-    core = eager.AttentionCore(0.125, "ieee", cores, dropout=dropout_of(0.5))
-    ours, theirs = (backend.attn_fwd(q, k, eye, core)[0] for backend in (triton_kernels, eager))
-    assert torch.equal(ours != 0, theirs != 0)
-    assert 0.2 < (theirs != 0).float().mean() < 0.3 or cores == (5, 3)
-
-
-def test_masks_of_matmuls_are_those_of_the_generator(architecture):
-    tensors = inputs_of(LAUNCHERS["linear_fwd"], BF16, M=72, K=64, N=144)
-    with_it, without = (
-        kernel(LAUNCHERS["linear_fwd"], tensors, "identity", **options)["h"]
-        for options in ({"dropout": dropout_of(0.5)}, {})
-    )
-    saved = state.keep_mask(dropout_of(0.5)[0], 0.5, 72, 144)
-    assert torch.equal(with_it != 0, saved & (without != 0))
-
-
-def inside(x: torch.Tensor, rows: int = 2, columns: int = 16) -> torch.Tensor:
-    """x as a view in the midst of NaN."""
-    around = torch.full((x.shape[0] + 2 * rows, x.shape[1] + 2 * columns), float("nan"), dtype=x.dtype)
-    view = around[rows:-rows, columns:-columns]
-    return view.copy_(x)
-
-
-ALIGNED, UNALIGNED = {"M": 72, "K": 64, "N": 144, "D": 80}, {}
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        *itertools.product(["linear_bwd", "act_grad", "act_fwd", "act_bwd", "gated_hidden_grad"], [ALIGNED, UNALIGNED]),
-        *itertools.product(["linear_fwd"], [{"M": 0}, {"K": 0}]),
-    ],
-)
-def test_nothing_round_a_view_is_touched(name, sizes, architecture):
-    """The emulator allows the bytes of views alone; NaN round them would show in results."""
-    tensors = inputs_of(LAUNCHERS[name], BF16, **sizes)
-    views = {key: inside(t) if t.dim() == 2 else t for key, t in tensors.items()}
-    assert_equal(kernel(LAUNCHERS[name], views, "silu"), kernel(LAUNCHERS[name], tensors, "silu"), SUMS_OF_ROWS)
-
-
 def test_a_lost_mask_is_seen(architecture):
     """A load of rows beyond the view, which are in its storage."""
-    x = inside(torch.randn(40, 144).to(BF16), rows=40)
+    x = torch.randn(120, 176).to(BF16)[40:80, 16:160]
     unmasked = emulated(architecture, change=lambda ptx: re.sub(r"@%p\d+ (ld\.global)", r"\1", ptx))
     with unmasked, pytest.raises(emulator.Fault, match="outside of the tensor's view"):
         triton_kernels.act_fwd(x, None, "silu")
-
-
-def test_rows_that_start_beyond_2_to_the_31(architecture):
-    """Rows are 2**31 elements apart; only what is touched takes memory. See test_launchers.py for other kernels."""
-    stride = 2**31 + 16
-
-    def far(x: torch.Tensor) -> torch.Tensor:
-        storage = torch.UntypedStorage(((x.shape[0] - 1) * stride + x.shape[1]) * x.element_size())
-        return torch.empty(0, dtype=x.dtype).set_(storage, 0, x.shape, (stride, 1)).copy_(x)
-
-    forward = LAUNCHERS["linear_fwd"]
-    tensors = inputs_of(forward, BF16, M=3, K=64, N=144)
-    assert_equal(kernel(forward, tensors | {"x": far(tensors["x"])}, "relu"), kernel(forward, tensors, "relu"))

@@ -77,21 +77,13 @@ def test_like_eager(case, device):
     tensors = inputs_of(case["dtype"], device, M, K, V, case["bias"], case["weights"])
     head = eager.Head(case["scale"], case["softcap"], IGNORED, case["first"])
     tensors[3] = tensors[3].where(tensors[3] == IGNORED, tensors[3] + case["first"])
-    ours, eagers, exact = (
-        statistics(backend, given, head, **{name: case[name] for name in ("weighted", "entropy", "arg_max", "logits")})
-        for backend, given in ((triton_kernels, tensors), (eager, tensors), (eager, wide(tensors)))
-    )
-    assert_accurate(ours, eagers, exact, slack=4 * EPS)
-    upstream = upstream_of(M, device, case["weighted"], case["entropy"])
-    lse = exact["lse"].float()
-    ours, eagers, exact = (
-        gradient(backend, given, *statistics_, head, keep=case["keep"])
-        for backend, given, statistics_ in (
-            (triton_kernels, tensors, (lse, upstream)),
-            (eager, tensors, (lse, upstream)),
-            (eager, wide(tensors), (lse.double(), TokenGradients(*wide(upstream)))),
-        )
-    )
+    wanted = {name: case[name] for name in ("weighted", "entropy", "arg_max", "logits")}
+    of_all = (triton_kernels, tensors), (eager, tensors), (eager, wide(tensors))
+    three = [statistics(backend, given, head, **wanted) for backend, given in of_all]
+    assert_accurate(*three, slack=4 * EPS)
+    lse, upstream = three[2]["lse"].float(), upstream_of(M, device, case["weighted"], case["entropy"])
+    ours, eagers = (gradient(backend, given, lse, upstream, head, case["keep"]) for backend, given in of_all[:2])
+    exact = gradient(eager, of_all[2][1], lse.double(), TokenGradients(*wide(upstream)), head, case["keep"])
     assert_accurate(ours, {name: t.to(ours[name].dtype) for name, t in eagers.items()}, exact, slack=4 * EPS)
 
 
@@ -162,20 +154,14 @@ def test_any_tile(row, interpreted):
     if not interpreted:
         pytest.skip("the default tiles are tests/triton_kernels/test_default_tiles.py")
     tile = Tile(16, 64, 16, 4, 1, 2) if row == "16" else Tile(64, 32, 64, 4, 1)
-    tensors = inputs_of(torch.float32, V=150)
-    head = eager.Head(1.0, 0.0, IGNORED)
-    ours = triton_kernels.cross_entropy_fwd(
-        *tensors, head, weighted=True, entropy=True, arg_max=True, tile=tile
-    ).statistics
-    default = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, entropy=True, arg_max=True).statistics
-    for one, other in zip(ours, default, strict=True):
-        if one is not None:
-            torch.testing.assert_close(one[1:3], other[1:3], rtol=1e-6, atol=1e-6)
-    out = torch.empty(37, 150)
-    db = triton_kernels.cross_entropy_bwd(*tensors, default.lse, upstream_of(37, "cpu"), head, out, db=True, tile=tile)
-    expected = gradient(triton_kernels, tensors, default.lse, upstream_of(37, "cpu"), head)
-    torch.testing.assert_close(out, expected["dz"], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(db, expected["db"], rtol=1e-5, atol=1e-5)
+    tensors, head, upstream = inputs_of(torch.float32, V=150), eager.Head(1.0, 0.0, IGNORED), upstream_of(37, "cpu")
+    wanted = dict(weighted=True, entropy=True, arg_max=True)
+    ours, default = (statistics(triton_kernels, tensors, head, **wanted, **one) for one in ({"tile": tile}, {}))
+    torch.testing.assert_close(ours, default, rtol=1e-6, atol=1e-6)
+    out, lse = torch.empty(37, 150), lse_of(triton_kernels, tensors, head)
+    db = triton_kernels.cross_entropy_bwd(*tensors, lse, upstream, head, out, db=True, tile=tile)
+    expected = gradient(triton_kernels, tensors, lse, upstream, head)
+    torch.testing.assert_close({"dz": out, "db": db}, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -209,19 +195,3 @@ def test_empty(M, V, device):
     found = gradient(triton_kernels, tensors, lse, upstream_of(M, device), head)
     assert found["db"].shape == (V,)
     assert not found["db"].any()
-
-
-def test_the_same_bits_again(device, repeats):
-    tensors = inputs_of(torch.bfloat16, device, V=300)
-    head = eager.Head(1.0, 5.0, IGNORED)
-
-    def run():
-        found = triton_kernels.cross_entropy_fwd(*tensors, head, weighted=True, keep=True, entropy=True, arg_max=True)
-        counted, lse = tensors[3] != IGNORED, found.statistics.lse
-        gradients = gradient(triton_kernels, tensors, lse, upstream_of(37, device), head)
-        statistics = [one[counted] for one in found.statistics if one is not None]
-        return [*statistics, found.logits, *gradients.values()]
-
-    first = run()
-    for _ in range(repeats):
-        assert all(map(torch.equal, first, run()))

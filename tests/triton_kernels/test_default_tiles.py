@@ -6,12 +6,10 @@ These are the code-generation check's cases on small tensors with data. They run
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
-from support.kernel_cases import LAUNCHERS, MATMULS, STATE, assert_accurate
-from torch import Tensor
+from support.kernel_cases import LAUNCHERS, MATMULS, Small, check_like_eager
 
 from benchmarks.codegen.cases import (
     ARCHS,
@@ -24,82 +22,12 @@ from benchmarks.codegen.cases import (
     VARIANTS,
     AttentionCase,
     Case,
-    Inputs,
 )  # fmt: skip
-from ckptkern import eager, state, triton_kernels
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 
 TF32 = 2.0**-9  # operands have 11 bits
 TF32_CHAIN = 2.0**-6  # of eight layers, forward and backward
-
-
-class Small(Inputs):
-    """Normal numbers, of sizes that take two tiles each way and several steps; it remembers what it gave."""
-
-    ROWS, FEATURES, HIDDEN = 200, 128, 320
-    UNALIGNED = (137, 83, 301, 69)
-    BATCH, LENGTH, HEADS = 2, 136, 4
-    EXPERTS = 3
-    backend = triton_kernels
-
-    def __init__(self, device: str):
-        self.device, self.given = device, []
-
-    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        values = torch.randn(shape) * scale
-        if not dtype.is_floating_point:  # a mask of int8, or bits
-            values = values > -0.5 if dtype == torch.int8 else torch.randint(256, shape)
-        return self.remember(values.to(self.device, dtype))
-
-    def remember(self, tensor: Tensor) -> Tensor:
-        self.given.append(tensor.clone())
-        return tensor
-
-    def sizes(self, case: Case) -> dict[str, int]:
-        scalar = (
-            (73, 41, 109, 34) if case.unaligned else (72, 64, 96, 64)
-        )  # many instructions: float32 without tensor cores
-        return dict(zip("MKND", scalar, strict=True)) if "ieee" in case.kind else super().sizes(case)
-
-    def dropout(self, wanted: bool) -> tuple:
-        seed = self.remember(torch.tensor(STATE, device=self.device))
-        return (seed, *state.threshold_scale(0.1), 0) if wanted else eager.NO_DROPOUT
-
-    def lengths(self, batch: int, length: int) -> dict:
-        cu = self.remember(torch.tensor([0, length // 3, length][: batch + 1], dtype=torch.int32, device=self.device))
-        return {"cu_q": cu, "cu_k": cu, "max_q": length, "max_k": length}
-
-    def groups(self, tokens: int) -> eager.Groups:
-        """Expert 1 has no rows."""
-        index = 2 * torch.randint(2, (tokens, self.TOP_K), device=self.device)
-        *tensors, top_k = eager.route(index, self.EXPERTS)
-        return eager.Groups(*map(self.remember, tensors), top_k)
-
-    def statistics(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, core: eager.AttentionCore
-    ) -> tuple[Tensor, Tensor]:
-        return eager.attn_fwd(q, k, v, core, do=do)[1:]
-
-
-class Again(Small):
-    """The same numbers for eager PyTorch, in their dtypes or in float64."""
-
-    backend = eager
-
-    def __init__(self, first: Small, exact: bool):
-        super().__init__(first.device)
-        self.rest, self.exact = iter(first.given), exact
-
-    def of_kernels(self, case: Case) -> dict:
-        return {}
-
-    def remember(self, tensor: Tensor) -> Tensor:
-        same = next(self.rest)
-        return same.double() if self.exact and same.is_floating_point() else same.clone()
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.float64 if self.exact else super().dtype(name)
 
 
 def of_matmuls() -> list[Case]:
@@ -179,17 +107,6 @@ def in_sample(case: Case | AttentionCase, arch: int) -> bool:
     return place % 2 == 0
 
 
-def named(results) -> dict[str, Tensor]:
-    """Results by their place; for lse 0 where a row sees nothing, and beside it which rows these are."""
-    results = results if isinstance(results, tuple) else (results,)
-    found = {}
-    for n, result in enumerate(results):
-        if result is not None:
-            nothing = result == -math.inf
-            found |= {f"{n}": result.masked_fill(nothing, 0), f"{n} of nothing": nothing.to(torch.uint8)}
-    return found
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace("/sm_80", ""))
 def test_results(case, device, architecture, interpreted, monkeypatch, request):
     """Twice eager's error at most against eager PyTorch, for everything that a launcher can give."""
@@ -208,11 +125,6 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     if case.kind != "few":  # a GPU with one SM is never idle: the tiles of large launches
         monkeypatch.setitem(SMS, family, 1)
         monkeypatch.setattr(experts_tiles, "FEW_ROWS", 0)
-    given = Small(device)
-    ours = named(case.launch(given))
-    eagers, exact = (named(case.launch(Again(given, exact))) for exact in (False, True))
     tf32 = case.dtype == "float32" and "ieee" not in case.kind and case.op in PRODUCT_OPS
     slack = {"slack": TF32_CHAIN if case.op.startswith("stack_") else TF32} if tf32 else {}
-    assert_accurate(ours, eagers, exact, **slack)
-    for name in ours:
-        assert not name.endswith("nothing") or torch.equal(ours[name], exact[name]), name
+    check_like_eager(case, Small, device, **slack)

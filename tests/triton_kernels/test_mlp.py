@@ -1,24 +1,52 @@
-"""MLP and gated MLP: the matmul of both tiles at once and the two-step implementation give one result, bit for bit."""
+"""Linear, MLP and gated MLP: what backward recomputes, from whatever tensors and in however many launches, has the bits of
+forward."""
 
 import pytest
 import torch
 from support.kernel_cases import (
     ACTIVATIONS_AND_DTYPES,
-    DTYPES,
     LAUNCHERS,
     SUMS_OF_ROWS,
     assert_equal,
     dropout_of,
     inputs_of,
     kernel,
-)  # fmt: skip
+)
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+from ckptkern import triton_kernels
+
 each_activation_and_dtype = pytest.mark.parametrize(("activation", "dtype"), ACTIVATIONS_AND_DTYPES, ids=str)
 
 
 def pick(tensors, **names):
     return {new: tensors[old] for new, old in names.items()}
+
+
+def linear(tensors, activation="identity", **options):
+    return kernel(LAUNCHERS["linear_fwd"], tensors, activation, **options)
+
+
+def gate_and_up(tensors):
+    return (linear(pick(tensors, x="x", w=f"w{one}", b=f"b{one}"))["h"] for one in "gu")
+
+
+@each_activation_and_dtype
+def test_linear_recomputes_z_and_h(activation, dtype, device):
+    """dz from x alone is dz from forward's stored z; h from z is forward's, dropout included, and so is h written over z."""
+    tensors = inputs_of(LAUNCHERS["linear_bwd"], dtype, device, N=23)
+    options = {"dropout": dropout_of(0.3, device), "row_base": 16}
+    forward = linear(pick(tensors, x="x", w="w", b="b"), activation, **options)
+    recomputed = kernel(LAUNCHERS["linear_bwd"], tensors, activation)
+    dz, db = triton_kernels.act_bwd(tensors["dh"], forward["z"], activation, db=True)
+    assert torch.equal(recomputed["dz"], dz)
+    torch.testing.assert_close(recomputed["db"], db, rtol=1e-6, atol=1e-5)
+
+    step = inputs_of(LAUNCHERS["act_grad"], dtype, device, N=23) | {"z": forward["z"].clone()}
+    apart = kernel(LAUNCHERS["act_grad"], step, activation, **options)
+    assert torch.equal(apart["h"], forward["h"])
+    over = kernel(LAUNCHERS["act_grad"], step, activation, h_over_z=True, **options)
+    assert over["h"].data_ptr() == step["z"].data_ptr()
+    assert_equal(over, apart)
 
 
 @each_activation_and_dtype
@@ -27,11 +55,10 @@ def test_dual_matmul_equals_z_then_act_grad(activation, dtype, device):
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(LAUNCHERS["mlp_bwd"], dtype, device, N=23)
     layer = pick(tensors, x="x", w="w1", b="b1")
-    z = kernel(LAUNCHERS["linear_fwd"], layer, "identity")["h"]
-    steps = kernel(LAUNCHERS["act_grad"], pick(tensors, dy="dy", w="w2") | {"z": z}, activation, **options)
+    step = pick(tensors, dy="dy", w="w2") | {"z": linear(layer)["h"]}
     dual = kernel(LAUNCHERS["mlp_bwd"], tensors, activation, **options)
-    assert_equal(dual, steps, SUMS_OF_ROWS)
-    assert torch.equal(dual["h"], kernel(LAUNCHERS["linear_fwd"], layer, activation, **options)["h"])
+    assert_equal(dual, kernel(LAUNCHERS["act_grad"], step, activation, **options), SUMS_OF_ROWS)
+    assert torch.equal(dual["h"], linear(layer, activation, **options)["h"])
 
 
 @each_activation_and_dtype
@@ -39,40 +66,28 @@ def test_triple_matmul_equals_g_and_u_then_act_grad(activation, dtype, device):
     """As above for the gated MLP, whose g and u are two plain matmuls in the two-step implementation."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
     tensors = inputs_of(LAUNCHERS["gated_bwd"], dtype, device, N=23)
-    forward = kernel(
-        LAUNCHERS["gated_fwd"], {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}, activation, **options
-    )
-    g, u = (
-        kernel(LAUNCHERS["linear_fwd"], pick(tensors, x="x", w=f"w{one}", b=f"b{one}"), "identity")["h"] for one in "gu"
-    )
-    steps = kernel(
-        LAUNCHERS["gated_act_grad"], pick(tensors, dy="dy", wd="wd") | {"g": g, "u": u}, activation, **options
-    )
+    layer = {name: tensors[name] for name in LAUNCHERS["gated_fwd"].inputs}
+    g, u = gate_and_up(tensors)
+    step = pick(tensors, dy="dy", wd="wd") | {"g": g, "u": u}
     triple = kernel(LAUNCHERS["gated_bwd"], tensors, activation, **options)
-    assert_equal(triple, steps, SUMS_OF_ROWS)
-    assert_equal(forward, {"h": triple["h"], "g": g, "u": u})
-
-
-@each_dtype
-def test_gate_and_up_are_not_interchangeable(dtype, device):
-    """Gate and up weights as halves of one tensor; exchanging them changes every gradient."""
-    launcher = LAUNCHERS["gated_bwd"]
-    tensors = inputs_of(launcher, dtype, device)
-    packed = torch.cat([tensors["wg"], tensors["wu"]])
-    expected = kernel(launcher, tensors, "silu")
-    halves = dict(zip(("wg", "wu"), packed.split(tensors["wg"].shape[0]), strict=True))
-    assert_equal(kernel(launcher, tensors | halves, "silu"), expected)
-    exchanged = kernel(launcher, tensors | {"wg": halves["wu"], "wu": halves["wg"]}, "silu")
-    assert not any(torch.equal(exchanged[name], expected[name]) for name in expected)
+    assert_equal(triple, kernel(LAUNCHERS["gated_act_grad"], step, activation, **options), SUMS_OF_ROWS)
+    assert_equal(kernel(LAUNCHERS["gated_fwd"], layer, activation, **options), {"h": triple["h"], "g": g, "u": u})
 
 
 def test_the_gated_matmul_is_rounded_once(device):
     """relu(g)² u of bfloat16 numbers has 24 bits: float32 holds it exactly, and h is its only rounding."""
     tensors = inputs_of(LAUNCHERS["gated_bwd"], torch.bfloat16, device, N=23)
-    layer = {name: tensors[name] for name in ("x", "wg", "bg", "wu", "bu")}
-    g, u = (
-        kernel(LAUNCHERS["linear_fwd"], pick(tensors, x="x", w=f"w{one}", b=f"b{one}"), "identity")["h"] for one in "gu"
-    )
+    g, u = gate_and_up(tensors)
     expected = (g.double().relu().square() * u.double()).to(torch.bfloat16)
-    assert torch.equal(kernel(LAUNCHERS["gated_fwd"], layer, "relu2")["h"], expected)
     assert torch.equal(kernel(LAUNCHERS["gated_bwd"], tensors, "relu2")["h"], expected)
+
+
+@pytest.mark.parametrize("forward", ["linear_fwd", "gated_fwd"])
+@each_activation_and_dtype
+def test_h_of_a_stored_z_has_the_bits_of_forward(activation, dtype, forward, device):
+    """act_fwd, then dropout, is the epilogue that forward ran."""
+    launcher, dropped = LAUNCHERS[forward], {"dropout": dropout_of(0.3, device), "row_base": 128}
+    saved = kernel(launcher, inputs_of(launcher, dtype, device, N=23), activation, **dropped)
+    z, u = (saved["z"], None) if forward == "linear_fwd" else (saved["g"], saved["u"])
+    h = triton_kernels.act_fwd(z, u, activation)
+    assert torch.equal(triton_kernels.dropout(h, *dropped["dropout"], row_base=128), saved["h"])
