@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--all", action="store_true", help="the tests marked `long` too, as `make test-all` runs them")
     parser.addoption(
-        "--sample", action="store_true", help="of the default tiles, what `make test` runs on the emulator"
+        "--sample", action="store_true", help="of the default tiles, what CI runs on the emulator"
     )
     parser.addoption(
         "--device",

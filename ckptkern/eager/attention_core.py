@@ -159,7 +159,7 @@ def attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
             state, threshold, count, Sq, Sk, first, core.row_base, core.column_base, core.max_q or Sq
         )
 
-    if B == 1 or core.planes in (0, H):
+    if B <= 1 or core.planes in (0, H):
         return planes(core.plane_base, B * H).view(B, H, Sq, Sk)
     return torch.stack([planes(core.plane_base + b * core.planes, H) for b in range(B)])
 
