@@ -132,7 +132,7 @@ class ExpertsBranch:
             self.updates["down"].add(p, y, h, groups)
         h = None
         made = {"y": p.experts_combine(y, s, groups)}
-        return made | {"gu": gu.view(x.shape[0], -1)} if save_gu else made
+        return made | {"gu": gu.view(x.shape[0], groups.top_k * self.w.shape[1])} if save_gu else made
 
     def backward(
         self,

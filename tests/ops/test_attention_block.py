@@ -1,4 +1,4 @@
-"""attention_block: what no rule over its options shows. What it refuses is in test_refusals.py."""
+"""attention_block and latent_attention_block: what no rule over their options shows. What they refuse is in test_errors.py."""
 
 import pytest
 import torch
@@ -6,15 +6,14 @@ from support.calls import call_of
 from support.cases import assert_same, assert_same_within_rounding, gradients
 from support.oracles import attention_block as oracle
 from support.oracles import varlen_attn as varlen_oracle
-from support.properties import Case
 
 import ckptkern
 from ckptkern.ops import catalog
-from ckptkern.ops.attention import sublayer as _sublayer
-from ckptkern.ops.catalog import HEAD_DIM, Normal, Sizes
+from ckptkern.ops.attention import latent_sublayer, sublayer
+from ckptkern.ops.catalog import Normal, Sizes
 
-SIZES = Sizes()
-(B, S), d, H = SIZES.lead, SIZES.features, SIZES.heads
+(B, S), H = Sizes().lead, Sizes().heads
+each_backend = pytest.mark.parametrize("backend", ["eager", "triton"])
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5])
@@ -24,14 +23,11 @@ def test_causal_with_a_scale_that_is_not_positive(scale):
     given = {name: value for name, value in call.arguments.items() if not isinstance(value, Normal)}
     assert_same_within_rounding(gradients(call, call.make()), gradients(lambda t: oracle(**given | t), call.make()))
     q, ends = torch.randn(7, 4, 6), torch.tensor([0, 7], dtype=torch.int32)
-    packed = (
-        function(q, q, q, ends, ends, 7, 7, is_causal=True, scale=scale)
-        for function in (ckptkern.varlen_attn, varlen_oracle)
-    )
-    torch.testing.assert_close(*packed)
+    both = (of(q, q, q, ends, ends, 7, 7, is_causal=True, scale=scale) for of in (ckptkern.varlen_attn, varlen_oracle))
+    torch.testing.assert_close(*both)
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@each_backend
 def test_a_bias_alone(backend):
     """Nothing else is trained, and -inf hides keys and whole rows: gradients there are 0, never NaN."""
     call, found = call_of("attention_block", attn_mask=Normal((B, H, S, S)), recompute="full"), []
@@ -47,80 +43,84 @@ def test_a_bias_alone(backend):
     assert (dmask != 0).sum() == dmask.numel() - S - H * S
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_tokens_in_no_sequence(backend):
-    """Attention gives them zeros and does not see them, whatever is in memory: deterministic torch.empty gives NaN."""
-    case = Case(
-        catalog.OPS["attention_block"],
-        ("sequences, of which one is empty, and tokens in none",),
-        "full",
-        Sizes((2, 70)),
-    )
-    leaves = case.make(torch.float32)
-    expected = gradients(lambda t: case.oracle(t)[0], leaves)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with ckptkern.backend(backend):
-            found = gradients(lambda t: case.results(t)[0], leaves)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same_within_rounding(found, expected)
-
-
 def test_a_list_of_parameters_is_three_weights():
-    weights, out, x = torch.nn.ParameterList(torch.randn(72, 10).chunk(3)), torch.randn(10, 24), torch.randn(2, 7, 10)
-    expected = ckptkern.attention_block(x, list(weights), None, out, None, 4)
-    assert torch.equal(ckptkern.attention_block(x, weights, None, out, None, 4), expected)
+    call = call_of("attention_block", qkv_weight=torch.nn.ParameterList(torch.randn(24, 6).chunk(3)), qkv_bias=None)
+    t = call.make()
+    assert torch.equal(call(t), call.with_(qkv_weight=list(call.arguments["qkv_weight"]))(t))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_slopes_get_no_wrong_gradient(compiled):
     """Also under torch.func, where grad mode is on for a tensor that requires no gradient."""
     call = call_of("attention_block")
+    tensors = call.make()
 
     def loss(slopes):
         return call.with_(alibi_slopes=slopes).unseeded(tensors).sum()
 
-    tensors = call.make()
     torch._dynamo.reset()
     run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else torch.func.grad(loss)
     with pytest.raises(Exception, match="no gradient is formed for alibi_slopes"):
         run(torch.ones(H, requires_grad=compiled))
 
 
-# -- groups of heads ---------------------------------------------------------------------------------------------------
+@each_backend
+def test_slopes_and_tables_by_sample(backend):
+    """Slopes [B, H] are each sample's own; tables [1, S, R] are any sample's, and leave dimensions beyond R as they are."""
+    call, slopes = call_of("attention_block"), torch.rand(B, H)
+    tables = ckptkern.nn.rotary_tables(torch.arange(S), 2, 10.0)
+    t = call.make()
+    with ckptkern.backend(backend):
+        found = call.with_(alibi_slopes=slopes, rotary=tuple(table[None] for table in tables))(t)
+        each = [call.with_(alibi_slopes=slopes[n], rotary=tables)(t | {"x": t["x"][n : n + 1]}) for n in range(B)]
+    torch.testing.assert_close(found, torch.cat(each))
 
 
-def test_input_gradients_are_summed_in_float32():
-    """Over 32 groups, whose 96 terms would each be rounded to bfloat16."""
-    sizes, rows = Sizes((1, 64), 32, heads=32), 32 * HEAD_DIM
-    arguments = dict(qkv_weight=[Normal((rows, 32))] * 3, qkv_bias=None, out_bias=None, scale=0.02)
-    call = call_of("attention_block", sizes=sizes, **arguments)
-    tensors = call.make(torch.bfloat16)
+@each_backend
+def test_bounds_and_slopes_of_any_strides(backend):
+    """The kernels read both with a stride of 1, so for a column of a table they would read its neighbours."""
+    call, ends, slopes = (
+        call_of("attention_block"),
+        torch.tensor([0, 2, S], dtype=torch.int32),
+        torch.tensor([0.5, 0.25]),
+    )
+    t = call.make() | {"x": torch.randn(S, 6)}
+    with ckptkern.backend(backend):
+        strided, dense = (
+            call.with_(cu_seqlens=of(ends), alibi_slopes=of(slopes))(t)
+            for of in (lambda t: torch.stack((t, torch.full_like(t, 9)), -1)[..., 0], torch.clone)
+        )
+    assert torch.equal(strided, dense)
 
-    def dx(workspace, dtype=torch.bfloat16):
-        t = {name: one.detach().to(dtype).requires_grad_() for name, one in tensors.items()}
-        return gradients(call.with_(workspace=workspace), t)["x"].double()
 
-    exact = dx(None, torch.float64)
-    of_groups, of_all = ((dx(workspace) - exact).norm() for workspace in (1, None))
-    assert of_groups < 1.1 * of_all
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tables_of_fewer_columns_rotate_the_first_of_the_latents_rotated_dimensions(interleaved):
+    """As tables whose other angles are zero."""
+    sizes, (nope, rope, _) = Sizes((2, 7), heads=4), catalog.LATENT_HEAD
+    call = call_of("latent_attention_block", sizes=sizes, rotary_interleaved=interleaved)
+    tensors = call.make(torch.float64)
+    few = torch.arange(7, dtype=torch.float64)[:, None].expand(7, 2)
+    all_, other = torch.cat((few, torch.zeros_like(few)), -1), {name: t.detach().clone() for name, t in tensors.items()}
+    if not interleaved:  # of two columns these are 0 and 1, of four 0 and 2
+        order = [0, 2, 1, 3]
+        all_ = all_[:, order]
+        for rows in (other["q_weight"].view(4, nope + rope, -1)[:, nope:], other["kv_a_weight"][None, -rope:]):
+            rows.copy_(rows[:, order])
+    found, expected = (call.with_(rotary=(one.cos(), one.sin()))(t) for one, t in ((few, tensors), (all_, other)))
+    torch.testing.assert_close(found, expected)
 
 
-def test_the_fewest_groups(monkeypatch):
+@pytest.mark.parametrize(("name", "module", "divides"), [
+    ("attention_block", sublayer, "division"), ("latent_attention_block", latent_sublayer, "latent_groups"),
+])  # fmt: skip
+def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
     """As many groups as the workspace makes necessary, all or none of them in each kv head; the same number in both passes."""
-    counts, division, found = [], _sublayer.division, []
-
-    def recorded(*args):
-        made = division(*args)
-        counts.append(made.groups)
-        return made
-
-    monkeypatch.setattr(_sublayer, "division", recorded)
-    call = call_of("attention_block", sizes=Sizes((2, 7), heads=4), recompute="full")
+    seen, found, divide = [], [], getattr(module, divides)
+    monkeypatch.setattr(module, divides, lambda *args: seen.append(divide(*args)) or seen[-1])
+    call = call_of(name, sizes=Sizes((2, 7), heads=4), recompute="full")
     for workspace in (2**40, *(int(1.1**n) for n in range(160, 0, -1))):
-        counts.clear()
+        seen.clear()
         gradients(call.with_(workspace=workspace), call.make())
-        assert len(set(counts)) == 1
-        found.append(counts[0])
+        (groups,) = {getattr(one, "groups", one) for one in seen}
+        found.append(groups)
     assert list(dict.fromkeys(found)) == [1, 2, 4]

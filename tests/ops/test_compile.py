@@ -1,19 +1,17 @@
-"""Ops in graphs: of torch.compile, with any sizes and several calls, and of torch.export."""
+"""Ops in graphs of torch.compile, with several calls, and under torch.func: what no rule over the catalogue shows."""
 
+import functools
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 from support.calls import LibraryCalls, call_of, dropping
-from support.cases import (
-    assert_same,
-    assert_same_within_rounding,
-    gradients,
-    output_gradient,
-    seeded,
-)
+from support.cases import assert_same, assert_same_within_rounding, gradients, output_gradient, seeded
+from support.oracles import mlp as mlp_oracle
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
@@ -33,36 +31,40 @@ def compiled(function, backend="aot_eager"):
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
-@pytest.mark.parametrize("trained", ["x", "fc2_weight"])
-def test_with_frozen_inputs(trained):
-    call = call_of("mlp")
-    tensors = call.make(frozen=call.make().keys() - {trained})
-    assert_same(gradients(compiled(call.unseeded), tensors), gradients(call, tensors))
+def twice(call, t):
+    return torch.stack([call.unseeded(t), call.unseeded(t)])
 
 
-@pytest.mark.parametrize("name", ["dropout", "mlp"])
-def test_two_masks_of_one_graph_differ(name):
-    """AOT's CSE merges what looks alike: two draws in one graph are two draws."""
-    call = dropping(name)
-
-    def twice(t):
-        return torch.stack([call.unseeded(t), call.unseeded(t)])
-
-    ours = gradients(seeded(compiled(twice)), call.make())
-    assert_same(ours, gradients(seeded(twice), call.make()))
-    assert not torch.equal(*ours["y"])
+def in_a_checkpoint(call, t):
+    """Recomputed in backward, and its mask with it."""
+    return checkpoint(lambda *v: call.unseeded(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False)
 
 
-def test_a_checkpoint():
-    """A compiled torch.utils.checkpoint recomputes the op in backward, and its mask with it."""
-    call = dropping("mlp")
+def in_a_chain(call, t):
+    """Graph outputs that alias what is saved, and ops before and after."""
+    return call.unseeded({**t, "x": t["x"].sin()}).cos()
 
-    def whole(t):
-        return checkpoint(
-            lambda *v: call.unseeded(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False
-        )
 
-    assert_same(gradients(seeded(compiled(whole)), call.make()), gradients(seeded(whole), call.make()))
+IN_A_GRAPH = {
+    "x alone": (lambda call, t: call.unseeded(t), call_of("mlp")),
+    "fc2_weight alone": (lambda call, t: call.unseeded(t), call_of("mlp")),
+    "two masks": (twice, dropping("dropout")),
+    "two masks of an mlp": (twice, dropping("mlp")),
+    "a checkpoint": (in_a_checkpoint, dropping("mlp")),
+    "a chain": (in_a_chain, call_of("linear_act", recompute="none")),
+}
+
+
+@pytest.mark.parametrize("name", IN_A_GRAPH)
+def test_a_graph_has_the_bits(name):
+    """AOT's CSE merges what looks alike, but two draws in one graph are two draws."""
+    function, call = IN_A_GRAPH[name]
+    run, tensors = functools.partial(function, call), call.make()
+    if "alone" in name:
+        tensors = call.make(frozen=tensors.keys() - {name.split()[0]})
+    ours, theirs = (gradients(seeded(one), tensors) for one in (compiled(run), run))
+    assert_same(ours, theirs)
+    assert "two" not in name or not torch.equal(*ours["y"])
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -78,14 +80,6 @@ def test_one_weight_as_several_inputs(mode):
         torch.testing.assert_close(torch.autograd.grad(function(x).sum(), w), expected)
 
 
-def test_a_chain():
-    """Graph outputs that alias what is saved, and ops before and after."""
-    call = call_of("linear_act", recompute="none")
-
-    def chain(t):
-        return call.unseeded({**t, "x": t["x"].sin()}).cos()
-
-    assert_same(gradients(compiled(chain), call.make()), gradients(chain, call.make()))
 
 
 def test_another_backend_compiles_again_and_reaches_its_kernels():
@@ -144,11 +138,11 @@ def test_every_precision_of_a_graph_is_read(way, monkeypatch):
 def test_a_transform_breaks_the_graph_and_says_so():
     call = call_of("mlp")
     tensors = {name: t.detach() for name, t in call.make().items()}
-    grad = torch.func.grad(lambda t: call.unseeded(t).sum())
-    assert_same(torch.compile(grad, backend="aot_eager")(tensors), grad(tensors))
+    of = grad(lambda t: call.unseeded(t).sum())
+    assert_same(torch.compile(of, backend="aot_eager")(tensors), of(tensors))
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"mlp: torch\.compile of a torch.func transform is not supported"):
-        compiled(grad)(tensors)
+        compiled(of)(tensors)
 
 
 def test_stacks_deeper_than_an_int64_has_bits():
@@ -168,5 +162,52 @@ def test_stacks_deeper_than_an_int64_has_bits():
     for function in (call.unseeded, compiled(call.unseeded)):
         assert_same_within_rounding(gradients(function, tensors), expected)
     detached = {name: t.detach() for name, t in tensors.items()}
-    functional = torch.func.grad(lambda t: (call.unseeded(t) * output_gradient(expected["y"])).sum())(detached)
+    functional = grad(lambda t: (call.unseeded(t) * output_gradient(expected["y"])).sum())(detached)
     assert_same_within_rounding({"y": expected["y"], **functional}, expected)
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0, -1])
+@pytest.mark.parametrize("name", ["linear_act", "linear_stack", "mlp", "gated_mlp"])
+def test_vmap_over_models(name, mode):
+    """One op over stacked models, a batch dimension in the middle, and no gradient at all."""
+    call = call_of(name, mode=mode)
+    models = [call.make(seed=seed) for seed in range(3)]
+    stacked = {one: torch.stack([m[one].detach() for m in models], 1) for one in models[0]}
+    out = vmap(call.unseeded, in_dims=(dict.fromkeys(stacked, 1),))(stacked)
+    expected = {i: call.unseeded(model).detach() for i, model in enumerate(models)}
+    assert_same_within_rounding(dict(enumerate(out)), expected)
+
+
+@pytest.mark.parametrize("name", ["mlp", "dropout"])
+def test_masks_under_vmap(name):
+    """randomness="same" is one mask for all samples, "different" one for each; "error" says so."""
+    call = dropping(name, sizes=catalog.Sizes((8,), 9, 16))
+    tensors = call.make()
+
+    def outputs(randomness):
+        x = tensors["x"].detach().expand(4, 8, 9).contiguous()
+        return vmap(lambda one: call.unseeded({**tensors, "x": one}), randomness=randomness)(x)
+
+    for randomness in ("same", "different"):
+        for one, other in itertools.combinations(outputs(randomness), 2):
+            assert torch.equal(one, other) == (randomness == "same")
+    with pytest.raises(RuntimeError, match="randomness"):
+        outputs("error")
+
+
+def test_jacobians_and_gradients_of_gradients():
+    call = call_of("mlp", sizes=catalog.Sizes((2,), 3, 4, 2), activation="silu", dropout_p=0.25)
+    tensors = {name: t.detach() for name, t in call.make(torch.float64).items()}
+    oracle = seeded(lambda t: mlp_oracle(**t, activation="silu", dropout_p=0.25))
+
+    def found(function):
+        def penalty(t):
+            return sum(g.square().sum() for g in grad(lambda t: function(t).square().sum())(t).values())
+
+        # chunk_size 1: the mask of a loop is the mask of one call
+        return jacrev(lambda x: function({**tensors, "x": x}), chunk_size=1)(tensors["x"]), grad(penalty)(tensors)
+
+    torch.testing.assert_close(found(call), found(oracle))

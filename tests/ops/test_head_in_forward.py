@@ -105,18 +105,6 @@ def test_exponentials_are_saved_where_they_are_fewer_bytes_or_needed(runs):
     assert not runs
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_retained_graph_gives_the_same_gradients_again(dtype, runs):
-    """Then backward scales copies."""
-    tensors, target = make((M,), WIDTH, CLASSES, dtype)
-    loss, inputs = formed(target, tensors), list(tensors.values())
-    first = torch.autograd.grad(loss, inputs, torch.tensor(3.0), retain_graph=True)
-    for retained in (True, False):
-        again = torch.autograd.grad(loss, inputs, torch.tensor(3.0), retain_graph=retained)
-        assert all(map(torch.equal, first, again))
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        torch.autograd.grad(loss, inputs)
-    assert len(runs) == 1
 
 
 def test_float16_keeps_small_probabilities(runs):

@@ -12,15 +12,6 @@ from support.oracles import ORACLES
 import ckptkern
 
 
-def test_what_is_not_asked_for_is_none():
-    tensors, target = make()
-    assert isinstance(ours(target, tensors), torch.Tensor)
-    assert ours(target, tensors, top_k=12)._replace(loss=None, top_k=None) == (None,) * 7
-    for name in ("lse", "log_probs", "entropy"):
-        found = ours(target, tensors, **{f"return_{name}": True})._asdict()
-        assert [key for key, one in found.items() if one is not None] == ["loss", name]
-
-
 @each_backend
 def test_the_first_of_equal_logits_is_the_arg_max(backend):
     """In a slice of columns, and of slices; and the only one that is not -inf."""

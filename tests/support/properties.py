@@ -226,8 +226,9 @@ class Calls(TorchDispatchMode):
 
 def calls_of(case: Case, dtype: torch.dtype = torch.float32) -> list[tuple]:
     """Of forward and backward."""
+    leaves = case.make(dtype)
     with Calls() as calls:
-        y = case.function(case.make(dtype))
+        y = case.function(leaves)
         y.backward(output_gradient(y))
     return calls.found
 

@@ -315,7 +315,7 @@ def moe_sublayer_backward(
     sums, dlogits = Gradients(sublayer, need, len(chunks)), saved[f"d{LOGITS}"]
     rows = {name: one for name, one in saved.items() if name == "gu" or name.startswith("shared_")}
     if "gu" in rows:
-        rows["gu"] = rows["gu"].reshape(index.shape[0], -1)
+        rows["gu"] = rows["gu"].reshape(index.shape[0], index.shape[1] * t.gate_up_weight.shape[1])
 
     def backward(part: MoESublayer, of: slice) -> dict[str, Tensor | None]:
         groups = eager.route(index[of], t.router_weight.shape[0])
