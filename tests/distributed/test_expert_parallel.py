@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import on_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,16 +28,18 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check(rank: int, size: int, uneven: bool) -> None:
+@pytest.mark.parametrize(("n", "uneven"), [(2, True), (4, False), pytest.param(4, True, marks=pytest.mark.long)])
+@on_ranks()
+def test_experts_over_ranks(rank, n, uneven):
     torch.manual_seed(0)
-    x, dy = torch.randn(2, size, TOKENS, D, dtype=torch.float64).unbind()
+    x, dy = torch.randn(2, n, TOKENS, D, dtype=torch.float64).unbind()
     router = torch.randn(EXPERTS, D, dtype=torch.float64)
     if uneven:  # some experts get all tokens, and most none
         router[TOP_K:] = 0
         x.abs_()
         router[:TOP_K].abs_()
     w, wd = torch.randn(EXPERTS, 2 * HIDDEN, D).double(), torch.randn(EXPERTS, D, HIDDEN).double()
-    own = slice(rank * EXPERTS // size, (rank + 1) * EXPERTS // size)
+    own = slice(rank * EXPERTS // n, (rank + 1) * EXPERTS // n)
 
     layer = runpy.run_path(str(EXAMPLE))["Experts"](D, HIDDEN, EXPERTS, TOP_K).double()
     with torch.no_grad():
@@ -62,9 +65,3 @@ def _check(rank: int, size: int, uneven: bool) -> None:
         (layer.gate_up.grad, dw[own]), (layer.down.grad, dwd[own]),
     ):  # fmt: skip
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("uneven", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-def test_experts_over_ranks(ranks, size, uneven):
-    ranks.run(size, _check, size, uneven)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.ranks import Ranks
+from support.ranks import on_ranks
 from support.timeline import Collective, Timeline
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,18 +14,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
 from ckptkern.ops.registration.functions import bodies_seen
+from ckptkern.parallel import TensorParallel
 
 B, S, WIDTH, HEADS, HIDDEN = 3, 128, 32, 8, 96
 TOKENS = B * S
-
-
-def on_mesh(ranks: Ranks, n: int, function: Callable, *arguments) -> None:
-    """function(mesh, *arguments) on n ranks."""
-    ranks.run(n, _on_mesh, function.__name__, n, *arguments)
-
-
-def _on_mesh(rank: int, name: str, n: int, *arguments) -> None:
-    globals()[name](init_device_mesh("cpu", (n,), mesh_dim_names=("tp",)), *arguments)
 
 
 def layers(count: int, **options) -> nn.Sequential:
@@ -34,8 +26,6 @@ def layers(count: int, **options) -> nn.Sequential:
 
 
 def split(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module:
-    from ckptkern.parallel import TensorParallel  # imports torch.distributed.tensor
-
     return parallelize_module(model, mesh, {"*": TensorParallel(sequence_parallel=sequence)})
 
 
@@ -65,7 +55,9 @@ def named(timeline: Timeline, name: str) -> list[tuple[int, int, int]]:
     return [under(one) for one in timeline.collectives if one.name == name and one.size > WIDTH * 2]
 
 
-def _check_replicated(mesh: DeviceMesh, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@on_ranks(mesh="tp")
+def test_the_all_reduce_of_dx_runs_under_the_next_sublayers_recompute(mesh, mode):
     reductions, core = named(backward_of(mesh, False, recompute=mode), "all_reduce"), int(mode == "full")
     projections, hidden = (0, 0) if mode == "none" else (3, 2)
     # the MLP's, then attention's, of the last layer and of the first, whose input is no layer's output
@@ -74,12 +66,8 @@ def _check_replicated(mesh: DeviceMesh, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("n", [2, 4])
-def test_the_all_reduce_of_dx_runs_under_the_next_sublayers_recompute(ranks, n, mode):
-    on_mesh(ranks, n, _check_replicated, mode)
-
-
-def _check_sequence(mesh: DeviceMesh, mode: str) -> None:
+@on_ranks(mesh="tp")
+def test_with_sequence_parallelism_the_gather_of_dy_runs_under_the_recompute(mesh, mode):
     timeline, core = backward_of(mesh, True, recompute=mode), int(mode == "full")
     projections, hidden = (0, 0) if mode == "none" else (3, 2)
     of_x, of_dy = (named(timeline, "all_gather_into_tensor")[place::2] for place in (0, 1))
@@ -99,26 +87,19 @@ def _check_sequence(mesh: DeviceMesh, mode: str) -> None:
         assert starts[x] < waits[scatter] < starts[dy], "the gather of the next x does not wait for dx, that of dy does"
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("n", [2, 4])
-def test_with_sequence_parallelism_the_gather_of_dy_runs_under_the_recompute(ranks, n, mode):
-    on_mesh(ranks, n, _check_sequence, mode)
-
-
-def _check_small_workspace(mesh: DeviceMesh, sequence: bool) -> None:
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@on_ranks(mesh="tp")
+def test_what_does_not_fit_the_workspace_waits_for_no_collective(mesh: DeviceMesh, sequence: bool) -> None:
     timeline = backward_of(mesh, sequence, workspace=1)
     assert named(timeline, "reduce_scatter_tensor" if sequence else "all_reduce") == 4 * [(0, 0, 0)]
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_what_does_not_fit_the_workspace_waits_for_no_collective(ranks, sequence):
-    on_mesh(ranks, 2, _check_small_workspace, sequence)
 
 
 # -- who sees a gradient that a collective still writes
 
 
-def _check_readers(mesh: DeviceMesh, sequence: bool) -> None:
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@on_ranks(mesh="tp")
+def test_readers_of_a_gradient_get_it_complete(mesh: DeviceMesh, sequence: bool) -> None:
     """Hooks, x.grad, calls that ask for one gradient, and other readers of x get a plain tensor, of the same values."""
     model = split(layers(2, dtype=torch.float64), mesh, sequence)
     x = rows(mesh, sequence, dtype=torch.float64)
@@ -157,18 +138,14 @@ def _check_readers(mesh: DeviceMesh, sequence: bool) -> None:
     torch.testing.assert_close(both[0], dx)
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_readers_of_a_gradient_get_it_complete(ranks, sequence):
-    on_mesh(ranks, 2, _check_readers, sequence)
-
-
 # -- FSDP2
 
 
 START, ARRIVED = "c10d::_allgather_base_", "fsdp::split_with_sizes_copy"
 
 
-def _check_fsdp2(rank: int) -> None:
+@on_ranks()
+def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank: int) -> None:
     mesh, seen = init_device_mesh("cpu", (2,)), []
     plain = layers(3, recompute="full")
     fused = copy.deepcopy(plain)
@@ -205,7 +182,3 @@ def layer_in_steps(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     x = x + a.o_proj(o.transpose(1, 2).flatten(2))
     h = t.rms_norm(x, (WIDTH,), self.post_attention_layernorm.weight)
     return x + self.mlp.down_proj(t.silu(self.mlp.gate_proj(h)) * self.mlp.up_proj(h))
-
-
-def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(ranks):
-    ranks.run(2, _check_fsdp2)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.architectures import GPT, HEADS, HIDDEN, WIDTH, B, Bert, S, ids
+from support.ranks import on_ranks
 from support.training import KINDS, STEPS, Segment, optimizer_of
 from torch import nn
 from torch.distributed.pipelining import (
@@ -79,19 +80,53 @@ def alone(parts, step, micros):
     return [loss.item() for loss in losses], [[p.grad for p in part.parameters()] for part in parts]
 
 
-def _check_stages(rank, size, kind, schedule, p):
+def refusal(schedule, kind):
+    """Why torch 2.11 cannot run it."""
+    if RELEASE < (2, 13) and schedule in V_SHAPED:
+        return "this schedule of torch 2.11 sends to its own rank, which gloo refuses"
+    if RELEASE < (2, 13) and schedule in ZERO_BUBBLE and kind != "segments":
+        return "this schedule of torch 2.11 fails on every autograd.Function: _input_metadata"
+    return None
+
+
+# Every schedule on two ranks, and on four: with dropout, or with zero bubbles
+CASES = [(2, schedule, kind, 0.0) for schedule in SCHEDULES for kind in KINDS]
+CASES += [(4, schedule, kind, 0.2) for schedule in ("ScheduleGPipe", "Schedule1F1B") for kind in KINDS]
+CASES += [(4, schedule, kind, 0.0) for schedule in ZERO_BUBBLE for kind in ("converted", "segments")]
+SHORT = [
+    *((2, schedule, KINDS[i % 3], 0.0) for i, schedule in enumerate(SCHEDULES)),
+    (4, "Schedule1F1B", "converted", 0.2),
+    (4, "ScheduleDualPipeV", "segments", 0.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "schedule", "kind", "p"),
+    [
+        pytest.param(
+            *case,
+            marks=[
+                *([] if case in SHORT else [pytest.mark.long]),
+                pytest.mark.skipif(bool(refusal(*case[1:3])), reason=str(refusal(*case[1:3]))),
+            ],
+        )
+        for case in CASES
+    ],
+)
+@on_ranks()
+def test_stages(rank, n, schedule, kind, p):
     each = 2 if "Interleaved" in schedule or schedule in V_SHAPED else 1  # stages of a rank
-    numbers = [rank, 2 * size - 1 - rank] if schedule in V_SHAPED else range(rank, each * size, size)
-    micros = max(4, each * size) if schedule == "ScheduleDualPipeV" else 4  # which wants one for each stage
-    unfused = [Part(kind, p, kind != "segments" and p > 0, i, each * size) for i in range(each * size)]
-    parts = {i: Part(kind, p, True, i, each * size) for i in numbers}
+    numbers = [rank, 2 * n - 1 - rank] if schedule in V_SHAPED else range(rank, each * n, n)
+    micros = max(4, each * n) if schedule == "ScheduleDualPipeV" else 4  # which wants one for each stage
+    unfused = [Part(kind, p, kind != "segments" and p > 0, i, each * n) for i in range(each * n)]
+    parts = {i: Part(kind, p, True, i, each * n) for i in numbers}
     for i, part in parts.items():
         part.load_state_dict(unfused[i].state_dict())
     hidden = torch.empty(B, S, WIDTH, requires_grad=True)
     stages = [
         PipelineStage(
-            part, i, each * size, torch.device("cpu"), input_args=(hidden if i else ids(),),
-            output_args=(hidden if i < each * size - 1 else torch.empty(B, S, 20, requires_grad=True),),
+            part, i, each * n, torch.device("cpu"), input_args=(hidden if i else ids(),),
+            output_args=(hidden if i < each * n - 1 else torch.empty(B, S, 20, requires_grad=True),),
         )
         for i, part in parts.items()
     ]  # fmt: skip
@@ -114,7 +149,7 @@ def _check_stages(rank, size, kind, schedule, p):
         torch.manual_seed(1000 * step + rank)
         x, target = batch(step, micros)
         losses = []
-        is_last = each * size - 1 in numbers
+        is_last = each * n - 1 in numbers
         run.step(*([x] if rank == 0 else []), **({"target": target, "losses": losses} if is_last else {}))
         if is_last:
             torch.testing.assert_close([loss.item() for loss in losses], expected, rtol=1e-5, atol=1e-5)
@@ -127,26 +162,3 @@ def _check_stages(rank, size, kind, schedule, p):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(ranks, schedule, kind):
-    if schedule in V_SHAPED and RELEASE < (2, 13):
-        pytest.skip("this schedule of torch 2.11 sends to its own rank, which gloo refuses")
-    if schedule in ZERO_BUBBLE and kind != "segments" and RELEASE < (2, 13):
-        pytest.skip("this schedule of torch 2.11 fails on every autograd.Function: _input_metadata")
-    ranks.run(2, _check_stages, 2, kind, schedule, 0.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
-def test_four_ranks_with_dropout(ranks, schedule, kind):
-    ranks.run(4, _check_stages, 4, kind, schedule, 0.2)
-
-
-@pytest.mark.skipif(RELEASE < (2, 13), reason="these schedules of torch 2.11 fail on every autograd.Function")
-@pytest.mark.parametrize("kind", ["converted", "segments"])
-@pytest.mark.parametrize("schedule", ZERO_BUBBLE)
-def test_zero_bubble_on_four_ranks(ranks, schedule, kind):
-    ranks.run(4, _check_stages, 4, kind, schedule, 0.0)

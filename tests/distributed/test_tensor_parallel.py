@@ -1,14 +1,15 @@
 """Blocks on a tensor-parallel group of gloo processes against one process, in float64 unless it says otherwise."""
 
 import copy
-from collections.abc import Callable
+import importlib.util
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.architectures import ARCHITECTURES, DropPath, Llama, Stack, adapted, ids, with_tables
 from support.interpreter import quicken
-from support.ranks import Ranks
+from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -20,24 +21,11 @@ import ckptkern
 from ckptkern import state
 from ckptkern.memory import saved_tensors
 from ckptkern.ops import sharded
+from ckptkern.parallel import TensorParallel
 
 B, S, WIDTH, HEADS, HIDDEN, P = 3, 8, 32, 8, 128, 0.25
 MODES = ("none", "selective", "full")
-
-
-def style(**options):
-    from ckptkern.parallel import TensorParallel  # imports torch.distributed.tensor
-
-    return TensorParallel(**options)
-
-
-def on_mesh(ranks: Ranks, n: int, function: Callable, *arguments) -> None:
-    """function(mesh, *arguments) on n ranks."""
-    ranks.run(n, _on_mesh, function.__name__, n, *arguments)
-
-
-def _on_mesh(rank: int, name: str, n: int, *arguments) -> None:
-    globals()[name](init_device_mesh("cpu", (n,), mesh_dim_names=("tp",)), *arguments)
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 
 
 # -- blocks
@@ -62,7 +50,7 @@ BLOCKS = {
     "relu mlp": lambda **o: ckptkern.nn.MLP(WIDTH, HIDDEN, WIDTH // 2, "relu", **o),
     "gated mlp": lambda **o: ckptkern.nn.GatedMLP(WIDTH, HIDDEN, dropout=P, bias=True, **o),
     "attention": lambda **o: ckptkern.nn.LlamaAttention(WIDTH, HEADS, 4, dropout=P, **o),
-    "llama": lambda **o: _llama(**o),
+    "llama": _llama,
     "llama with all": lambda **o: _llama(
         dropout=P, resid_dropout=P, qk_norm=True, attention_bias=True, mlp_bias=True, **o
     ),
@@ -78,6 +66,12 @@ def block(name: str, mode: str, seed: int = 0) -> nn.Module:
     for parameter in made.parameters():  # biases and norms are not zeros and ones
         nn.init.normal_(parameter, std=0.3)
     return made
+
+
+def split(model: nn.Module, mesh: DeviceMesh, names: str | None = None, sequence: bool = False) -> nn.Module:
+    """A copy whose blocks of these names, or which itself, is split over the mesh."""
+    style = TensorParallel(sequence_parallel=sequence)
+    return parallelize_module(copy.deepcopy(model), mesh, {names: style} if names else style)
 
 
 def mine(x: torch.Tensor, mesh: DeviceMesh, sequence: bool) -> torch.Tensor:
@@ -109,6 +103,16 @@ def step(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, seed: int = 1)
     return y.detach(), x.grad, saved
 
 
+def check_step(unfused, ours, mesh, x, weight, what: str, sequence: bool = False, tolerance=1e-10, **close) -> tuple:
+    """Results and gradients. Returns what both have saved."""
+    y, dx, saved_eager = step(unfused, x, weight)
+    z, dz, saved = step(ours, mine(x, mesh, sequence), mine(weight, mesh, sequence))
+    expected = mine(y, mesh, sequence), mine(dx, mesh, sequence)
+    torch.testing.assert_close((z, dz), expected, msg=lambda text: f"{what}: {text}", **close)
+    check_gradients(unfused, ours, what, tolerance)
+    return saved_eager, saved
+
+
 def check_saved(name: str, unfused, ours, n: int, sequence: bool) -> None:
     """The inputs of both sublayers, whole or this rank's rows; a part of everything else."""
     inputs = [size for shape, _, size in unfused.tensors if shape == (B, S, WIDTH)]
@@ -124,36 +128,39 @@ def check_saved(name: str, unfused, ours, n: int, sequence: bool) -> None:
         assert ours.bytes == expected, f"{name}: {ours}"
 
 
-def _check_blocks(mesh: DeviceMesh, sequence: bool) -> None:
-    for name in BLOCKS:
-        for mode in MODES:
-            unfused, what = block(name, mode), f"{name}, {mode}"
-            ours = parallelize_module(copy.deepcopy(unfused), mesh, style(sequence_parallel=sequence))
-            assert ours.state_dict().keys() == unfused.state_dict().keys()
-            x = torch.randn(B, S, WIDTH, dtype=torch.float64)
-            weight = torch.randn(B, S, WIDTH // 2 if name == "relu mlp" else WIDTH, dtype=torch.float64)
-            y, dx, saved_eager = step(unfused, x, weight)
-            z, dz, saved = step(ours, mine(x, mesh, sequence), mine(weight, mesh, sequence))
-            torch.testing.assert_close(z, mine(y, mesh, sequence), msg=what)
-            torch.testing.assert_close(dz, mine(dx, mesh, sequence), msg=what)
-            check_gradients(unfused, ours, what)
-            check_saved(name, saved_eager, saved, mesh.size(), sequence)
-            unfused.eval(), ours.eval()
-            with torch.no_grad():
-                torch.testing.assert_close(ours(mine(x, mesh, sequence)), mine(unfused(x), mesh, sequence), msg=what)
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_block_on_n_ranks_is_the_block_on_one(n, sequence, ranks):
+@SEQUENCE
+@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
+@on_ranks(mesh="tp")
+def test_a_block_on_n_ranks_is_the_block_on_one(mesh, n, sequence):
     """Results, gradients and saved bytes in every mode. With dropout too, so each rank samples its part of the masks."""
-    on_mesh(ranks, n, _check_blocks, sequence)
+    for name, mode in itertools.product(BLOCKS, MODES):
+        unfused, what = block(name, mode), f"{name}, {mode}"
+        ours = split(unfused, mesh, sequence=sequence)
+        assert ours.state_dict().keys() == unfused.state_dict().keys()
+        x = torch.randn(B, S, WIDTH, dtype=torch.float64)
+        weight = torch.randn(B, S, WIDTH // 2 if name == "relu mlp" else WIDTH, dtype=torch.float64)
+        saved = check_step(unfused, ours, mesh, x, weight, what, sequence)
+        check_saved(name, *saved, n, sequence)
+        unfused.eval(), ours.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(ours(mine(x, mesh, sequence)), mine(unfused(x), mesh, sequence), msg=what)
 
 
-def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
+@on_ranks(4, mesh="tp")
+def test_a_block_on_four_ranks(mesh):
+    for name, mode in zip(BLOCKS, itertools.cycle(MODES), strict=False):
+        unfused = block(name, mode)
+        weight = torch.randn(B, S, WIDTH // 2 if name == "relu mlp" else WIDTH, dtype=torch.float64)
+        x = torch.randn(B, S, WIDTH, dtype=torch.float64)
+        check_step(unfused, split(unfused, mesh, sequence=True), mesh, x, weight, name, True)
+
+
+@SEQUENCE
+@on_ranks(mesh="tp")
+def test_packed_sequences_and_masks(mesh, sequence):
     """Packed sequences, and masks of which one is trained and has a part for each head."""
     unfused = block("llama with all", "selective")
-    ours = parallelize_module(copy.deepcopy(unfused), mesh, style(sequence_parallel=sequence))
+    ours = split(unfused, mesh, sequence=sequence)
     bias = torch.randn(1, HEADS, S, S, dtype=torch.float64)
     padding = torch.arange(S) >= torch.tensor([S, 5, 3])[:, None]
     starts = torch.tensor([0, 5, 16], dtype=torch.int32)
@@ -168,19 +175,13 @@ def _check_calls(mesh: DeviceMesh, sequence: bool) -> None:
             y = model(given, **arguments, attn_mask=None if "cu_seqlens" in arguments else mask)
             (y * mine(weight, mesh, rows)).sum().backward()
             results.append((y, given.grad, mask.grad))
-        (y, dx, dmask), (z, dz, dmask_) = results
-        torch.testing.assert_close(z, mine(y, mesh, sequence))
-        torch.testing.assert_close(dz, mine(dx, mesh, sequence))
-        torch.testing.assert_close(dmask_, dmask)
+        (y, dx, dmask), found = results
+        torch.testing.assert_close(found, (mine(y, mesh, sequence), mine(dx, mesh, sequence), dmask))
         check_gradients(unfused, ours, str(list(arguments)))
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_packed_sequences_and_masks(sequence, ranks):
-    on_mesh(ranks, 2, _check_calls, sequence)
-
-
-def _check_collectives(mesh: DeviceMesh) -> None:
+@on_ranks(mesh="tp")
+def test_a_sublayer_communicates_once_forward_and_once_backward(mesh):
     layer, x = _llama(), torch.randn(B, S, WIDTH)
     expected = {
         False: ({"all_reduce": 2}, {"all_reduce": 2 + 1}),  # one more for the norms' weights
@@ -190,10 +191,9 @@ def _check_collectives(mesh: DeviceMesh) -> None:
         ),
     }
     for sequence, counts in expected.items():
-        split = parallelize_module(copy.deepcopy(layer), mesh, style(sequence_parallel=sequence))
-        seen = []
+        ours, seen = split(layer, mesh, sequence=sequence), []
         with CommDebugMode() as forward:
-            y = split(mine(x, mesh, sequence).clone().requires_grad_())
+            y = ours(mine(x, mesh, sequence).clone().requires_grad_())
         with CommDebugMode() as backward:
             y.sum().backward()
         for mode in (forward, backward):
@@ -201,11 +201,10 @@ def _check_collectives(mesh: DeviceMesh) -> None:
         assert tuple(seen) == counts
 
 
-def test_a_half_communicates_once_forward_and_once_backward(ranks):
-    on_mesh(ranks, 2, _check_collectives)
-
-
-def _check_kernels(mesh: DeviceMesh) -> None:
+@pytest.mark.long
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
+@on_ranks(mesh="tp")
+def test_the_kernels_draw_parts_of_the_unsharded_masks(mesh):
     """In Triton's interpreter, float32."""
     quicken()
     with ckptkern.backend("triton"):
@@ -213,22 +212,12 @@ def _check_kernels(mesh: DeviceMesh) -> None:
             unfused = BLOCKS[name]()
             for parameter in unfused.parameters():
                 nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
-            split = parallelize_module(copy.deepcopy(unfused), mesh, style(sequence_parallel=sequence))
             x, weight = torch.randn(2, 2, 16, WIDTH, generator=torch.Generator().manual_seed(1))
-            y, dx, _ = step(unfused, x, weight)
-            z, dz, _ = step(split, mine(x, mesh, sequence), mine(weight, mesh, sequence))
-            torch.testing.assert_close(z, mine(y, mesh, sequence), atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(dz, mine(dx, mesh, sequence), atol=1e-4, rtol=1e-4)
-            check_gradients(unfused, split, name, 1e-5)
-        narrow = parallelize_module(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh, style())
+            ours = split(unfused, mesh, sequence=sequence)
+            check_step(unfused, ours, mesh, x, weight, name, sequence, 1e-5, atol=1e-4, rtol=1e-4)
+        narrow = split(ckptkern.nn.MLP(WIDTH, 96, dropout=P), mesh)
         with pytest.raises(RuntimeError, match="the kernels draw masks of shards of 32 n hidden units, not of 48"):
             narrow(x)
-
-
-@pytest.mark.long
-def test_the_kernels_draw_parts_of_the_unsharded_masks(ranks):
-    pytest.importorskip("triton")
-    on_mesh(ranks, 2, _check_kernels)
 
 
 # -- converted models
@@ -274,64 +263,66 @@ def converted(name: str, dropout: bool = True) -> nn.Module:
     return model.double()
 
 
-def _check_groups(mesh: DeviceMesh) -> None:
+@on_ranks(mesh="tp")
+def test_grouped_layers(mesh):
     torch.manual_seed(0)
     unfused = Stack(Llama, with_tables, 5).double()
     ours = copy.deepcopy(unfused)
     assert len(ckptkern.convert(ours, ids(), recompute="full", every=2).groups) == 2
-    parallelize_module(ours, mesh, {"layers.*": style()})
+    parallelize_module(ours, mesh, {"layers.*": TensorParallel()})
     for model in (unfused, ours):
         model(ids()).square().mean().backward()
     check_gradients(unfused, ours, "grouped layers")
 
 
-def test_grouped_layers(ranks):
-    on_mesh(ranks, 2, _check_groups)
+# Packed and transposed weights, masks of all heads, norms after the branch, parallel sublayers, sinks, output gates
+SHORT = {"gpt": True, "gemma": False, "phi3": True, "relative bias": False, "parallel, one norm": True, "adaptive": False,
+         "windows": True, "sinks": False, "gated columns": True, "gated heads": False, "decoder": False}  # fmt: skip
+LONG = ["llama", "qwen", "bert", "vision", "adaptive by a table", "gated query", "torch decoder"]
 
 
-def _check_converted(mesh: DeviceMesh, sequence: bool, names: tuple[str, ...]) -> None:
-    for name in names:
-        unfused = converted(name)
-        ours = parallelize_module(copy.deepcopy(unfused), mesh, {"layers.*": style(sequence_parallel=sequence)})
-        optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (unfused, ours)]
-        if sequence:
-            for layer in ours.layers:
-                in_rows(layer, mesh)
-        weight = None
-        for i in range(3):
-            losses = []
-            for model, optimizer in zip((unfused, ours), optimizers, strict=True):
-                optimizer.zero_grad()
-                torch.manual_seed(i)
-                with saved_tensors(model) as saved:
-                    y = model(ids(i))
-                weight = torch.randn_like(y) if weight is None else weight
-                loss = (y * weight).mean()
-                loss.backward()
-                losses.append(loss.item())
-            hidden = 48 // mesh.size()
-            assert not any(shape[-1] in (48, hidden) for shape, _, _ in saved.tensors), f"{name}: {saved}"
-            assert losses[1] == pytest.approx(losses[0], rel=1e-9), f"{name}: losses {losses} in step {i}"
-            check_gradients(unfused, ours, f"{name}, step {i}")
-            for optimizer in optimizers:
-                optimizer.step()
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    [
+        pytest.param(name, sequence, marks=() if SHORT.get(name) == sequence else pytest.mark.long)
+        for name, sequence in itertools.product([*SHORT, *LONG], (False, True))
+        if not (sequence and "decoder" in name)
+    ],
+)
+@on_ranks(mesh="tp")
+def test_a_converted_model_on_two_ranks_trains_as_on_one(mesh, name, sequence):
+    unfused = converted(name)
+    ours = split(unfused, mesh, "layers.*", sequence)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.05, 0.9) for model in (unfused, ours)]
+    for layer in ours.layers if sequence else ():
+        in_rows(layer, mesh)
+    weight = None
+    for i in range(2):
+        losses = []
+        for model, optimizer in zip((unfused, ours), optimizers, strict=True):
+            optimizer.zero_grad()
+            torch.manual_seed(i)
+            with saved_tensors(model) as saved:
+                y = model(ids(i))
+            weight = torch.randn_like(y) if weight is None else weight
+            loss = (y * weight).mean()
+            loss.backward()
+            losses.append(loss.item())
+        hidden = 48 // mesh.size()
+        assert not any(shape[-1] in (48, hidden) for shape, _, _ in saved.tensors), str(saved)
+        assert losses[1] == pytest.approx(losses[0], rel=1e-9), f"losses {losses} in step {i}"
+        check_gradients(unfused, ours, f"step {i}")
+        for optimizer in optimizers:
+            optimizer.step()
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_converted_models_on_two_ranks_train_as_on_one(sequence, ranks):
-    """Three steps each; packed and transposed weights, masks of all heads, norms after the branch, parallel sublayers, sinks,
-    output gates."""
-    names = ("llama", "gpt", "gemma", "qwen", "phi3", "bert", "relative bias", "vision", "parallel, one norm", "adaptive",
-             "adaptive by a table", "windows", "sinks", "gated query", "gated columns", "gated heads")  # fmt: skip
-    on_mesh(ranks, 2, _check_converted, sequence, names)
-
-
-def _check_cross(mesh: DeviceMesh) -> None:
-    """Of its own: three weights and one bias for all of them."""
+@on_ranks(mesh="tp")
+def test_cross_attention_on_two_ranks(mesh):
+    """Three weights and one bias for all of them."""
     torch.manual_seed(0)
     unfused = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, P, kdim=16, vdim=16, batch_first=True, dtype=torch.float64)
     nn.init.normal_(unfused.in_proj_bias)
-    ours = parallelize_module(copy.deepcopy(unfused), mesh, style())
+    ours = split(unfused, mesh)
     x, memory = torch.randn(B, S, WIDTH, dtype=torch.float64), torch.randn(B, 5, 16, dtype=torch.float64)
     results = []
     for model in (unfused, ours):
@@ -340,32 +331,27 @@ def _check_cross(mesh: DeviceMesh) -> None:
         y, _ = model(x, given, given, need_weights=False)
         y.square().sum().backward()
         results.append((y, given.grad))
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, one)
+    torch.testing.assert_close(results[1], results[0])
     check_gradients(unfused, ours, "cross-attention")
-    _check_converted(mesh, False, ("decoder", "torch decoder"))
-
-
-def test_cross_attention_on_two_ranks(ranks):
-    on_mesh(ranks, 2, _check_cross)
 
 
 # -- with other parts of torch
 
 
-def _check_with_fsdp(mesh: DeviceMesh) -> None:
+@on_ranks(4)
+def test_fsdp2_over_tensor_parallel_blocks(rank):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     unfused = nn.Sequential(*(block("llama with all", "selective", seed) for seed in (0, 1)))
-    ours = parallelize_module(copy.deepcopy(unfused), mesh["tp"], {"*": style()})
+    ours = split(unfused, mesh["tp"], "*")
     for layer in ours:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(ours, mesh=mesh["dp"])
     torch.manual_seed(2)
     samples, replica = torch.randn(2, B, S, WIDTH, dtype=torch.float64), mesh["dp"].get_local_rank()
     optimizers = [torch.optim.AdamW(model.parameters(), 1e-2, foreach=False) for model in (unfused, ours)]
-    for i in range(3):
+    for i in range(2):
         for model, optimizer, which in zip((unfused, ours), optimizers, ((0, 1), (replica,)), strict=True):
             optimizer.zero_grad()
             for j in which:
@@ -378,14 +364,12 @@ def _check_with_fsdp(mesh: DeviceMesh) -> None:
             optimizer.step()
 
 
-def test_fsdp2_over_tensor_parallel_blocks(ranks):
-    on_mesh(ranks, 4, _check_with_fsdp)
-
-
-def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
+@pytest.mark.slow
+@on_ranks(mesh="tp")
+def test_autocast_compile_checkpoint_and_dtensor_inputs(mesh):
     x = torch.randn(B, S, WIDTH, generator=torch.Generator().manual_seed(3))
     unfused = block("llama with all", "selective").float()
-    ours = parallelize_module(copy.deepcopy(unfused), mesh, style())
+    ours = split(unfused, mesh)
     weight = torch.randn_like(x, requires_grad=False)
     dist.broadcast(weight, 0)
     with torch.autocast("cpu", torch.bfloat16):
@@ -407,27 +391,20 @@ def _check_precision_compile_and_segments(mesh: DeviceMesh) -> None:
         torch.manual_seed(1)
         z = model(x)
         (dz,) = torch.autograd.grad((z * weight).sum(), x)
-        torch.testing.assert_close(z, y)
-        torch.testing.assert_close(dz, dx)
+        torch.testing.assert_close((z, dz), (y, dx))
     given = DTensor.from_local(x.detach(), mesh, [Replicate()]).redistribute(placements=[Shard(1)])
     torch.manual_seed(1)
     torch.testing.assert_close(ours(given), y)
 
 
-def test_autocast_compile_checkpoint_and_dtensor_inputs(ranks):
-    on_mesh(ranks, 2, _check_precision_compile_and_segments)
-
-
-def _check_torchs_styles(mesh: DeviceMesh) -> None:
+@on_ranks(mesh="tp")
+def test_torchs_own_styles_on_the_inner_layers(mesh):
     """torch's styles put hooks on the inner layers, so that the block calls them, as one activation checkpoint."""
     torch.manual_seed(0)
     unfused = ckptkern.nn.MLP(WIDTH, HIDDEN, dtype=torch.float64)
     ours = parallelize_module(copy.deepcopy(unfused), mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
     x, weight = torch.randn(2, B, S, WIDTH, dtype=torch.float64)
-    (y, dx, saved_eager), (z, dz, saved) = (step(model, x, weight) for model in (unfused, ours))
-    torch.testing.assert_close(z, y)
-    torch.testing.assert_close(dz, dx)
-    check_gradients(unfused, ours, "torch's styles")
+    saved_eager, saved = check_step(unfused, ours, mesh, x, weight, "torch's styles")
     assert saved.bytes == saved_eager.bytes == x.nbytes
     ours.dropout = P  # drawn by a rank's own columns: both ranks have the mask of the first sublayer
     torch.manual_seed(1)
@@ -437,15 +414,12 @@ def _check_torchs_styles(mesh: DeviceMesh) -> None:
     torch.testing.assert_close(step(ours, x, weight)[0], expected)
 
 
-def test_torchs_own_styles_on_the_inner_layers(ranks):
-    on_mesh(ranks, 2, _check_torchs_styles)
-
-
-def _check_whole(mesh: DeviceMesh) -> None:
+@on_ranks(mesh="tp")
+def test_what_has_no_sharded_form_runs_on_the_whole_parameters(mesh):
     torch.manual_seed(0)
     unfused = ckptkern.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
     nn.init.normal_(unfused.in_proj_bias)
-    ours = parallelize_module(copy.deepcopy(unfused), mesh, style())
+    ours = split(unfused, mesh)
     x = torch.randn(B, S, WIDTH, dtype=torch.float64)
     for need_weights in (True, False):
         results = [model(x, x, x, need_weights=need_weights) for model in (unfused, ours)]
@@ -457,8 +431,8 @@ def _check_whole(mesh: DeviceMesh) -> None:
             y.square().sum().backward()
         check_gradients(unfused, ours, f"need_weights={need_weights}")
 
-    model = parallelize_module(converted("llama", dropout=False), mesh, {"layers.*": style()})
     unfused = converted("llama", dropout=False)
+    model = split(unfused, mesh, "layers.*")
     for layer in model.layers:
         layer.forward.whole = (
             None  # nothing is gathered for a call without gradients, in which an unsplit layer runs its original
@@ -468,31 +442,33 @@ def _check_whole(mesh: DeviceMesh) -> None:
             torch.testing.assert_close(model.train(mode)(ids()), unfused.train(mode)(ids()))
     for layer in model.layers:
         del layer.forward.whole
-    hook = model.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
-    unfused.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    for one in (model, unfused):
+        one.layers[0].mlp.register_forward_hook(lambda module, args, y: 2 * y)
     torch.testing.assert_close(model(ids()), unfused(ids()))
-    hook.remove()
 
-    model = ARCHITECTURES["sandwich"].model()
-    ckptkern.convert(model, ids())
-    with pytest.raises(ValueError, match="norm over all heads at once"):
-        parallelize_module(model, mesh, {"layers.*": style()})
 
-    for model, plan in ((converted("decoder"), "layers.*"), (nn.Sequential(torch_decoder()), "*")):
-        with pytest.raises(ValueError, match="has cross-attention, which sequence_parallel does not support"):
-            parallelize_module(model, mesh, {plan: style(sequence_parallel=True)})
-    attention = parallelize_module(ckptkern.nn.MultiheadAttention(WIDTH, HEADS), mesh, style(sequence_parallel=True))
+def refused(module: nn.Module, mesh: DeviceMesh, error: type, match: str, names: str | None = None, **options) -> None:
+    style = TensorParallel(**options)
+    with pytest.raises(error, match=match):
+        parallelize_module(module, mesh, {names: style} if names else style)
+
+
+@on_ranks(mesh="tp")
+def test_what_cannot_be_split_in_rows_or_heads(mesh):
+    sandwich = ARCHITECTURES["sandwich"].model()
+    assert ckptkern.convert(sandwich, ids()).converted
+    refused(sandwich, mesh, ValueError, "norm over all heads at once", "layers.*")
+    for model, names in ((converted("decoder"), "layers.*"), (nn.Sequential(torch_decoder()), "*")):
+        match = "has cross-attention, which sequence_parallel does not support"
+        refused(model, mesh, ValueError, match, names, sequence_parallel=True)
+    attention = split(ckptkern.nn.MultiheadAttention(WIDTH, HEADS), mesh, sequence=True)
+    x, memory = torch.randn(2, B, S, WIDTH)
     with pytest.raises(ValueError, match="sequence_parallel does not go with cross-attention"):
-        attention(x.float(), *[x.float().clone()] * 2, need_weights=False)
-
-    rows = parallelize_module(_llama(), mesh, style(sequence_parallel=True))
+        attention(x, memory, memory, need_weights=False)
+    rows = split(_llama(), mesh, sequence=True)
     rows.mlp.register_forward_hook(lambda module, args, y: 2 * y)
     with pytest.raises(RuntimeError, match="calls its submodules, which sequence_parallel does not support"):
         rows(torch.randn(B, S // 2, WIDTH))
-
-
-def test_what_has_no_sharded_form_runs_on_the_whole_parameters(ranks):
-    on_mesh(ranks, 2, _check_whole)
 
 
 class Activated(nn.Module):
@@ -504,33 +480,33 @@ class Activated(nn.Module):
         return torch.relu(self.fc(x))
 
 
-def _check_errors(mesh: DeviceMesh) -> None:
-    def refused(module: nn.Module, error: type[Exception], match: str, plan=None) -> None:
-        with pytest.raises(error, match=match):
-            parallelize_module(module, mesh, plan or style())
-
-    attention = ckptkern.nn.LlamaAttention
-    refused(attention(WIDTH, 6, head_dim=4), ValueError, "num_heads=6, which must be a multiple of the mesh's size, 4")
-    refused(attention(WIDTH, HEADS, 2), ValueError, "num_kv_heads=2, which must be a multiple of the mesh's size, 4")
-    refused(ckptkern.nn.MLP(8, 30), ValueError, r"fc1.weight has shape \(30, 8\), whose dimension 0 must be a multiple")
-    refused(nn.Linear(8, 8), TypeError, "Linear is not a fused block; name blocks of ckptkern.nn")
-    refused(ARCHITECTURES["llama"].model(), TypeError, "Stack is not a fused block")
-    activated = Activated()
-    ckptkern.convert(activated, torch.randn(2, 4, 8))
-    refused(activated, TypeError, "Activated is a linear_act, which has no heads or hidden units")
-    lora = adapted(ARCHITECTURES["llama"].model())
-    assert len(ckptkern.convert(lora, ids()).converted) == 2
-    refused(lora, ValueError, r"Llama has low-rank updates \(LoRA\), which cannot be split", {"layers.*": style()})
-    twice = parallelize_module(ckptkern.nn.MLP(8, 32), mesh, style())
-    refused(twice, ValueError, "this MLP is split already")
+@on_ranks(4, mesh="tp")
+def test_errors_say_what_was_wanted(mesh):
+    attention, mlp = ckptkern.nn.LlamaAttention, ckptkern.nn.MLP
+    activated, llama = Activated(), ARCHITECTURES["llama"].model()
+    lora, twice = adapted(ARCHITECTURES["llama"].model()), split(mlp(8, 32), mesh)
+    for model, *inputs in ((activated, torch.randn(2, 4, 8)), (lora, ids())):
+        assert ckptkern.convert(model, *inputs).converted
+    divides = "which must be a multiple of the mesh's size, 4"
+    for module, error, match, *names in (
+        (attention(WIDTH, 6, head_dim=4), ValueError, f"num_heads=6, {divides}"),
+        (attention(WIDTH, HEADS, 2), ValueError, f"num_kv_heads=2, {divides}"),
+        (mlp(8, 30), ValueError, r"fc1.weight has shape \(30, 8\), whose dimension 0 must be a multiple"),
+        (nn.Linear(8, 8), TypeError, "Linear is not a fused block; name blocks of ckptkern.nn"),
+        (llama, TypeError, "Stack is not a fused block"),
+        (activated, TypeError, "Activated is a linear_act, which has no heads or hidden units"),
+        (lora, ValueError, r"Llama has low-rank updates \(LoRA\), which cannot be split", "layers.*"),
+        (twice, ValueError, "this MLP is split already"),
+    ):
+        refused(module, mesh, error, match, *names)
     with pytest.raises(TypeError, match="sequence_parallel must be a bool, not 'yes'"):
-        style(sequence_parallel="yes")
+        TensorParallel(sequence_parallel="yes")
     with pytest.raises(ValueError, match="mesh must have one dimension, such as mesh\\['tp'\\], but has 2"):
-        style()._apply(ckptkern.nn.MLP(8, 32), init_device_mesh("cpu", (2, 2)))
+        TensorParallel()._apply(mlp(8, 32), init_device_mesh("cpu", (2, 2)))
     for change in (lambda: ckptkern.convert(twice, torch.randn(2, 8)), lambda: ckptkern.revert(twice)):
         with pytest.raises(ValueError, match="already sharded by TensorParallel: convert first"):
             change()
-    model = parallelize_module(ckptkern.nn.MLP(8, 128, dropout=P), mesh, style())
+    model = split(mlp(8, 128, dropout=P), mesh)
     torch.manual_seed(mesh.get_local_rank())
     with pytest.raises(RuntimeError, match="must draw the same dropout masks, but their random states differ"):
         model(torch.randn(2, 8))
@@ -558,7 +534,3 @@ def test_states_are_compared_without_the_host():
     with Ops() as ops:
         sharded.Shard("group", 0, 2).check_alike(torch.empty(2, dtype=torch.int64, device="meta"))
     assert ops.names[-1] == "aten::_assert_async.msg"
-
-
-def test_errors_say_what_was_wanted(ranks):
-    on_mesh(ranks, 4, _check_errors)

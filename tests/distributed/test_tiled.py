@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -32,79 +33,50 @@ class Tiled(nn.Module):
         return x
 
 
-def batch(step, rank):
-    torch.manual_seed(10 * step + rank)
-    return torch.randn(2, 20, WIDTH)
-
-
-def alone(size, steps):
-    """Gradients of each step of one process, averaged over ranks."""
-    network, found = Tiled(), []
-    for step in range(steps):
+def check(network, rank, tolerance=1e-5):
+    """Two steps, against one process that averages the ranks' gradients."""
+    whole = Tiled()
+    for step in range(2):
+        x = torch.randn(2, 2, 20, WIDTH, generator=torch.Generator().manual_seed(step))
         network.zero_grad()
-        for rank in range(size):
-            (network(batch(step, rank)).square().sum() / size).backward()
-        found.append([p.grad.clone() for p in network.parameters()])
-    return found
-
-
-def check(network, rank, size, steps=2, tolerance=1e-5):
-    for step, expected in enumerate(alone(size, steps)):
-        network.zero_grad()
-        network(batch(step, rank)).float().square().sum().backward()
-        for p, exact in zip(network.parameters(), expected, strict=True):
+        network(x[rank]).float().square().sum().backward()
+        whole.zero_grad()
+        (whole(x).square().sum() / 2).backward()
+        for p, exact in zip(network.parameters(), whole.parameters(), strict=True):
             grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-            torch.testing.assert_close(grad.float(), exact, rtol=tolerance, atol=tolerance * exact.abs().max().item())
+            atol = tolerance * exact.grad.abs().max().item()
+            torch.testing.assert_close(grad.float(), exact.grad, rtol=tolerance, atol=atol)
 
 
-def _check_ddp(rank, size, options):
-    check(DistributedDataParallel(Tiled(CHUNKS), **options), rank, size)
+@on_ranks()
+def test_ddp(rank):
+    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        check(DistributedDataParallel(Tiled(CHUNKS), **options), rank)
 
 
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
-def test_ddp(ranks, options):
-    ranks.run(2, _check_ddp, 2, options)
-
-
-def sharded(size, **options):
-    network, mesh = Tiled(CHUNKS), init_device_mesh("cpu", (size,))
+def sharded(**options):
+    network, mesh = Tiled(CHUNKS), init_device_mesh("cpu", (2,))
     for layer in network.layers:
         fully_shard(layer, mesh=mesh, **options)
     return network
 
 
-def _check_fsdp2(rank, size, reshard, passes):
-    network = sharded(size, reshard_after_forward=reshard)
-    with (
-        mock.patch.object(
-            _fsdp_param_group, "foreach_all_gather", wraps=_fsdp_param_group.foreach_all_gather
-        ) as gathers,
-        mock.patch.object(_fsdp_param_group, "foreach_reduce", wraps=_fsdp_param_group.foreach_reduce) as reductions,
-    ):
-        check(network, rank, size, steps=1)
-    assert (gathers.call_count, reductions.call_count) == (passes * 2, 2)
-
-
 @pytest.mark.parametrize(("reshard", "passes"), [(True, 2), (False, 1)])
-def test_fsdp2_gathers_once_a_pass(ranks, reshard, passes):
-    ranks.run(2, _check_fsdp2, 2, reshard, passes)
+@on_ranks()
+def test_fsdp2_gathers_once_a_pass(rank, reshard, passes):
+    group = _fsdp_param_group
+    with (
+        mock.patch.object(group, "foreach_all_gather", wraps=group.foreach_all_gather) as gathers,
+        mock.patch.object(group, "foreach_reduce", wraps=group.foreach_reduce) as reductions,
+    ):
+        check(sharded(reshard_after_forward=reshard), rank)
+    assert (gathers.call_count, reductions.call_count) == (2 * passes * 2, 2 * 2)
 
 
-def _check_mixed(rank, size):
-    check(sharded(size, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), rank, size, tolerance=3e-2)
-
-
-def test_fsdp2_in_bfloat16(ranks):
-    ranks.run(2, _check_mixed, 2)
-
-
-def _check_inner(rank, size):
+@on_ranks()
+def test_fsdp2_in_bfloat16_and_a_module_inside_that_is_sharded_by_itself(rank):
+    check(sharded(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)), rank, tolerance=3e-2)
     network = Tiled(CHUNKS)
-    inner = network.layers[0][0]
-    fully_shard(inner, mesh=init_device_mesh("cpu", (size,)))
+    fully_shard(network.layers[0][0], mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(RuntimeError, match="tiled: FSDPLinear inside Sequential is sharded by itself"):
-        network(batch(0, rank))
-
-
-def test_a_module_inside_that_is_sharded_by_itself(ranks):
-    ranks.run(2, _check_inner, 2)
+        network(torch.randn(2, 20, WIDTH))

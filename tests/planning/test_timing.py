@@ -1,8 +1,11 @@
 """The clock of steps. What of it needs no GPU runs here with a step's own doings; tests marked gpu run the rest."""
 
+import itertools
+
 import pytest
 import torch
 
+import ckptkern
 from ckptkern.planning import measure, timing
 
 CPU = torch.device("cpu")
@@ -81,6 +84,16 @@ def test_operands_by_turns_fill_the_cache(nbytes, cache):
 def test_copies_have_an_end():
     assert timing.copies(1, 2**40) == timing.copies(0, 2**40) == timing.MOST_COPIES
     assert timing.cache_of(CPU) == 0
+
+
+def test_a_strategy_takes_the_median_of_its_rounds(monkeypatch):
+    """The rounds interleave the strategies, whose number the model decides."""
+    seconds = itertools.count(1.0)
+    monkeypatch.setattr(measure, "Clock", lambda device: lambda prepare: next(seconds))
+    monkeypatch.setattr(measure, "ROUNDS", 3)
+    model = torch.nn.Sequential(ckptkern.nn.MLP(4, 8))
+    costs = ckptkern.plan(model, torch.randn(2, 4, requires_grad=True), saved="1GiB").table.kinds[0].costs
+    assert [cost.seconds for cost in costs] == [len(costs) + 1.0 + i for i in range(len(costs))]
 
 
 def test_gradients_of_outputs_are_made_once(monkeypatch):

@@ -1,14 +1,19 @@
-"""Models that the tests of planning measure and plan."""
+"""Models that the tests of planning measure and plan, and what is measured of them without a plan."""
 
 from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
 
 import torch
 from support.architectures import ARCHITECTURES, ids
 from torch import Tensor, nn
 
 import ckptkern
+from ckptkern import memory
+from ckptkern.errors import BudgetError
 
-NAMES = ["llama", "gpt", "bert", "parallel", "decoder"]
+SCALARS = 256  # bytes that come and go between two runs
 
 
 def model_of(name: str) -> nn.Module:
@@ -36,18 +41,102 @@ class Ours(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=24) for _ in range(2)])
+        self.layers = layers(2)
         self.act = ckptkern.nn.Linear(16, 16, activation="relu")
         self.mlp = ckptkern.nn.MLP(16, 32)
         self.encoder = ckptkern.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.encoder(self.mlp(self.act(x)))
+        return self.encoder(self.mlp(self.act(self.layers(x))))
 
 
-MODELS = {name: (lambda name=name: model_of(name), ids) for name in NAMES} | {
-    "convolutions": (Convolutions, lambda: torch.randn(2, 4, 6)),
-    "ours": (Ours, lambda: torch.randn(2, 5, 16)),
+class WithLoss(nn.Module):
+    """Returns a loss, as a model of transformers with labels."""
+
+    def __init__(self, inner: nn.Module, vocabulary: int):
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(16, vocabulary)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.inner(x))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+def layers(count: int = 4, device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    kinds = [ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=48, device=device) for _ in range(count)]
+    return nn.Sequential(*kinds)
+
+
+def sequence(tokens: int = 256, device: str = "cpu", batch: int = 2) -> Tensor:
+    return torch.randn(batch, tokens, 16, device=device, requires_grad=True)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 48, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+
+def with_loss(count: int, vocabulary: int) -> tuple[nn.Module, tuple]:
+    return WithLoss(layers(count), vocabulary), (sequence(), torch.randint(0, vocabulary, (2, 256)))
+
+
+CASES = {
+    name: (lambda name=name: (model_of(name), (ids(),))) for name in ["llama", "gpt", "bert", "parallel", "decoder"]
+} | {
+    "convolutions": lambda: (Convolutions(), (torch.randn(64, 4, 6),)),
+    "ours": lambda: (Ours(), (torch.randn(2, 5, 16),)),
+    "llama layers": lambda: (layers(), (sequence(),)),
+    "encoder": lambda: (encoder(), (sequence(64),)),
+    "head and loss": lambda: with_loss(2, 300),
+    "peak at the loss": lambda: with_loss(4, 4000),
 }  # fmt: skip
+
+
+def loss_of(output: Tensor | tuple | dict) -> Tensor:
+    loss = output["loss"] if isinstance(output, dict) else output
+    loss = loss if isinstance(loss, Tensor) else loss[0]
+    return loss if loss.dim() == 0 else loss.float().sum()
+
+
+def counted(model: nn.Module, *inputs: Tensor) -> int:
+    """Bytes that a forward in training mode saves. The random state is as before."""
+    with torch.random.fork_rng(), memory.saved_tensors(model) as found:
+        model.train()(*inputs)
+    return found.bytes
+
+
+def peak_of(model: nn.Module, inputs: Sequence) -> int:
+    """Bytes that a step allocates at its peak, by the profiler."""
+    with torch.random.fork_rng(), memory.peak_memory("cpu") as peak:
+        output = model.train()(*inputs)  # stays in backward, as in most training loops
+        loss_of(output).backward()
+        del output
+    return peak.bytes
+
+
+def forget_gradients(model: nn.Module, inputs: Sequence) -> None:
+    for one in (*model.parameters(), *inputs):
+        one.grad = None
+
+
+def least_of(plan: ckptkern.Plan) -> int:
+    """The least budget that the plan can meet. The plan is afterwards as before, unless that is 0."""
+    try:
+        plan.replan(0)
+    except BudgetError as error:
+        return error.least
+    return 0
+
+
+def mixtures(plan: ckptkern.Plan, count: int) -> Iterator[list[int]]:
+    """Chooses strategies at random, and runs the regions in them."""
+    rows, draw = plan.table.rows, random.Random(0)
+    for _ in range(count):
+        yield apply(plan, [draw.randrange(len(row.strategies)) for row in rows])
+
+
+def apply(plan: ckptkern.Plan, chosen: list[int]) -> list[int]:
+    for row, strategy in zip(plan.table.rows, chosen, strict=True):
+        row.segment.set(row.strategies[strategy])
+    return chosen

@@ -1,9 +1,10 @@
-"""Processes of a group, which run functions of test files for tests with the fixture `ranks`:
+"""Processes of a group, which run functions of test files: whole tests, or what a test with the fixture `ranks` gives them.
 
-    def _check_sum(rank, factor): ...
+    @on_ranks(4)
+    def test_sum(rank): ...
 
-    def test_sum(ranks):
-        ranks.run(4, _check_sum, 2)
+    def test_sums(ranks):
+        ranks.run(4, _sum, 2)  # _sum(rank, 2)
 
 They are forked once from a process that has imported torch, and each function gets a fresh process group. A rank that raises or
 dies ends the others, and its error is the test's.
@@ -12,7 +13,9 @@ dies ends the others, and its error is the test's.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import signal
@@ -27,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 IMPORTED = ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "ckptkern"]
 COLLECTIVE = timedelta(minutes=10)  # longer than anyone waits for a rank
@@ -35,6 +39,24 @@ TOGETHER = 0.5  # seconds in which others fail because one has gone
 
 class RankError(AssertionError):
     """The errors of the ranks that failed first."""
+
+
+def on_ranks(size: int = 2, mesh: str | None = None) -> Callable:
+    """Makes a test of a function that each rank runs with its rank, or with a mesh whose dimension has this name, and with the
+    test's parameters. size: of the group, unless the test has a parameter n."""
+
+    def decorate(function: Callable) -> Callable:
+        def test(ranks: Ranks, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks.run(arguments.get("n", size), test, mesh, arguments)
+
+        first, *others = inspect.signature(function).parameters.values()
+        test.__signature__ = inspect.Signature([first.replace(name="ranks"), *others])
+        test.__name__, test.__doc__, test.__module__ = function.__name__, function.__doc__, function.__module__
+        test.on_rank = function
+        return test
+
+    return decorate
 
 
 def _load(file: str, name: str, loaded: dict[str, Any]) -> Callable:
@@ -64,7 +86,14 @@ def _serve(rank: int, pipe: Connection, stacks: str) -> None:
                 torch.cuda.set_device(rank)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE)
             torch.manual_seed(0)
-            pipe.send((True, _load(file, name, loaded)(rank, *arguments)))
+            function = _load(file, name, loaded)
+            if hasattr(function, "on_rank"):
+                mesh, given = arguments
+                first = rank if mesh is None else init_device_mesh("cpu", (size,), mesh_dim_names=(mesh,))
+                function = functools.partial(function.on_rank, first, **given)
+            else:
+                function = functools.partial(function, rank, *arguments)
+            pipe.send((True, function()))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
 
@@ -140,7 +169,7 @@ class Ranks:
             self.started.append((process, ours))
         self.tasks += 1
         store = os.path.join(self.folder.name, f"store-{self.tasks}")
-        file = function.__globals__["__file__"]
+        file = getattr(function, "on_rank", function).__globals__["__file__"]
         for _, pipe in self.started[:size]:
             pipe.send((file, function.__name__, arguments, size, store, backend))
 

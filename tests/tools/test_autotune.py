@@ -106,7 +106,9 @@ def raced(ms: dict[str, float], **options) -> autotune.Outcome:
         )
 
 
-@pytest.mark.parametrize("slow", ["triton", "persistent", "library"])
+@pytest.mark.parametrize(
+    "slow", ["triton", *(pytest.param(one, marks=pytest.mark.long) for one in ("persistent", "library"))]
+)
 def test_a_slow_kernel_is_not_chosen_and_two_runs_choose_the_same(slow):
     """The default among them, too."""
     ms = {name: 9.0 if name == slow else 1.0 + n for n, name in enumerate(_impls.OF_KERNELS)}
@@ -153,7 +155,7 @@ def test_the_default_is_timed_again_with_the_tiles_of_others():
 @pytest.mark.parametrize(
     ("bug", "why"),
     [
-        (lambda dz: dz.mul_(1.01), "times eager's"),
+        pytest.param(lambda dz: dz.mul_(1.01), "times eager's", marks=pytest.mark.long),
         (lambda dz: dz[5:9].zero_(), "times eager's"),
         (lambda dz: 1 / 0, "ZeroDivisionError: division by zero"),
     ],
@@ -270,6 +272,7 @@ def test_a_launch_is_whole_and_fenced():
     assert min(found["fences"]) > 0
 
 
+@pytest.mark.long
 def test_pruning_reads_what_the_compiler_made():
     """For an H200 that is not here."""
     found = learned("pruned")

@@ -6,7 +6,7 @@ import functools
 import itertools
 import json
 import math
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,15 +19,9 @@ from ckptkern.tools import demo, env
 from ckptkern.tools.demo import config, data, model, moe, results, training
 
 TINY = (
-    "--device=cpu",
-    "--dtype=fp32",
-    "--steps=4",
-    "--batch-size=2",
-    "--seq-len=64",
-    "--vocabulary=300",
-    "--text-mib=1",
+    "--device=cpu --dtype=fp32 --steps=4 --batch-size=2 --seq-len=64 --vocabulary=300 --text-mib=1 --layers=2 --d-model=16 "
+    "--heads=2 --threads=1 --workspace=16KiB"
 )
-TINY += ("--layers=2", "--d-model=16", "--heads=2", "--threads=1", "--workspace=16KiB")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +33,7 @@ def _read_once():
 
 
 def run_demo(out, *arguments):
-    return __main__.main(["demo", *TINY, "--out", str(out), *arguments])
+    return __main__.main(["demo", *TINY.split(), "--out", str(out), *arguments])
 
 
 def losses_by_variant(out):
@@ -51,28 +45,15 @@ def losses_by_variant(out):
 
 
 def tiny(**changes):
-    settings = {
-        "steps": 4,
-        "batch_size": 2,
-        "seq_len": 16,
-        "vocabulary": 256,
-        "text_mib": 1,
-        "layers": 2,
-        "d_model": 16,
-    }
-    settings |= {
-        "heads": 2,
-        "lr": 1e-3,
-        "device": "cpu",
-        "dtype": "fp32",
-        "dropout": 0.0,
-        "activation": "gelu",
-        "seed": 0,
-    }
-    settings |= {"recompute": "full", "workspace": "1MiB", "experts": 0, "top_k": 2, "variants": tuple(config.VARIANTS)}
+    settings = dict(
+        steps=4, batch_size=2, seq_len=16, vocabulary=256, text_mib=1, layers=2, d_model=16, heads=2, lr=1e-3, device="cpu",
+        dtype="fp32", dropout=0.0, activation="gelu", seed=0, recompute="full", workspace="1MiB", experts=0, top_k=2,
+        variants=tuple(config.VARIANTS),
+    )  # fmt: skip
     return config.Config(**(settings | changes))
 
 
+@pytest.mark.slow
 def test_end_to_end(tmp_path, capsys):
     """At a size at which activations outweigh what is the same in all variants, each peaks below the one before it."""
     arguments = ("--d-model=32", "--layers=4", "--seq-len=256", "--vocabulary=600")
@@ -113,15 +94,29 @@ def test_end_to_end(tmp_path, capsys):
     assert len(png) > 20_000
 
 
+def wrong_from_the_second(forward):
+    """An MoE that is another one wherever the experts of the step are already chosen."""
+
+    def wrong(self, x):
+        scale = 1.0 + bool(self.choice)
+        y, imbalance = forward(self, x)
+        return scale * y, imbalance
+
+    return wrong
+
+
 def test_losses_that_disagree_fail(tmp_path, capsys, monkeypatch):
     chunked = model.chunked_loss
     monkeypatch.setattr(model, "chunked_loss", lambda *tensors: 1.002 * chunked(*tensors))
+    monkeypatch.setattr(model.MoE, "forward", wrong_from_the_second(model.MoE.forward))
     assert run_demo(tmp_path, "--variants", "eager", "checkpointing", "chunked") == 1
     captured = capsys.readouterr()
     assert "the losses do not agree" in captured.err
     out = captured.out.replace("\n", " ")
     assert "gradient checkpointing against eager: equal bit for bit (within" in out
     assert "(more than the limit of 0.001)" in out
+    assert run_demo(tmp_path, "--experts", "4", "--variants", "eager", "checkpointing", "--lr", "0.01") == 1
+    assert "the losses do not agree" in capsys.readouterr().err
 
 
 def one_run(variant, losses, milliseconds=(1.0,), peak=0):
@@ -177,7 +172,14 @@ def test_dropout_is_replayed(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--dtype=bf16", "--experts=4 --dtype=fp16", "--experts=4 --top-k=1 --activation=relu2"]
+    "arguments",
+    [
+        "--experts=4 --dtype=fp16",
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("--dtype=bf16", "--experts=4 --top-k=1 --activation=relu2")
+        ),
+    ],
 )
 def test_precisions_and_experts_train_alike(tmp_path, capsys, arguments):
     """Torch's grouped matmuls, the same in a checkpoint, and ckptkern's experts, on the choice of experts of the first."""
@@ -194,23 +196,6 @@ def test_precisions_and_experts_train_alike(tmp_path, capsys, arguments):
         assert written["settings"]["lr"] == pytest.approx(1e-3 / 3)
         eager, *_, ours = written["table"]
         assert ours["saved_bytes"] < eager["saved_bytes"] * 0.4
-
-
-def test_experts_that_disagree_fail(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(model.MoE, "forward", wrong_from_the_second(model.MoE.forward))
-    assert run_demo(tmp_path, "--experts", "4", "--variants", "eager", "checkpointing", "--lr", "0.01") == 1
-    assert "the losses do not agree" in capsys.readouterr().err
-
-
-def wrong_from_the_second(forward):
-    """An MoE that is another one wherever the experts of the step are already chosen."""
-
-    def wrong(self, x):
-        scale = 1.0 + bool(self.choice)
-        y, imbalance = forward(self, x)
-        return scale * y, imbalance
-
-    return wrong
 
 
 def one_moe(**changes):
@@ -307,17 +292,16 @@ def test_arguments_that_make_no_sense(tmp_path, capsys, arguments, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_too_small_for_the_vocabulary_is_named(tmp_path, capsys, monkeypatch):
+def test_a_text_too_small_and_a_missing_gpu_are_named(tmp_path, capsys, monkeypatch):
     few = data.Corpus(torch.arange(200), [b"a"] * 290, 200, 1)
     monkeypatch.setattr(demo, "load_corpus", lambda vocabulary, max_bytes: few)
-    assert run_demo(tmp_path) == 2
-    assert "--vocabulary: the text has only 290 tokens: take more --text-mib" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is there")
-def test_a_missing_gpu_is_named(tmp_path, capsys):
-    assert run_demo(tmp_path, "--device", "cuda") == 2
-    assert "--device: wanted cuda but torch sees no CUDA device" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for arguments, message in (
+        ([], "--vocabulary: the text has only 290 tokens: take more --text-mib"),
+        (["--device", "cuda"], "--device: wanted cuda but torch sees no CUDA device"),
+    ):
+        assert run_demo(tmp_path, *arguments) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_quick_is_a_smaller_preset_under_what_is_given(monkeypatch):
@@ -436,13 +420,14 @@ def test_threads_are_chosen_and_given_back(monkeypatch):
             assert torch.get_num_threads() == threads == 1
         assert torch.get_num_threads() == 2
 
-        linear = F.linear
+        clock, linear = [0.0], F.linear
 
         def spinning(*tensors):  # as if a second thread had no core to run on
-            time.sleep(0.002 * (torch.get_num_threads() - 1))
+            clock[0] += torch.get_num_threads() ** 2
             return linear(*tensors)
 
         monkeypatch.setattr(F, "linear", spinning)
+        monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
         with training.cpu_threads(None, tiny()) as threads:
             assert threads == 1
     finally:

@@ -47,7 +47,12 @@ def on_meta(config) -> dict[bool, torch.nn.Module]:
     return made
 
 
-@pytest.mark.parametrize("key", variants.VARIANTS)
+SHORT = ("checkpoint", "sac-chunks", "ckptkern", "ckptkern-bounded")
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=() if key in SHORT else pytest.mark.long) for key in variants.VARIANTS]
+)
 def test_counted_peaks_are_measured_ones(key: str, config, on_meta) -> None:
     variant = variants.VARIANTS[key]
     first = models.kinds_of(on_meta[variant.is_ours])

@@ -121,7 +121,7 @@ def test_the_rule(found, right):
     assert (ratio <= 2) == right
 
 
-@pytest.mark.sampled
+@pytest.mark.long  # test_passes_and_says_what_it_checked runs these on the CPU, one after another
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("name", "activation"), [(name, act) for name in selftest.PLAIN for act in selftest.activations_of(name)]
@@ -139,6 +139,7 @@ def test_masks_pass_on_each_backend(device):
         assert not faults(selftest.check_dropout(*pair))
 
 
+@pytest.mark.slow
 def test_compiled_kernels_on_any_machine():
     """In a process of its own: here kernels are interpreted, and that is said."""
     process = outside.start("-m", "ckptkern", "selftest", "--emulated", "--quiet", stdout=subprocess.PIPE)
