@@ -1,18 +1,46 @@
-"""The keywords of convert: its own, those of the model's call, and those of nobody."""
+"""The options of convert and the keywords of the model's call; what training calls then ran, and what says so."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
 from typing import TypedDict
 
 import pytest
 import torch
-from support.architectures import ARCHITECTURES, ids
+from conversion.steps import assert_same, saved, step
+from support.architectures import WIDTH, Llama, Stack, ids, with_tables
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import Unpack
 
 import ckptkern
 from ckptkern import ops
+from ckptkern.conversion.binding import warn_again
+
+FUSED = {"fused": 2, "checkpointed": 0, "original": 0}
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Stack(Llama, with_tables).train()
+
+
+@pytest.fixture
+def language_model():
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )  # fmt: skip
+    return transformers.LlamaModel(config).train()
+
+
+TOKENS = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+# -- keywords: convert's own, those of the model's call, and those of nobody
 
 
 class Extra(TypedDict, total=False):
@@ -23,18 +51,13 @@ class Config:
     return_dict = True
 
 
-class Inner(nn.Module):
+class Named(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+    def forward(self, x, *, scale=1.0):
         return self.layer(x).relu() * scale
-
-
-class Named(Inner):
-    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-        return super().forward(x, scale)
 
 
 class Anything(nn.Module):
@@ -42,7 +65,7 @@ class Anything(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.config = Inner(), Config()
+        self.inner, self.config = Named(), Config()
 
     def forward(self, x: Tensor, **kwargs: Unpack[Extra]) -> Tensor:
         return self.inner(x, **{name: value for name, value in kwargs.items() if name == "scale"})
@@ -50,23 +73,21 @@ class Anything(nn.Module):
 
 X = torch.randn(4, 8)
 MISSPELT = {
-    "recompue": ("full", "did you mean 'recompute'?"),
-    "mode": ("full", ""),
-    "workspce": ("1MiB", "did you mean 'workspace'?"),
-    "excluded": ("*", "did you mean 'exclude'?"),
-}
+    "recompue": ("full", "; did you mean 'recompute'?"), "mode": ("full", ""),
+    "workspce": ("1MiB", "; did you mean 'workspace'?"), "excluded": ("*", "; did you mean 'exclude'?"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("model", [Named, Anything])
+@pytest.mark.parametrize("kind", [Named, Anything])
 @pytest.mark.parametrize("name", MISSPELT)
-def test_a_keyword_of_nobody(name, model):
-    model, (value, hint) = model(), MISSPELT[name]
-    before = dict(vars(model))
-    message = f"convert: neither convert nor the forward of {type(model).__name__} has an argument '{name}'"
+def test_a_keyword_of_nobody(name, kind):
+    one, (value, hint) = kind(), MISSPELT[name]
+    before = dict(vars(one))
     with pytest.raises(TypeError) as error:
-        ckptkern.convert(model, X, **{name: value})
-    assert str(error.value) == message + (f"; {hint}" if hint else "")
-    assert dict(vars(model)) == before
+        ckptkern.convert(one, X, **{name: value})
+    message = f"convert: neither convert nor the forward of {kind.__name__} has an argument '{name}'"
+    assert str(error.value) == message + hint
+    assert dict(vars(one)) == before
 
 
 def test_plan_names_it_too():
@@ -76,7 +97,7 @@ def test_plan_names_it_too():
 
 
 @pytest.mark.parametrize(
-    ("model", "keywords"),
+    ("kind", "keywords"),
     [
         (Named, {"scale": 2.0}),
         (Anything, {"scale": 2.0}),  # of a module inside
@@ -85,63 +106,178 @@ def test_plan_names_it_too():
         (Anything, {"anything": X, "nested": {"x": X}}),  # data
     ],
 )
-def test_a_keyword_of_the_model(model, keywords):
-    ckptkern.convert(model(), X, **keywords)
+def test_a_keyword_of_the_model(kind, keywords):
+    ckptkern.convert(kind(), X, **keywords)
 
 
-# -- workspace ---------------------------------------------------------------------------------------------------------
+# -- options
 
 
 class WithLoss(nn.Module):
-    def __init__(self):
+    def __init__(self, stack):
         super().__init__()
-        self.stack = ARCHITECTURES["llama"].model()
+        self.stack = stack
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, ids, labels):
         return F.cross_entropy(self.stack(ids).flatten(0, 1), labels.flatten())
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_workspace_of_every_op(monkeypatch, compiled):
+def test_the_workspace_of_every_op(model, compiled, monkeypatch):
     """Layers, and the head with its loss, in an eager call and, from torch 2.13 on, in a compiled one."""
-    seen: dict[str, set] = {}
+    seen = {}
 
-    def spied(name, op):
-        def call(*args, workspace=None, **kwargs):
-            seen.setdefault(name, set()).add(workspace)
-            return op(*args, workspace=workspace, **kwargs)
-
-        return call
+    def spied(name, op, *args, workspace=None, **kwargs):
+        seen.setdefault(name, set()).add(workspace)
+        return op(*args, workspace=workspace, **kwargs)
 
     for name in ("transformer_layer", "linear_cross_entropy"):
-        monkeypatch.setattr(ops, name, spied(name, getattr(ops, name)))
-    model, example = WithLoss(), (ids(), ids())
-
-    def chosen(**options):
-        ckptkern.convert(model, *example, **options)
-        seen.clear()
-        (torch.compile(model, backend="eager") if compiled else model)(*example).backward()
-        return dict(seen)
-
+        monkeypatch.setattr(ops, name, functools.partial(spied, name, getattr(ops, name)))
+    with_loss, example = WithLoss(model), (ids(), ids())
     traced = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
     names = ("transformer_layer", "linear_cross_entropy") if traced or not compiled else ("transformer_layer",)
-    assert chosen(workspace="16MiB") == {name: {"16MiB"} for name in names}
-    assert chosen() == {name: {None} for name in names}
-    assert chosen(workspace=2**20, recompute="full") == {name: {2**20} for name in names}
-    torch._dynamo.reset()
-
-
-def test_modules_of_torch_get_and_lose_it():
-    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
-    ckptkern.convert(layer, torch.randn(2, 3, 16), workspace="1MiB")
-    assert layer.workspace == "1MiB"
-    assert "workspace='1MiB'" in layer.extra_repr()
-    ckptkern.revert(layer)
-    assert "workspace" not in vars(layer)
-    ckptkern.convert(layer, torch.randn(2, 3, 16))
-    assert layer.workspace is None
+    for workspace in ("16MiB",) if compiled else ("16MiB", None, 2**20):
+        ckptkern.convert(with_loss, *example, workspace=workspace)
+        seen.clear()
+        torch._dynamo.reset()
+        (torch.compile(with_loss, backend="eager") if compiled else with_loss)(*example).backward()
+        assert seen == {name: {workspace} for name in names}
 
 
 def test_a_wrong_workspace_is_found_before_the_model_runs():
     with pytest.raises(ValueError, match=r"convert: workspace must be .*, not 'much'"):
         ckptkern.convert(nn.Linear(2, 2), torch.ones(3, 5), workspace="much")
+
+
+def test_a_pair_of_modes(model):
+    bytes_ = {}
+    for modes in (("full", "none"), ("none", "full"), ("full", "full"), "full", "none"):
+        other = copy.deepcopy(model)
+        conversion = ckptkern.convert(other, ids(), recompute=modes)
+        assert {row.replaced_by for row in conversion.converted} >= {"transformer_layer"}
+        bytes_[modes] = conversion.saved_after
+        assert saved(other, ids()) == conversion.saved_after
+        assert saved(model, ids()) == conversion.saved_before
+    assert bytes_["full"] == bytes_["full", "full"] < min(bytes_["full", "none"], bytes_["none", "full"])
+    assert max(bytes_["full", "none"], bytes_["none", "full"]) < bytes_["none"]
+
+
+def test_a_pair_of_modes_of_parts(model):
+    ckptkern.convert(model, ids(), recompute=("selective", "none"), exclude="layers.?")
+    assert "forward" not in model.layers[0].__dict__
+    ckptkern.convert(model, ids(), recompute=("selective", "none"), include=["*.self_attn", "*.mlp"])
+    assert [layer.self_attn.forward.recompute for layer in model.layers] == ["selective"] * 2
+    assert [layer.mlp.forward.recompute for layer in model.layers] == ["none"] * 2
+    with pytest.raises(ValueError, match="convert: recompute must be one of 'none', 'selective', 'full', not 'some'"):
+        ckptkern.convert(model, ids(), recompute=("full", "some"))
+
+
+def test_a_name_of_nothing_is_an_error(model):
+    for option in ("include", "exclude"):
+        with pytest.raises(ValueError, match=f"{option}='layer.0' is the name of no module of Stack; .* 'layers.0'"):
+            ckptkern.convert(model, ids(), **{option: ["layers.1", "layer.0"]})
+    ckptkern.convert(model, ids(), exclude=nn.Conv2d)  # no name
+
+
+def test_too_small_an_example(model, language_model):
+    with pytest.warns(UserWarning, match="without example inputs it found nothing to convert"):
+        conversion = ckptkern.convert(model)
+    assert "give convert a call of the model" in str(conversion)
+    assert "give an example of at least two" in str(ckptkern.convert(language_model, TOKENS[:, :1]))
+
+
+# -- what ran
+
+
+def test_a_training_call_is_counted_and_no_other(model):
+    conversion = ckptkern.convert(model, ids())
+    assert conversion.calls == dict.fromkeys(FUSED, 0), "convert's own calls are not training"
+    model(ids())
+    assert conversion.calls == FUSED
+    with torch.no_grad():
+        model.eval()(ids())
+    model(ids())  # with gradients, such as an adapter's: fused
+    assert conversion.calls == FUSED | {"fused": 4}
+    assert [row.calls["fused"] for row in conversion if row.name == "layers.1"] == [2]
+
+
+def test_another_call_than_the_example_is_counted_and_warns_once(model):
+    conversion = ckptkern.convert(model, ids())
+    x, layers = torch.randn(2, 6, WIDTH), model.layers
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for layer in (*layers, *layers):
+            layer(x, tables=None)
+    assert len(found) == 1
+    assert "call of Llama" in str(found[0].message)
+    assert "tables is None, and was of class tuple in the example for convert" in str(found[0].message)
+    assert conversion.calls == {"fused": 0, "checkpointed": 0, "original": 4}
+    ckptkern.convert(model, ids())  # which warns again
+    with pytest.warns(UserWarning, match="the example for convert had no other. Give convert a call like"):
+        assert_raises_type_error(layers[0], x)
+
+
+def assert_raises_type_error(layer, x):
+    """The layer's own, for a keyword that it does not take."""
+    with pytest.raises(TypeError):
+        layer(x, **with_tables(x), other=torch.ones(2))
+
+
+def test_a_call_for_hidden_states_leaves_all_fused(language_model):
+    """transformers leaves hooks on layers and their attention after it."""
+    given = {"input_ids": TOKENS, "use_cache": False}
+    language_model.config._attn_implementation = "eager"  # whose attentions a call may ask for
+    expected = step(copy.deepcopy(language_model), **given)
+    conversion = ckptkern.convert(language_model, **given)
+    states = language_model(**given, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    assert conversion.calls == FUSED
+    assert_same(step(language_model, **given), expected)
+    assert conversion.calls == FUSED | {"fused": 4}
+    assert language_model(**given, output_attentions=True).attentions[1].shape == (2, 4, 9, 9)
+    assert conversion.calls["fused"] == 4, "what the call asks for is inside of the layers"
+    again = ckptkern.convert(language_model, **given)  # with the hooks there
+    assert {row.replaced_by for row in again.converted} == {"transformer_layer"}
+
+
+def test_padding_that_the_example_had_not_under_a_cache(language_model):
+    mask = torch.ones_like(TOKENS)
+    mask[1, :4] = 0
+    given = {"input_ids": TOKENS, "attention_mask": mask}
+    expected = step(copy.deepcopy(language_model), **given, use_cache=False)
+    conversion = ckptkern.convert(language_model, input_ids=TOKENS)  # transformers makes a cache
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for options in ({}, {"use_cache": False}):
+            assert_same(step(language_model, **given, **options), expected)
+    assert conversion.calls == FUSED | {"fused": 4}
+    ours = [str(one.message) for one in found if "ckptkern" in str(one.message)]
+    assert len(ours) == 1
+    assert "use_cache=False" in ours[0]
+
+
+def test_a_cache_stays_empty_in_a_checkpoint_of_what_has_changed(language_model):
+    for layer in language_model.layers:
+        layer.mlp.register_forward_hook(lambda module, args, y: 2 * y)
+    expected = step(copy.deepcopy(language_model), input_ids=TOKENS)
+    conversion = ckptkern.convert(language_model, input_ids=TOKENS, exclude="*.mlp")
+    for layer in language_model.layers:
+        layer.self_attn.register_forward_hook(lambda module, args, y: None)
+    warn_again()
+    with pytest.warns(UserWarning, match="does not fill a cache"):
+        assert_same(step(language_model, input_ids=TOKENS), expected)
+    assert conversion.calls["original"] == 0
+    assert conversion.calls["checkpointed"] >= 2
+
+
+def test_a_trainer_that_sets_use_cache_changes_nothing(language_model):
+    """TRL's SFTTrainer sets it in the configuration, which layers hold. Another setting of it may matter."""
+    given = {"input_ids": TOKENS, "use_cache": False}
+    conversion = ckptkern.convert(language_model, **given)
+    for value in (False, True):
+        language_model.config.use_cache = value
+        step(language_model, **given)
+    assert conversion.calls == FUSED | {"fused": 4}
+    language_model.config.rms_norm_eps = 0.1
+    step(language_model, **given)
+    assert conversion.calls == FUSED | {"fused": 4, "checkpointed": 2}

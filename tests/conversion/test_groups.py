@@ -6,11 +6,13 @@ import copy
 import pickle
 import threading
 import warnings
+from collections.abc import Iterable
 
 import pytest
 import torch
-from support.architectures import GPT, WIDTH, B, Choosing, Llama, S, Scaled, Stack, ids, results, with_tables
-from torch import Tensor, nn
+from conversion.steps import assert_same, saved, step, variant
+from support.architectures import GPT, WIDTH, B, Choosing, Llama, S, Scaled, Stack, ids, nothing, with_tables
+from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 import ckptkern
@@ -18,301 +20,218 @@ from ckptkern.memory import saved_tensors
 
 X = B * S * WIDTH * 4  # bytes of a layer's input
 LAYERS = 7
-KINDS = {"fused": Llama, "checkpoint": Scaled, "tuple": lambda: GPT(0.25)}
 
 
-def model_of(layer=Llama, kind: type[Stack] = Stack) -> Stack:
+class Noisy(Scaled):
+    def forward(self, x, tables=None, attention_mask=None):
+        return nn.functional.dropout(super().forward(x, tables, attention_mask), 0.3, self.training)
+
+
+class Frame(Stack):
+    """A model that calls its layers in some order and does something with what each returns."""
+
+    order: Iterable[int] = range(LAYERS)
+
+    def between(self, i, x, found):
+        return x
+
+    def forward(self, given):
+        x, found = self.embed(given), []
+        for i in self.order:
+            x = self.layers[i](x, **self.calls(x))
+            x = self.between(i, x[0] if isinstance(x, tuple) else x, found)
+        return self.head(x + sum(map(torch.sin, found)))
+
+
+def adds(self, i, x, found):
+    return x + 1 if i == 0 else x
+
+
+def changes(self, i, x, found):
+    return x.mul_(2) if i == 0 else x
+
+
+def collects(self, i, x, found):
+    found.append(x)  # is used elsewhere, too
+    return x
+
+
+def samples(self, i, x, found):
+    torch.rand(3)  # as a model with layer dropout
+    return x
+
+
+def model_of(layer=Llama, kind=Frame):
     torch.manual_seed(0)
-    return kind(layer, (lambda x: {}) if layer is KINDS["tuple"] else with_tables, LAYERS).train()
+    return kind(layer, nothing if layer is with_tuple else with_tables, LAYERS).train()
 
 
-def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, one in theirs.items():
-        torch.testing.assert_close(ours[name], one, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+def with_tuple():
+    return GPT(0.25)
 
 
-def ways(model: nn.Module, every: int, run=results) -> tuple[dict[str, Tensor], dict[str, Tensor], ckptkern.Conversion]:
-    """(a training step of the converted model, the same in regions of `every` layers, the second's conversion)."""
-    ckptkern.convert(model, ids(), recompute="full")
-    torch.manual_seed(1)
-    alone = run(model)
-    conversion = ckptkern.convert(model, ids(), recompute="full", every=every)
-    torch.manual_seed(1)
-    return alone, run(model), conversion
+def grouped(model, every=3):
+    return ckptkern.convert(model, ids(), recompute="full", every=every)
 
 
-@pytest.mark.parametrize("every", [2, 3, LAYERS])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_region_of_layers_computes_the_same(kind: str, every: int) -> None:
-    """With dropout, whose masks recompute samples again."""
-    alone, grouped, conversion = ways(model_of(KINDS[kind]), every)
-    equal(grouped, alone)
-    names = [[f"layers.{i}" for i in range(start, start + every)] for start in range(0, LAYERS - every, every)]
-    assert conversion.groups == names
-    assert all(f"{some[0]} to {some[-1]} are one region" in str(conversion) for some in names)
+def assert_as_alone(model, every=3, run=step):
+    """Compares a training step with layers one by one and in regions."""
+    grouped(model, 1)
+    alone = run(model, ids())
+    conversion = grouped(model, every)
+    assert_same(run(model, ids()), alone, 1e-6)
+    return conversion
+
+
+THREES, AFTER_THE_FIRST = [[0, 1, 2], [3, 4, 5]], [[1, 2], [3, 4, 5]]
+CASES = {
+    "twos": (Llama, Frame, 2, [[0, 1], [2, 3], [4, 5]]),
+    "threes": (Llama, Frame, 3, THREES),
+    "all": (Llama, Frame, LAYERS, []),
+    "checkpoints": (Scaled, Frame, 3, THREES),
+    "tuples, with dropout": (with_tuple, Frame, 3, THREES),  # whose masks recompute samples again
+    "numbers sampled between layers": (Noisy, variant(Frame, between=samples), 3, THREES),
+    "collecting": (Llama, variant(Frame, between=collects), 3, THREES),
+    "another input": (Llama, variant(Frame, between=adds), 3, AFTER_THE_FIRST),
+    "another input of checkpoints": (Scaled, variant(Frame, between=adds), 3, AFTER_THE_FIRST),
+    # not a fused layer in place: autograd refuses to change what it saves
+    "changed in place": (Scaled, variant(Frame, between=changes), 3, AFTER_THE_FIRST),
+    "layers called again": (Llama, variant(Frame, order=(0, 1, 2, 0, 1, 2, 3, 4, 5, 6)), 3, THREES),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_region_of_layers_computes_the_same(name):
+    layer, kind, every, groups = CASES[name]
+    conversion = assert_as_alone(model_of(layer, kind), every)
+    assert conversion.groups == [[f"layers.{i}" for i in some] for some in groups]
+    assert all(f"{some[0]} to {some[-1]} are one region" in str(conversion) for some in conversion.groups)
 
 
 @pytest.mark.parametrize("every", [2, 3])
-def test_a_region_saves_its_first_input(every: int) -> None:
-    model = model_of()
-    whole = {}
+def test_a_region_saves_its_first_input(every):
+    model, whole = model_of(), {}
     for k in (1, every):
-        conversion = ckptkern.convert(model, ids(), recompute="full", every=k)
-        with saved_tensors(model) as saved:
-            model(ids())
-        whole[k] = saved.bytes
-        assert conversion.saved_after == saved.bytes
-    grouped = (LAYERS - 1) // every * (every - 1)  # layers whose input is saved no more
-    assert 0 <= whole[every] - (whole[1] - grouped * X) < 1024 * LAYERS, "random states alone are added"
+        conversion = grouped(model, k)
+        whole[k] = saved(model, ids())
+        assert conversion.saved_after == whole[k]
+    inside = (LAYERS - 1) // every * (every - 1)  # layers whose input is saved no more
+    assert 0 <= whole[every] - (whole[1] - inside * X) < 1024 * LAYERS, "random states alone are added"
 
 
-def test_recompute_has_the_random_state_of_each_layer() -> None:
-    """A model that draws numbers between its layers, as one with layer dropout does."""
-
-    class Noisy(Scaled):
-        def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
-            return nn.functional.dropout(super().forward(x, tables, attention_mask), 0.3, self.training)
-
-    class Between(Stack):
-        def forward(self, given: Tensor, **kwargs) -> Tensor:
-            x = self.embed(given)
-            for layer in self.layers:
-                torch.rand(3)
-                x = layer(x, **self.calls(x))
-            return self.head(x)
-
-    alone, grouped, conversion = ways(model_of(Noisy, Between), 3)
-    assert len(conversion.groups) == 2
-    equal(grouped, alone)
-
-
-class Collecting(Stack):
-    """What passes between the layers is used elsewhere, too."""
-
-    def forward(self, given: Tensor, **kwargs) -> Tensor:
-        x = self.embed(given)
-        found = []
-        for layer in self.layers:
-            x = layer(x, **self.calls(x))
-            found.append(x)
-        return self.head(x + sum(torch.sin(one) for one in found))
-
-
-class Adding(Stack):
-    """Adds to what the first layer returned."""
-
-    def forward(self, given: Tensor, **kwargs) -> Tensor:
-        x = self.embed(given)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, **self.calls(x))
-            x = x + 1 if i == 0 else x
-        return self.head(x)
-
-
-class InPlace(Stack):
-    def forward(self, given: Tensor, **kwargs) -> Tensor:
-        x = self.embed(given)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, **self.calls(x))
-            if i == 0:
-                x.mul_(2)
-        return self.head(x)
-
-
-class Skipping(Stack):
-    """Runs some of its layers, as with layer dropout."""
-
-    skipped = ()
-
-    def forward(self, given: Tensor, **kwargs) -> Tensor:
-        x = self.embed(given)
-        for i, layer in enumerate(self.layers):
-            x = x if i in self.skipped else layer(x, **self.calls(x))
-        return self.head(x)
-
-
-def test_what_passes_between_layers_can_be_used() -> None:
-    alone, grouped, conversion = ways(model_of(kind=Collecting), 3)
-    assert len(conversion.groups) == 2
-    equal(grouped, alone)
-
-
-@pytest.mark.parametrize(("layer", "kind"), [(Llama, Adding), (Scaled, Adding), (Scaled, InPlace)])
-def test_a_layer_with_another_input_begins_a_region(layer: type, kind: type[Stack]) -> None:
-    """Not a fused layer in place: autograd refuses to change what it saves."""
-    alone, grouped, conversion = ways(model := model_of(layer, kind), 3)
-    assert conversion.groups == [["layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"]]
-    equal(grouped, alone)
-    conversion = ckptkern.convert(model, ids(), recompute="full", every=3)
-    results(model)
-    calls = [sum(row.calls.values()) for row in conversion if row.name.count(".") == 1]
-    # recompute stops in the region's last layer; a checkpoint is counted when it begins, a fused layer when it ends
-    assert calls == ([1, 2, 1, 2, 2, 1, 1] if layer is Llama else [1, 2, 2, 2, 2, 2, 1])
-
-
-@pytest.mark.parametrize("skipped", [(0,), (1,), (2, 3), (1, 4)])
-def test_layers_may_be_left_out(skipped: tuple[int, ...]) -> None:
-    model = model_of(kind=Skipping)
-    ckptkern.convert(model, ids(), recompute="full", every=3)
-    model.skipped = skipped
-    grouped = results(model)
-    ckptkern.revert(model)
-    equal(grouped, results(model))
-
-
-def test_a_layer_that_is_called_again_begins_a_region() -> None:
-    class Repeating(Stack):
-        def forward(self, given: Tensor, **kwargs) -> Tensor:
-            x = self.embed(given)
-            for i in (0, 1, 2, 0, 1, 2, 3, 4, 5, 6):
-                x = self.layers[i](x, **self.calls(x))
-            return self.head(x)
-
-    alone, grouped, conversion = ways(model := model_of(kind=Repeating), 3)
-    assert len(conversion.groups) == 2
-    equal(grouped, alone)
-    with saved_tensors(model) as saved:
+def test_a_layer_that_is_called_again_begins_a_region():
+    grouped(model := model_of(kind=CASES["layers called again"][1]))
+    with saved_tensors(model) as found:
         model(ids())
-    inputs = [shape for shape, *_ in saved.tensors if shape == (B, S, WIDTH)]
-    assert len(inputs) == 4, "of three regions and of the last layer"
+    assert [shape for shape, *_ in found.tensors].count((B, S, WIDTH)) == 4, "of three regions and of the last layer"
 
 
-@pytest.mark.parametrize("every", [2, 3])
-def test_a_parameter_that_changes_between_layers_is_an_error(every: int) -> None:
-    model = model_of()
-    ckptkern.convert(model, ids(), recompute="full", every=every)
+def test_layers_may_be_left_out():
+    grouped(model := model_of())
+    for skipped in ((0,), (1,), (2, 3), (1, 4)):
+        model.order = [i for i in range(LAYERS) if i not in skipped]
+        ours = step(model, ids())
+        assert_same(ours, step(ckptkern.revert(copy.deepcopy(model)), ids()))
+
+
+@pytest.mark.parametrize("when", ["between layers", "before backward"])
+def test_a_parameter_that_changes_is_an_error(when):
+    grouped(model := model_of())
     x = torch.randn(B, S, WIDTH, requires_grad=True)
-    y = model.layers[0](x, **with_tables(x))
+    y = model.layers[0](x, **with_tables(x)) if when == "between layers" else model(ids())
     with torch.no_grad():
-        model.layers[0].input_layernorm.weight.mul_(2)
+        model.layers[1 - (when == "between layers")].mlp.up_proj.weight.mul_(2)
+    if when == "before backward":
+        with pytest.raises(CheckpointError, match=r"mlp.up_proj.weight.* of the region Llama"):
+            y.sum().backward()
+        return
     with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace"):
         model.layers[1](y, **with_tables(x)).square().sum().backward()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mode_may_change_before_backward(kind: str) -> None:
-    def step(model: nn.Module) -> dict[str, Tensor]:
-        model.train().zero_grad()
-        loss = model(ids()).square().mean()
+@pytest.mark.parametrize("layer", [Llama, Scaled, with_tuple])
+def test_a_mode_may_change_before_backward(layer):
+    def run(model, given):
+        torch.manual_seed(1)
+        loss = model.train()(given).square().mean()
         model.eval()
-        loss.backward()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
         assert not any(m.training for m in model.modules())
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"output": loss.detach()} | dict(zip(dict(model.named_parameters()), grads, strict=True))
 
-    alone, grouped, _ = ways(model_of(KINDS[kind]), 3, step)
-    equal(grouped, alone)
+    assert_as_alone(model_of(layer), run=run)
 
 
-def test_a_changed_parameter_is_named() -> None:
+def test_frozen_layers_and_a_second_backward():
     model = model_of()
-    ckptkern.convert(model, ids(), recompute="full", every=3)
-    y = model(ids())
-    with torch.no_grad():
-        model.layers[1].mlp.up_proj.weight.mul_(2)
-    with pytest.raises(CheckpointError, match=r"mlp.up_proj.weight.* of the region Llama"):
-        y.sum().backward()
+    for one in (model.embed, *model.layers[:4]):
+        one.requires_grad_(False)
 
-
-def test_frozen_layers_and_a_second_backward() -> None:
-    model = model_of()
-    model.embed.requires_grad_(False)
-    for layer in model.layers[:4]:
-        layer.requires_grad_(False)
-
-    def twice(model: nn.Module) -> dict[str, Tensor]:
+    def twice(model, given):
         model.zero_grad()
-        loss = model(ids()).square().mean()
+        loss = model(given).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
-        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"output": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    alone, grouped, _ = ways(model, 3, twice)
-    equal(grouped, alone)
+    assert_as_alone(model, run=twice)
 
 
-def test_a_router_decides_in_a_region_as_in_forward() -> None:
+def test_a_router_decides_in_a_region_as_in_forward():
     """Its recompute rounds otherwise, by an injected difference."""
     model = model_of(Choosing)
-    alone, grouped, conversion = ways(model, 3)
-    assert conversion.groups
-    equal(grouped, alone)
+    assert assert_as_alone(model).groups
+    alone = step(model, ids())
     for layer in model.layers:
         layer.noise = 1e-4  # more than between any two scores
-    disturbed = results(model)
-    for name, one in alone.items():
-        scale = one.norm()
-        assert (disturbed[name] - one).norm() <= 5e-3 * scale, name
+    assert_same(step(model, ids()), alone, 5e-3)
 
 
-def test_copies_have_regions_of_their_own() -> None:
-    model = model_of()
-    ckptkern.convert(model, ids(), recompute="full", every=3)
-    expected = results(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.layers))):
-        layers = other if isinstance(other, nn.ModuleList) else other.layers
+def test_copies_have_regions_of_their_own():
+    grouped(model := model_of())
+    expected = step(model, ids())
+    for layers in (copy.deepcopy(model).layers, pickle.loads(pickle.dumps(model.layers))):
         groups = [layer.forward.group[0] for layer in layers[:6]]
         assert groups[0] is groups[1] is groups[2] is not groups[3]
         assert groups[0] is not model.layers[0].forward.group[0]
-    equal(results(copy.deepcopy(model)), expected)
+    assert_same(step(copy.deepcopy(model), ids()), expected, 1e-6)
     ckptkern.revert(model)
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-def test_two_threads_share_a_model() -> None:
-    model, found = model_of(), {}
-    ckptkern.convert(model, ids(), recompute="full", every=3)
-    parameters = list(model.parameters())
-
-    def gradients(seed: int) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(model(ids(seed)).square().mean(), parameters)
-
-    expected = {seed: gradients(seed) for seed in range(4)}
-    threads = [threading.Thread(target=lambda n=n: found.update({n: gradients(n)})) for n in range(4)]
+def test_threads_share_a_model():
+    grouped(model := model_of())
+    expected, found = {seed: step(model, ids(seed)) for seed in range(4)}, {}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: step(model, ids(n))})) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for seed, some in expected.items():
-        for ours, theirs in zip(found[seed], some, strict=True):
-            torch.testing.assert_close(ours, theirs)
+    for seed, one in expected.items():
+        assert_same(found[seed], one, 1e-6)
 
 
-def test_calls_without_gradients_and_compiled_ones_run_as_they_are() -> None:
+def test_calls_without_gradients_and_compiled_ones_run_as_they_are():
     model = model_of()
-    ckptkern.convert(model, ids(), recompute="full", every=3)
+    model.layers, model.order = model.layers[:3], range(3)
+    assert grouped(model, 2).groups
     with torch.no_grad():
         torch.testing.assert_close(model(ids()), model(ids()))
-    compiled, expected = torch.compile(model, backend="aot_eager"), results(model)
-    model.zero_grad()
-    compiled(ids()).sum().backward()
-    ours = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model(ids()).sum().backward()
-    equal(ours, {name: p.grad for name, p in model.named_parameters()})
-    assert expected.keys() >= ours.keys()
+    torch._dynamo.reset()
+    assert_same(step(torch.compile(model, backend="aot_eager"), ids()), step(model, ids()))
 
 
-def test_torchs_encoder_layers_are_grouped() -> None:
+def test_torchs_encoder_layers_are_grouped():
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, 0.0, batch_first=True)
-    torch.manual_seed(0)
-    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).train()
-    x = torch.randn(B, S, WIDTH)
-
-    def step() -> dict[str, Tensor]:
-        model.zero_grad()
-        model(x).square().mean().backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    ckptkern.convert(model, x, recompute="full")
-    alone = step()
+    model, x = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).train(), torch.randn(B, S, WIDTH)
+    expected = step(model, x)
     assert len(ckptkern.convert(model, x, recompute="full", every=3).groups) == 2
-    equal(step(), alone)
+    assert_same(step(model, x), expected)
     ckptkern.revert(model)
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-def test_transformers_hidden_states_and_caches() -> None:
+def test_transformers_hidden_states_and_caches():
     transformers = pytest.importorskip("transformers", minversion="5.0")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -321,57 +240,50 @@ def test_transformers_hidden_states_and_caches() -> None:
     model = transformers.LlamaForCausalLM(config).train()
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
-    def step(**kwargs) -> dict[str, Tensor]:
-        model.zero_grad()
-        out = model(tokens, labels=tokens, **kwargs)
-        (out.loss + sum(h.square().mean() for h in out.hidden_states or ())).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
+    def loss_of(out):
+        return out.loss + sum(h.square().mean() for h in out.hidden_states or ())
 
-    calls = [{}, {"use_cache": False}, {"use_cache": False, "output_hidden_states": True}]
-    expected = [step(**kwargs) for kwargs in calls]
-    assert len(ckptkern.convert(model, tokens, labels=tokens, recompute="full", every=3).groups) == 2
-    for kwargs, theirs in zip(calls, expected, strict=True):
-        equal(step(**kwargs), theirs)
-    ckptkern.revert(model)
-    found = []
-    for every in (None, 3):  # a prompt's keys and values in a cache, to which each layer adds its own
-        if every:
-            ckptkern.convert(model, tokens, labels=tokens, recompute="full", every=every)
+    def filled():
+        """A prompt's keys and values, to which each layer adds its own."""
         cache = transformers.DynamicCache(config=config)
         with torch.no_grad():
             model(tokens, past_key_values=cache)
-        found.append(step(past_key_values=cache))
-    equal(*found)
-    model.eval()
+        return cache
+
+    calls = [
+        lambda: {},
+        lambda: {"use_cache": False, "output_hidden_states": True},
+        lambda: {"past_key_values": filled()},
+    ]
+    expected = [step(model, tokens, labels=tokens, of=loss_of, **kwargs()) for kwargs in calls]
+    assert len(ckptkern.convert(model, tokens, labels=tokens, recompute="full", every=3).groups) == 2
+    for kwargs, theirs in zip(calls, expected, strict=True):
+        assert_same(step(model, tokens, labels=tokens, of=loss_of, **kwargs()), theirs)
     with torch.no_grad():  # generation fills its cache
-        assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 12)
+        assert model.eval().generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 12)
 
 
-def test_what_no_group_can_be_made_of_is_said() -> None:
+def test_what_is_refused():
     class Changing(Stack):
-        def forward(self, given: Tensor, **kwargs) -> Tensor:
+        def forward(self, given, **kwargs):
             x = self.embed(given)
             for layer in self.layers:
                 x = layer(x + 0, **self.calls(x))
             return self.head(x)
 
     with pytest.warns(UserWarning, match="every=2 forms no group of layers"):
-        conversion = ckptkern.convert(model_of(kind=Changing), ids(), every=2)
+        conversion = grouped(Changing(Llama, with_tables, LAYERS), 2)
     assert conversion.groups == []
     with pytest.raises(ValueError, match="convert: every must be an integer of at least 1, not 0"):
-        ckptkern.convert(model_of(), ids(), every=0)
-
-
-def test_plan_and_report_want_layers_that_are_alone() -> None:
-    model = model_of()
-    ckptkern.convert(model, ids(), every=2)
+        grouped(model_of(), 0)
+    grouped(model := model_of())
     for function in (ckptkern.plan, ckptkern.report):
         with pytest.raises(ValueError, match="convert without every first"):
             function(model, ids())
 
 
-def test_a_stack_that_a_model_iterates_over_says_so() -> None:
-    model = model_of()
+def test_a_stack_that_a_model_iterates_over_says_so():
+    model = model_of(kind=Stack)
     model.layers = ckptkern.nn.LayerStack(model.layers)
     ckptkern.nn.sequential._warn_of_iteration.cache_clear()
     with pytest.warns(UserWarning, match="a model's forward iterates over the stack"):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
+import functools
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
-from conversion.test_convert import Scaled, by_deepcopy, by_pickle
+from conversion import steps
+from conversion.steps import assert_same, by_deepcopy, by_pickle, pair
+from conversion.test_convert import Scaled
 from support.architectures import LoRA
 from support.cases import assert_as_exact
 from torch import Tensor, nn
@@ -23,14 +25,14 @@ V, WIDTH, B, S = 67, 16, 2, 9
 Loss = Callable[["LM", Tensor, Tensor], Tensor]
 
 
-def flat(model: LM, logits: Tensor, targets: Tensor, **options) -> Tensor:
+def flat(model, logits, targets, **options):
     return F.cross_entropy(logits.reshape(-1, V), targets.reshape(-1), **options)
 
 
 class LM(nn.Module):
     """A language model in which each way of computing a loss is one function."""
 
-    def __init__(self, loss: Loss = flat, bias: bool = False, tied: bool = True):
+    def __init__(self, loss=flat, bias=False, tied=True):
         super().__init__()
         self.embed, self.body = nn.Embedding(V, WIDTH), nn.Sequential(nn.LayerNorm(WIDTH))
         self.head, self.loss = nn.Linear(WIDTH, V, bias), loss
@@ -39,72 +41,76 @@ class LM(nn.Module):
         self.added = nn.Parameter(torch.randn(V))
         self.class_weights = torch.rand(V)
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids):
         return self.body(self.embed(ids).cumsum(1) + self.embed(ids).roll(3, -1).tanh())
 
-    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, ids, targets=None):
         logits = self.head(self.hidden(ids))
         return logits, None if targets is None else self.loss(self, logits, targets)
 
 
-def ids(seed: int = 0, length: int = S) -> Tensor:
+def ids(seed=0, length=S):
     made = torch.randint(0, V, (B, length), generator=torch.Generator().manual_seed(seed))
     made[0, 4] = 3
     return made
 
 
-def model_of(loss: Loss = flat, **options) -> LM:
+def model_of(loss=flat, **options):
     torch.manual_seed(0)
     return LM(loss, **options)
 
 
-def converted(model: LM, **options) -> LM:
+def converted(model, **options):
     """A copy, whose head must be replaced."""
-    model = copy.deepcopy(model)
-    conversion = ckptkern.convert(model, ids(), ids(1), **options)
+    ours, _, conversion = pair(model, ids(), ids(1), **options)
     assert [row.replaced_by for row in conversion if row.name == "head"] == ["linear_cross_entropy"], str(conversion)
-    return model
+    return ours
 
 
-def step(model: LM, seed: int = 2) -> dict[str, Tensor]:
-    model.zero_grad()
-    _, loss = model(ids(seed), ids(seed + 1))
-    loss.backward()
-    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+@functools.cache
+def _converted_pair(**options):
+    theirs = model_of(**options)
+    return converted(theirs), theirs
 
 
-def keeps_logits(model: LM, *args: Tensor) -> bool:
+def converted_pair(loss=flat, **options):
+    """Copies of (the converted model, the model as it was), which are then given the loss."""
+    ours, theirs = copy.deepcopy(_converted_pair(**options))
+    ours.loss = theirs.loss = loss
+    return ours, theirs
+
+
+def step(model, seed=2, length=S, **options):
+    return steps.step(model, ids(seed, length), ids(seed + 1, length), of=lambda result: result[1], **options)
+
+
+def keeps_logits(model, *args):
     with saved_tensors([*model.parameters(), model.class_weights]) as saved:
         model(*args)
     return any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors)
 
 
-def assert_same_step(ours: LM, theirs: LM) -> None:
+def assert_same_step(ours, theirs):
     for seed in (2, 5):
-        mine, want = step(ours, seed), step(theirs, seed)
-        torch.testing.assert_close(mine, want, rtol=2e-5, atol=1e-6)
+        assert_same(step(ours, seed), step(theirs, seed))
 
 
 # -- what models do with logits
 
 
-def capped(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+def capped(model, logits, targets):
     logits = logits / 3.0
     return flat(model, torch.tanh(logits) * 3.0, targets)
 
 
-def shifted(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
-    return flat(model, logits[..., :-1, :].contiguous(), targets[..., 1:])
-
-
-def in_chunks(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+def in_chunks(model, logits, targets):
     return sum(flat(model, logits[:, i : i + 3], targets[:, i : i + 3], reduction="sum") for i in (0, 3, 6)) / 7
 
 
-COVERED: dict[str, Loss] = {
+COVERED = {
     "flat": flat,
     "viewed": lambda m, z, t: F.cross_entropy(z.view(-1, z.shape[-1]), target=t.view(-1)),
-    "shifted": shifted,
+    "shifted": lambda m, z, t: flat(m, z[..., :-1, :].contiguous(), t[..., 1:]),
     "the last tokens": lambda m, z, t: F.cross_entropy(z[:, -4:, :].reshape(-1, z.size(-1)), t[:, -4:].flatten()),
     "as float": lambda m, z, t: nn.CrossEntropyLoss()(z.float().flatten(0, 1), t.flatten()),
     "to its own device": lambda m, z, t: flat(m, z.to(t.device).to(torch.float32), t),
@@ -129,28 +135,27 @@ COVERED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("loss", COVERED)
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_loss_without_logits(loss: str, bias: bool) -> None:
-    theirs = model_of(COVERED[loss], bias=bias)
-    ours = converted(theirs)
-    assert_same_step(ours, theirs)
-    assert keeps_logits(theirs, ids(), ids(1))
-    assert not keeps_logits(ours, ids(), ids(1))
+def test_a_loss_without_logits(loss):
+    for bias in (False, True):
+        theirs = model_of(COVERED[loss], bias=bias)
+        ours = converted(theirs)
+        assert_same_step(ours, theirs)
+        assert keeps_logits(theirs, ids(), ids(1))
+        assert not keeps_logits(ours, ids(), ids(1))
 
 
-def z_loss(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+def z_loss(model, logits, targets):
     return flat(model, logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
-def measured(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+def measured(model, logits, targets):
     with torch.no_grad():
         model.accuracy = (logits.argmax(-1) == targets).float().mean()
     return flat(model, logits, targets)
 
 
-def changed_after_a_copy(model: LM, logits: Tensor, targets: Tensor) -> Tensor:
+def changed_after_a_copy(model, logits, targets):
     sublayer = logits / 2
     logits[:, 0] = 0.0
     return flat(model, sublayer, targets) + flat(model, logits, targets)
@@ -160,21 +165,21 @@ class Doubled(torch.autograd.Function):
     """Someone's own node, to which logits come past __torch_function__."""
 
     @staticmethod
-    def forward(ctx, z: Tensor) -> Tensor:
+    def forward(ctx, z):
         return 2 * z
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
+    def backward(ctx, dy):
         return 2 * dy
 
 
-READ: dict[str, Loss] = {
+READ = {
     "also a z-loss": z_loss,
     "also an argmax": measured,
     "also detached": lambda m, z, t: flat(m, z, t) + z.detach().square().mean() * m.added.sum(),
     "also another's node": lambda m, z, t: flat(m, z, t) + Doubled.apply(z[:, 1:] / 3).tanh().mean(),
 }
-LEFT: dict[str, Loss] = {
+LEFT = {
     "a detached head": lambda m, z, t: flat(m, z.detach(), t) + m.added.square().sum() + 0 * z.sum(),
     "listed rows": lambda m, z, t: F.cross_entropy(z.flatten(0, 1)[[1, 0, 5]], t.flatten()[:3]),
     "an added parameter": lambda m, z, t: flat(m, z + m.added, t),
@@ -194,7 +199,7 @@ LEFT: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("loss", READ)
-def test_logits_that_are_read_as_well(loss: str) -> None:
+def test_logits_that_are_read_as_well(loss):
     theirs = model_of(READ[loss])
     with pytest.warns(UserWarning, match="forward also hands the logits of head to"):
         ours = converted(theirs)
@@ -202,35 +207,25 @@ def test_logits_that_are_read_as_well(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LEFT)
-def test_another_loss_is_left(loss: str) -> None:
-    theirs = model_of(LEFT[loss])
-    ours = copy.deepcopy(theirs)
-    conversion = ckptkern.convert(ours, ids(), ids(1))
+def test_another_loss_is_left(loss):
+    ours, theirs, conversion = pair(model_of(LEFT[loss]), ids(), ids(1))
     head = [row for row in conversion if row.name == "head"]
     assert [row.replaced_by for row in head] in ([], [None]), str(conversion)
     assert all(row.reason for row in head)
     assert "forward" not in vars(ours.head)
     assert_same_step(ours, theirs)
-
-
-@pytest.mark.parametrize("loss", LEFT)
-def test_another_loss_than_the_example_is_right(loss: str) -> None:
-    theirs = model_of()
-    ours = converted(theirs)
-    ours.loss = theirs.loss = LEFT[loss]
-    assert_same_step(ours, theirs)
+    assert_same_step(*converted_pair(LEFT[loss]))  # where the example had another
 
 
 # -- precision
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
+def test_autocast(dtype):
     """Also where the loss is outside of it, and logits are read there."""
-    theirs = model_of(lambda m, z, t: flat(m, z.float(), t), tied=False)
-    ours = converted(theirs)
+    ours, theirs = converted_pair(lambda m, z, t: flat(m, z.float(), t), tied=False)
 
-    def run(model: LM, autocast: bool = True) -> dict[str, Tensor]:
+    def run(model, autocast=True):
         model.zero_grad()
         with torch.autocast("cpu", dtype, enabled=autocast):
             logits, inside = model(ids(2), ids(3))
@@ -243,63 +238,27 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_losss_dtype_is_the_originals(dtype: torch.dtype) -> None:
+def test_the_losss_dtype_is_the_originals(dtype):
     theirs = model_of().to(dtype)
-    ours = converted(theirs)
-    want, loss = theirs(ids(), ids(1))[1], ours(ids(), ids(1))[1]
+    want, loss = theirs(ids(), ids(1))[1], converted(theirs)(ids(), ids(1))[1]
     assert loss.dtype == want.dtype == dtype
     torch.testing.assert_close(loss, want)
-
-
-def test_a_gradient_scaler() -> None:
-    theirs = model_of(tied=False)
-    ours, losses = converted(theirs), []
-    for model in (ours, theirs):
-        scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=1024.0), torch.optim.SGD(model.parameters(), 0.1)
-        for seed in range(3):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = model(ids(seed), ids(seed + 1))[1]
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            losses.append(float(loss))
-    assert losses[:3] == pytest.approx(losses[3:], rel=2e-3)
 
 
 # -- what else a model's user does
 
 
 @pytest.mark.parametrize("copied", [by_deepcopy, by_pickle])
-def test_a_copy_is_converted_and_on_its_own(copied: Callable) -> None:
-    theirs = model_of()
-    ours = copied(converted(theirs))
+def test_a_copy_is_converted_and_on_its_own(copied):
+    before, theirs = converted_pair()
+    ours = copied(before)
+    assert ours.head.weight is ours.embed.weight
     assert_same_step(ours, theirs)
     assert not keeps_logits(ours, ids(), ids(1))
     ckptkern.revert(ours)
     assert [vars(m).get("forward") for m in ours.modules()] == [None] * 5
     assert keeps_logits(ours, ids(), ids(1))
-
-
-def test_state_and_signature_stay() -> None:
-    theirs = model_of()
-    ours = converted(theirs)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    assert ours.head.weight is ours.embed.weight
-    file = io.BytesIO()
-    torch.save(ours.state_dict(), file)
-    file.seek(0)
-    model_of().load_state_dict(torch.load(file))
-    again = ckptkern.convert(ours, ids(), ids(1))
-    assert len(again.converted) == 1, "a second call replaces the first"
-
-
-def hooked(model: LM) -> None:
-    model.head.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def quantized(model: LM) -> None:
-    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Scaled), False)
+    assert not keeps_logits(before, ids(), ids(1))
 
 
 class Named(Tensor):
@@ -307,61 +266,61 @@ class Named(Tensor):
 
 
 class Tripling(nn.Linear):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return 3 * super().forward(input)
 
 
-def sparse(model: LM) -> None:
-    model.head.weight = nn.Parameter(model.head.weight.detach().to_sparse_csr(), False)
+def with_weight(change):
+    return lambda model: setattr(model.head, "weight", nn.Parameter(change(model.head.weight.detach()), False))
 
 
 OWN_FORWARD = {
-    "a sparse weight": sparse,
+    "a sparse weight": with_weight(Tensor.to_sparse_csr),
     "another class": lambda model: setattr(model.head, "__class__", Tripling),
-    "a hook": hooked,
+    "a hook": lambda model: model.head.register_forward_hook(lambda module, args, y: 2 * y),
     "a hook before": lambda model: model.head.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "a backward hook": lambda model: model.head.register_full_backward_hook(lambda m, dx, dy: (2 * dx[0],)),
     "a parametrized weight": lambda model: nn.utils.parametrizations.weight_norm(model.head),
-    "a quantized weight": quantized,
+    "a quantized weight": with_weight(lambda weight: weight.as_subclass(Scaled)),
     "a subclass of tensors": lambda model: model.body.register_forward_hook(lambda m, args, y: y.as_subclass(Named)),
 }
-LATER = OWN_FORWARD | {
+BEFORE = OWN_FORWARD | {
     "LoRA": lambda model: setattr(model, "head", LoRA(model.head)),
+    "a frozen head": lambda model: model.head.requires_grad_(False),
+}
+LATER = BEFORE | {
     "another layer": lambda model: setattr(model, "head", nn.Linear(WIDTH, V)),
     "another weight": lambda model: setattr(model.head, "weight", nn.Parameter(torch.randn(V, WIDTH))),
-    "a frozen head": lambda model: model.head.requires_grad_(False),
 }
 
 
 @pytest.mark.parametrize("what", LATER)
-def test_a_later_change_counts(what: str) -> None:
-    theirs = model_of(tied=False)
-    ours = converted(theirs)
-    for model in (theirs, ours):
+def test_a_later_change_counts(what):
+    ours, theirs = converted_pair(tied=False)
+    for model in (ours, theirs):
         torch.manual_seed(1)
         LATER[what](model)
     assert_same_step(ours, theirs)
     assert type(ours.head(ours.hidden(ids()))) is not Logits or what not in OWN_FORWARD
 
 
-@pytest.mark.parametrize("what", [name for name in LATER if name not in ("another layer", "another weight")])
-def test_what_was_there_before_is_read(what: str) -> None:
-    theirs = model_of(tied=False)
-    ours = copy.deepcopy(theirs)
-    for model in (theirs, ours):
+@pytest.mark.parametrize("what", BEFORE)
+def test_what_was_there_before_is_read(what):
+    ours, theirs = model_of(tied=False), model_of(tied=False)
+    for model in (ours, theirs):
         torch.manual_seed(1)
-        LATER[what](model)
+        BEFORE[what](model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         conversion = ckptkern.convert(ours, ids(), ids(1))
-    covered = [row.name for row in conversion.converted]
-    assert covered == (["head"] if what in ("a frozen head", "LoRA") else [])
+    assert [row.name for row in conversion.converted] == (["head"] if what in ("a frozen head", "LoRA") else [])
     assert_same_step(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_modes_and_the_table(dtype: torch.dtype) -> None:
+def test_modes_and_the_table(dtype):
     theirs, saved = model_of(lambda m, z, t: flat(m, z.float(), t)).to(dtype), {}
+    before = steps.saved(theirs, ids(), ids(1))
     for mode in ("none", "selective", "full"):
         model = copy.deepcopy(theirs)
         (row,) = ckptkern.convert(model, ids(), ids(1), recompute=mode)
@@ -371,22 +330,18 @@ def test_modes_and_the_table(dtype: torch.dtype) -> None:
             assert (row.replaced_by, row.reason) == (None, "linear_cross_entropy saves no less")
             continue
         assert row.replaced_by == "linear_cross_entropy"
-        with saved_tensors(model) as found:
-            model(ids(), ids(1))
-        saved[mode] = found.bytes
-        with saved_tensors(theirs) as found:
-            theirs(ids(), ids(1))
-        assert found.bytes - saved[mode] == row.saved_before - row.saved_after
+        saved[mode] = steps.saved(model, ids(), ids(1))
+        assert before - saved[mode] == row.saved_before - row.saved_after
     assert saved["selective"] == saved["full"] < saved.get("none", 10**9)
 
 
 @pytest.mark.parametrize(
     ("wrong", "reason"), [("loss", "the loss is"), ("gradient", "the numbers of linear_cross_entropy")]
 )
-def test_an_op_that_were_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, wrong: str, reason: str) -> None:
+def test_an_op_that_were_wrong_is_not_used(monkeypatch, wrong, reason):
     right = ckptkern.ops.linear_cross_entropy
 
-    def op(x: Tensor, *args, **kwargs) -> Tensor:
+    def op(x, *args, **kwargs):
         more = 0.1 * x.square().mean()
         return right(x, *args, **kwargs) + (more if wrong == "loss" else more - more.detach())
 
@@ -396,88 +351,64 @@ def test_an_op_that_were_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch, wron
     assert reason in str(conversion)
 
 
-def test_the_probe_moves_nothing() -> None:
+def test_the_probe_moves_nothing():
     model = model_of().train()
     random, attributes = torch.get_rng_state(), set(vars(model.head))
-    ckptkern.convert(model, ids(), ids(1))
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(m.training for m in model.modules())
-    assert all(p.grad is None for p in model.parameters())
-    assert set(vars(model.head)) == attributes | {"forward"}
-    assert model.head.forward.log is None
+    for _ in range(2):
+        assert len(ckptkern.convert(model, ids(), ids(1)).converted) == 1, "a second call replaces the first"
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(m.training for m in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+        assert set(vars(model.head)) == attributes | {"forward"}
+        assert model.head.forward.log is None
 
 
-def test_a_model_whose_example_has_no_loss_says_so() -> None:
-    conversion = ckptkern.convert(model_of(), ids())
+def test_what_is_asked_and_what_is_missing():
+    model = model_of()
+    for which, replaced_by in (({"include": "head"}, ["linear_cross_entropy"]), ({"exclude": "head"}, [])):
+        rows = ckptkern.convert(model, ids(), ids(1), **which).converted
+        assert [row.replaced_by for row in rows] == replaced_by
+    assert [row.replaced_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
+    conversion = ckptkern.convert(model, ids())
     assert not conversion.converted
     assert "head: the example's call has no F.cross_entropy of it: with labels" in str(conversion)
     assert not ckptkern.convert(model_of()).rows
 
 
-def test_include_and_exclude() -> None:
-    model = model_of()
-    assert [row.replaced_by for row in ckptkern.convert(model, ids(), ids(1), include="head")] == [
-        "linear_cross_entropy"
-    ]
-    assert not ckptkern.convert(model, ids(), ids(1), exclude="head").converted
-    assert [row.replaced_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]
-
-
-def test_it_compiles_without_a_break() -> None:
-    theirs = model_of()
-    ours = converted(theirs)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    loss = compiled(ids(2), ids(3))[1]
-    (mine,), (want,) = (
-        torch.autograd.grad(one, [model.embed.weight])
-        for one, model in ((loss, ours), (theirs(ids(2), ids(3))[1], theirs))
-    )
-    torch.testing.assert_close(mine, want)
-
-
-def test_functional_calls_and_transforms() -> None:
-    theirs = model_of()
-    ours = converted(theirs)
+def test_functional_calls_and_transforms():
+    ours, theirs = converted_pair()
     parameters = {name: torch.randn_like(p) for name, p in theirs.named_parameters()}
-    grads = [
-        torch.func.grad(lambda p, m=model: torch.func.functional_call(m, p, (ids(), ids(1)))[1])(parameters)
-        for model in (ours, theirs)
-    ]
-    for name, want in grads[1].items():
-        torch.testing.assert_close(grads[0][name], want)
+
+    def loss(parameters, model):
+        return torch.func.functional_call(model, parameters, (ids(), ids(1)))[1]
+
+    torch.testing.assert_close(*(torch.func.grad(loss)(parameters, model) for model in (ours, theirs)))
     for p in parameters.values():
         p.requires_grad_()
-    losses = [torch.func.functional_call(model, parameters, (ids(), ids(1)))[1] for model in (ours, theirs)]
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(loss(parameters, ours), loss(parameters, theirs))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_inside_a_checkpoint(reentrant: bool) -> None:
-    theirs = model_of()
-    ours = converted(theirs)
+def test_inside_a_checkpoint(reentrant):
     grads = []
-    for model in (ours, theirs):
-        hidden = model.hidden(ids())
-        loss = torch.utils.checkpoint.checkpoint(
-            lambda h, m=model: flat(m, m.head(h), ids(1)), hidden, use_reentrant=reentrant
-        )
-        grads.append(torch.autograd.grad(loss, model.embed.weight) if not reentrant else loss.backward())
-    if reentrant:
-        grads = [(model.embed.weight.grad,) for model in (ours, theirs)]
+    for model in converted_pair():
+        run = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant)
+        run(lambda h, m=model: flat(m, m.head(h), ids(1)), model.hidden(ids())).backward()
+        grads.append(model.embed.weight.grad)
     torch.testing.assert_close(*grads)
 
 
-def test_a_small_classifier_of_one_token() -> None:
+def test_a_small_classifier_of_one_token():
     class Classifier(nn.Module):
         def __init__(self):
             super().__init__()
             self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
 
-        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        def forward(self, x, target):
             return F.cross_entropy(self.head(self.body(x).relu()), target)
 
     torch.manual_seed(0)
-    model, x, target = Classifier(), torch.randn(5, 8), torch.tensor([0, 2, 1, 1, 0])
-    want = torch.autograd.grad(model(x, target), [*model.parameters()])
-    assert [row.name for row in ckptkern.convert(model, x, target).converted] == ["head"]
-    torch.testing.assert_close(torch.autograd.grad(model(x, target), [*model.parameters()]), want)
+    call = torch.randn(5, 8), torch.tensor([0, 2, 1, 1, 0])
+    ours, theirs, conversion = pair(Classifier(), *call)
+    assert [row.name for row in conversion.converted] == ["head"]
+    assert_same(steps.step(ours, *call), steps.step(theirs, *call))

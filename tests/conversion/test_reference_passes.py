@@ -17,7 +17,7 @@ from ckptkern.memory import peak_memory, saved_tensors
 LAYERS, WORKSPACE = 2, 2**18
 
 
-def model_of(dropout: float = 0.0):
+def model_of(dropout=0.0):
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
@@ -30,7 +30,7 @@ def model_of(dropout: float = 0.0):
     return get_peft_model(LlamaForCausalLM(config), lora).train()
 
 
-def ids(length: int = 64):
+def ids(length=64):
     return torch.randint(200, (4, length), generator=torch.Generator().manual_seed(1))
 
 

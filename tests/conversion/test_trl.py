@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import ckptkern
 from ckptkern.memory import peak_memory
@@ -14,19 +13,19 @@ N, D, V = 9, 6, 40
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> list[Tensor | None]:
+def inputs(bias, dtype=torch.float32):
     made = [torch.randn(N, D), torch.randn(V, D), torch.randn(V) if bias else None]
     return [None if one is None else one.to(dtype).requires_grad_() for one in made]
 
 
-def targets(hidden: Tensor, weight: Tensor) -> Tensor:
+def targets(hidden, weight):
     """The first few are likely to have the largest logit."""
     found = torch.arange(N) * 4
     found[:3] = (hidden[:3].float() @ weight.float().t()).argmax(-1)
     return found
 
 
-def run(tensors: list[Tensor | None], *arguments) -> list[Tensor | None]:
+def run(tensors, *arguments):
     """The results, and the gradients of a function of those that have one."""
     found = kernels.ChunkedLogProbFunction.apply(*tensors, targets(*tensors[:2]), *arguments)
     weights = torch.linspace(1, 2, N)
@@ -44,9 +43,7 @@ def run(tensors: list[Tensor | None], *arguments) -> list[Tensor | None]:
         (True, 1.0, 3.0, 1.0, ("entropy", "is_top1")),
     ],
 )
-def test_it_is_trls(
-    bias: bool, temperature: float, softcap: float | None, scale: float, outputs: tuple[str, ...]
-) -> None:
+def test_it_is_trls(bias, temperature, softcap, scale, outputs):
     tensors, arguments = inputs(bias), (temperature, 16, softcap, scale, outputs)
     theirs = run(tensors, *arguments)
     with ckptkern.patch_trl():
@@ -60,7 +57,7 @@ def test_it_is_trls(
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_16_bits(autocast: bool) -> None:
+def test_16_bits(autocast):
     """As in TRL the hidden states' dtype, or autocast's, is that of the matmuls. Logits are not rounded to it."""
     hidden, weight, _ = inputs(False)
     hidden = hidden.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
@@ -78,7 +75,7 @@ def test_16_bits(autocast: bool) -> None:
     assert errors[0] < 1e-5 < errors[1]
 
 
-def test_its_memory_is_bounded() -> None:
+def test_its_memory_is_bounded():
     hidden, weight = torch.randn(1024, 8, requires_grad=True), torch.randn(8192, 8, requires_grad=True)
     with ckptkern.patch_trl("8MiB"), peak_memory("cpu") as peak:
         found = kernels.ChunkedLogProbFunction.apply(hidden, weight, None, torch.arange(1024), 1.0, 32768)
@@ -86,7 +83,7 @@ def test_its_memory_is_bounded() -> None:
     assert peak.bytes < 10 * 2**20  # logits are 32 MiB
 
 
-def test_patches_nest_and_an_error_gives_trls_back() -> None:
+def test_patches_nest_and_an_error_gives_trls_back():
     first = ckptkern.patch_trl()
     with pytest.raises(KeyError), ckptkern.patch_trl("1MiB"):
         raise KeyError
@@ -96,7 +93,7 @@ def test_patches_nest_and_an_error_gives_trls_back() -> None:
     assert "apply" not in vars(kernels.ChunkedLogProbFunction)
 
 
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(monkeypatch):
     hidden, weight, _ = inputs(False)
     weight.ds_id = 0
     with pytest.raises(ValueError, match="patch_trl: workspace must be a positive number of bytes"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -219,7 +219,7 @@ class Buffers(nn.Module):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
         seen = torch.ones(self.ROWS, self.ROWS).tril().triu(1 - window)
         self.register_buffer("seen", seen[None, None])
         cos, sin = rotary(torch.empty(1, self.ROWS, 1))
@@ -517,11 +517,15 @@ class Choosing(Scaled):
         return x + sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
 
 
+def nothing(x: Tensor) -> dict[str, Any]:
+    return {}
+
+
 class Stack(nn.Module):
     """Layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
 
     def __init__(
-        self, layer: Callable[[], nn.Module], calls: Callable[[Tensor], dict[str, Any]] = lambda x: {}, count: int = 2
+        self, layer: Callable[[], nn.Module], calls: Callable[[Tensor], dict[str, Any]] = nothing, count: int = 2
     ):
         super().__init__()
         self.embed = nn.Embedding(20, WIDTH)
@@ -550,6 +554,11 @@ class BiasedStack(Stack):
         return super().forward(ids, bias=self.bias[..., :length, :length], **kwargs)
 
 
+def every_second(count: int, first: int, second: int) -> Tensor:
+    """Returns lengths [count, 1] of samples."""
+    return torch.tensor([first, second]).repeat(count)[:count, None]
+
+
 def with_condition(x: Tensor) -> dict[str, Any]:
     return {"condition": x.mean(1)}
 
@@ -573,7 +582,7 @@ def with_memory(x: Tensor) -> dict[str, Any]:
 
 
 def with_padded_memory(x: Tensor) -> dict[str, Any]:
-    return with_memory(x) | {"padding": torch.arange(4) >= torch.tensor([4, 2])[:, None]}
+    return with_memory(x) | {"padding": torch.arange(4) >= every_second(len(x), 4, 2)}
 
 
 def with_mask(x: Tensor) -> dict[str, Any]:
@@ -583,7 +592,7 @@ def with_mask(x: Tensor) -> dict[str, Any]:
 
 
 def with_bool_mask(x: Tensor) -> dict[str, Any]:
-    return {"attention_mask": (torch.arange(x.shape[1]) < torch.tensor([x.shape[1], 4])[:, None])[:, None, None]}
+    return {"attention_mask": (torch.arange(x.shape[1]) < every_second(len(x), x.shape[1], 4))[:, None, None]}
 
 
 @dataclass
@@ -591,7 +600,7 @@ class Architecture:
     """layer: makes one; calls: its arguments besides x; replaced_by: the ops that convert finds in a layer of it."""
 
     layer: Callable[[], nn.Module]
-    calls: Callable[[Tensor], dict[str, Any]] = field(default=lambda x: {})
+    calls: Callable[[Tensor], dict[str, Any]] = nothing
     replaced_by: tuple[str, ...] = ("transformer_layer",)
     stack: type[Stack] = Stack
 
