@@ -92,6 +92,8 @@ class Watch:
         self.structure = [
             (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
         ]
+        # noted here and not in the first call, before which a copy may have changed
+        self.counts = [len(m.__dict__) for m, *_ in self.structure[1:]]
         objects = objects_of(module)
         # another container that holds the same is as good: libraries replace them
         self.containers = [one for one in objects if is_container(one[2])]
@@ -138,7 +140,7 @@ class Watch:
             parameters=[m._parameters.values() for m in modules if m._parameters],
             modes=[m.__dict__ for m, _, children, _ in self.structure[1:] if children],
             attributes=attributes,
-            counts=list(map(len, attributes)),
+            counts=list(self.counts),
             objects=[(m.__dict__, name, value) for m, name, value in self.objects],
             containers=[(m.__dict__, name) for m, name, _ in self.containers],
             were=self.were,
