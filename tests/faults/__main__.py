@@ -16,6 +16,8 @@ from .anchors import problems, without_tests
 from .run import all_of, red_without, table_of
 from .table import FAULTS
 
+HERE = "<!-- faults -->"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.partition("\n")[0])
@@ -27,7 +29,12 @@ def main() -> None:
     parser.add_argument("--baseline", action="store_true", help="first run the tests without a fault: they must pass")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at a time; default: the cores")
     parser.add_argument("--seconds", type=float, default=150, help="a run of tests may take (default: %(default)s)")
-    parser.add_argument("--out", type=Path, metavar="TABLE.md", help="write the table of which test found which")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PAGE.md",
+        help=f"write the table of which test found which after the page's line {HERE}",
+    )
     options = parser.parse_args()
 
     faults = [one for one in FAULTS if not options.names or any(n in f"{one.name} {one.file}" for n in options.names)]
@@ -52,7 +59,8 @@ def main() -> None:
     found.sort(key=lambda one: faults.index(one.fault))
     table = table_of(found)
     if options.out is not None:
-        options.out.write_text(table)
+        page = options.out.read_text() if options.out.exists() else ""
+        options.out.write_text(f"{page.partition(HERE)[0]}{HERE}\n\n{table}")
     missed = [one for one in found if one.by is None]
     print("\n" + table + "".join(f"\n{one.line()}" for one in missed))
     sys.exit(bool(missed))

@@ -35,7 +35,7 @@ OPS = [
         (values("[mlp_block-gate", "[mlp_block-lora"),),
     ),
     Fault(
-        "mlp: every chunk draws the mask of the first rows",
+        "mlp: every chunk samples the mask of the first rows",
         "ckptkern/ops/mlp/branch.py",
         "return apply_dropout(self.p, h, self.dropout, «start»)",
         "0",

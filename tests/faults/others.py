@@ -6,11 +6,11 @@ from .anchors import Fault
 
 SEGMENTS = [
     Fault(
-        "checkpoint: recompute draws new random numbers",
+        "checkpoint: recompute samples new random numbers",
         "ckptkern/segments/checkpoint.py",
         "self.state = SegmentState(args, kwargs, «preserve_rng_state»)",
         "False",
-        ("tests/segments/test_checkpoint.py -k 'random or rng'",),
+        ("tests/segments/test_regions.py -k dropout",),
     ),
     Fault(
         "checkpoint: recompute runs to its end",
@@ -24,7 +24,7 @@ SEGMENTS = [
         "ckptkern/segments/checkpoint.py",
         "module_buffers[name] = None if buffer is None else «buffer.clone()»",
         "buffer",
-        ("tests/segments/test_checkpoint.py -k running_statistics", "tests/segments/test_checkpoint.py"),
+        ("tests/segments/test_regions.py -k statistics",),
     ),
     Fault(
         "checkpoint: recompute decides for itself",
@@ -39,6 +39,13 @@ SEGMENTS = [
         "if isinstance(result, Tensor) and result.requires_grad: «sums.redirect(result, part)»",
         "pass",
         ("tests/segments/test_tiled.py",),
+    ),
+    Fault(
+        "tiled: chunks share autocast's cast of a weight",
+        "ckptkern/segments/tiled.py",
+        "torch.set_autocast_cache_enabled(«False»)",
+        "before",
+        ("tests/segments/test_tiled.py -k rounded",),
     ),
     Fault(
         "groups: recompute runs in the mode that modules have by then",

@@ -28,17 +28,19 @@ BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
 
 class Run(NamedTuple):
     """What tests said. outcome: "passed", "failed", "timeout", "broken" (they could not be collected), or "no tests"; by: the
-    first test that failed, or the last lines of what was printed."""
+    first test that failed, or the last line of what was printed; says: how it failed."""
 
     outcome: str
     by: str
+    says: str = ""
 
 
 class Found(NamedTuple):
-    """Which test saw a fault, if one did. said: of each part of the suite that was run, what came of it."""
+    """Which test saw a fault, if one did, and its message. said: of each part of the suite that was run, what came of it."""
 
     fault: Fault
     by: str | None
+    says: str
     seconds: float
     said: list[str]
 
@@ -92,7 +94,8 @@ def tested(copy: Path, arguments: str, seconds: float) -> Run:
     outcome = {0: "passed", 1: "failed", 5: "no tests"}.get(process.returncode, "broken")
     if outcome == "failed" and not failed:
         outcome = "broken"
-    return Run(outcome, failed[0] if outcome == "failed" else last)
+    says = [line[1:].strip() for line in said.splitlines() if line.startswith("E  ")]
+    return Run(outcome, failed[0], says[0] if says else "") if outcome == "failed" else Run(outcome, last)
 
 
 @contextmanager
@@ -114,18 +117,18 @@ def applied(fault: Fault, copy: Path) -> Iterator[None]:
 
 def looked_for(fault: Fault, copy: Path, seconds: float) -> Found:
     """Runs the fault's tests, part by part, until one sees it."""
-    start, said, by = time.monotonic(), [], None
+    start, said, by, says = time.monotonic(), [], None, ""
     try:
         with applied(fault, copy):
             for arguments in fault.tests:
                 run = tested(copy, arguments, seconds)
                 if run.outcome == "failed":
-                    by = run.by
+                    by, says = run.by, run.says
                     break
                 said.append(f"{arguments}: {run.outcome}{f', {run.by}' if run.outcome != 'passed' else ''}")
     except subprocess.CalledProcessError as error:
         said.append(f"the extension cannot be built: {error.stderr.strip().splitlines()[-1:]}")
-    return Found(fault, by, time.monotonic() - start, said)
+    return Found(fault, by, says, time.monotonic() - start, said)
 
 
 def all_of(faults: Sequence[Fault], folder: Path, jobs: int, seconds: float) -> Iterator[Found]:
@@ -166,11 +169,12 @@ def red_without(faults: Sequence[Fault], folder: Path, seconds: float) -> list[s
 
 def table_of(found: Sequence[Found]) -> str:
     """Returns a Markdown table of the faults in their order, and the counts by folder."""
-    lines = ["| fault | file | found by | seconds |", "|---|---|---|---:|"]
-    lines += [
-        f"| {one.fault.name} | `{one.fault.file}` | {f'`{one.by}`' if one.by else '**not found**'} | {one.seconds:.0f} |"
-        for one in found
-    ]
+    lines = ["| fault | file | found by | which says |", "|---|---|---|---|"]
+    for one in found:
+        says = one.says[:300].replace("|", "\\|")
+        lines.append(
+            f"| {one.fault.name} | `{one.fault.file}` | {f'`{one.by}`' if one.by else '**not found**'} | {says} |"
+        )
     lines += ["", "| folder | faults | found |", "|---|---:|---:|"]
     for folder in dict.fromkeys(one.fault.folder for one in found):
         own = [one for one in found if one.fault.folder == folder]
