@@ -1,5 +1,6 @@
 """What a training step asks of a device: layers in every mode, autocast with a scaler, torch.compile, convert, replays, and a
-device that is not the current one. On a CPU the same tests run interpreted kernels, and a replay is another call."""
+device that is not the current one. On a CPU the same tests run interpreted kernels, and a replay is another call; what takes
+minutes there is left to `make test-all`."""
 
 import functools
 from collections.abc import Callable
@@ -18,6 +19,9 @@ ROWS = 2, 70  # more than the 128 rows that a chunk has at least
 ENCODER = functools.partial(ckptkern.nn.TransformerEncoderLayer, WIDTH, HEADS, HIDDEN, P, batch_first=True)
 LLAMA = functools.partial(
     ckptkern.nn.LlamaDecoderLayer, WIDTH, HEADS, 1, HIDDEN, dropout=P, resid_dropout=P, workspace=1
+)
+long_on_cpu = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
 
@@ -46,6 +50,7 @@ def running(
     return run
 
 
+@long_on_cpu
 @pytest.mark.parametrize(
     ("layer", "dtype"), [(ENCODER, torch.bfloat16), (LLAMA, torch.float32)], ids=["encoder-bf16", "llama-fp32"]
 )
@@ -59,6 +64,7 @@ def test_layers_in_every_mode(layer, dtype, device):
     check_exactness(running(first), running(first, "eager"), tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy, in the interpreter
 def test_float16_autocast_and_a_scaler(device):
     """As exact as PyTorch's; the scaled loss's gradients are those of the loss, and a step with an infinite one is left out."""
@@ -89,6 +95,7 @@ def test_float16_autocast_and_a_scaler(device):
     assert all(map(torch.equal, before, layer.parameters()))
 
 
+@long_on_cpu
 @pytest.mark.parametrize("layer", [ENCODER, LLAMA], ids=["encoder", "llama"])
 def test_compiled(layer, device):
     """In one graph, by inductor on a GPU: results, masks included, are those of a call."""
@@ -104,6 +111,7 @@ def test_compiled(layer, device):
     assert_same_within_rounding(gradients(run, tensors), gradients(running(one), tensors))
 
 
+@pytest.mark.slow
 def test_converted(device):
     """Every layer is fused where the model lies, and computes what it did."""
     network, given = build("converted", ours=False).to(device), ids().to(device)
@@ -164,6 +172,7 @@ def test_replays_draw_anew_and_masks_agree_within_one(device):
     assert not torch.equal(seen[1], seen[2])
 
 
+@pytest.mark.slow
 def test_a_converted_training_step_replays(device):
     """Forward, backward and optimizer of layers with dropout at every place: each replay trains, with other masks."""
     network, given = build("converted", 0.2).to(device), ids().to(device)

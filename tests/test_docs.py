@@ -5,7 +5,8 @@ pinned torch, to the letter.
 `<!-- skip: next -->` leaves out a block that needs a GPU or several processes; with `if(not find_spec("transformers"),
 reason="...")` one whose package is not installed, and the rest of its page. What a reader need not see, such as a rank's
 environment, goes into an invisible block: `<!-- invisible-code-block: python ... -->`. A block that includes a file of
-examples/ is left to tests/test_recipes.py, which runs the file.
+examples/ is left to tests/test_recipes.py, which runs the file. Pages of LONG run in `make test-all`; every page's blocks are
+compiled.
 """
 
 from __future__ import annotations
@@ -36,14 +37,19 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+LONG = {  # what takes their blocks more than some seconds
+    "docs/how-to/plan.md": "plans and trains models under several budgets",
+    "docs/tutorials/budget.md": "plans and trains a GPT under several budgets, in minutes",
+}
 # What torch's own layers save differs between its versions: the pages show the pinned one's.
 PINNED = re.search(r"^torch==(\d+\.\d+\.)", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)[1]
 
+INCLUDED = '--8<-- "examples/'
 _evaluate = PythonEvaluator()
 
 
 def run(example: Example) -> None:
-    if example.parsed.startswith('--8<-- "examples/'):
+    if example.parsed.startswith(INCLUDED):
         return
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -81,17 +87,25 @@ def elsewhere(tmp_path, monkeypatch):
     os.environ.update(environment)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG)) for page in PAGES])
 def test_code_blocks_of(page, elsewhere):
     check(ROOT / page)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_python_is_one_that_runs(page):
+def test_every_block_of_python_compiles_and_is_one_that_runs(page):
     """Sybil reads ```python and no other spelling. ```pyi is a signature, in the pages of the reference."""
     fences = re.findall(r"^\s*(?:```|~~~).*py.*$", (ROOT / page).read_text(), re.MULTILINE | re.IGNORECASE)
     signatures = {"```pyi"} if page.startswith("docs/reference/") else set()
     assert {fence.strip() for fence in fences} <= {"```python"} | signatures
+    for block in Document.parse(str(ROOT / page), CodeBlockParser("python", run)):
+        if not block.parsed.startswith(INCLUDED):
+            compile(block.parsed, f"{page}:{block.line}", "exec")
+
+
+def test_every_long_page_is_there():
+    assert {*LONG} <= {*PAGES}
 
 
 @pytest.mark.parametrize("path", sorted(reference.PAGES.glob("*.md")), ids=lambda path: path.stem)

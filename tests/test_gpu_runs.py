@@ -1,6 +1,7 @@
 """tests/support/gpu_runs.py: which tests a GPU run has, in which order, and what stays on the disk when it ends."""
 
 import csv
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -52,49 +53,39 @@ def test_on_cpu_alone(): raise SystemExit
 """
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2", "--dist", "load"]], ids=["alone", "xdist"])
-def test_results_are_on_the_disk_and_what_passed_is_left_out(workers, tmp_path):
+@pytest.mark.slow
+def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
     """In two runs: first one test fails; the second, after it is mended, runs it and what was skipped, and nothing else."""
-    if workers:
-        pytest.importorskip("xdist")
     (tmp_path / "support").mkdir()
     for name in ("conftest.py", "support/gpu_runs.py", "support/outside.py", "support/interpreter.py"):
         (tmp_path / name).write_text((TESTS / name).read_text())
     (tmp_path / "test_suite.py").write_text(SUITE)
-    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = ["gpu", "long"]')
+    markers = '["gpu", "slow", "long"]'
+    (tmp_path / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = {markers}')
 
-    def run() -> tuple[int, list[dict[str, str]]]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "no:cacheprovider",
-            "--counterparts",
-            "--results",
-            "r.csv",
-            "--no-summary",
-        ]
-        done = subprocess.run([*command, *workers], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0 or "FAILED test_suite.py::test_fails[cpu]\n" in done.stdout, (
-            done.stdout + done.stderr
-        )
+    def run(*workers: str) -> tuple[int, list[dict[str, str]]]:
+        options = ["-p", "no:cacheprovider", "--counterparts", "--results", "r.csv", "--no-summary"]
+        command = [sys.executable, "-m", "pytest", *options, *workers]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0 or "FAILED test_suite.py::test_fails[cpu]\n" in done.stdout, said
         with (tmp_path / "r.csv").open(newline="") as file:
-            return done.returncode, [*csv.DictReader(file)]
+            return done.returncode, [
+                row | {"test": row["test"].partition("::test_")[2]} for row in csv.DictReader(file)
+            ]
 
     status, rows = run()
-    found = {row["test"].removeprefix("test_suite.py::test_"): (row["outcome"], row["message"]) for row in rows}
+    found = {row["test"]: row["message"] for row in rows}
     assert status == 1
-    assert {name: outcome for name, (outcome, _) in found.items()} == {
+    assert {row["test"]: row["outcome"] for row in rows} == {
         "is_recomputed[cpu]": "passed", "other[cpu]": "passed", "fails[cpu]": "failed", "is_skipped[cpu]": "skipped"
     }  # fmt: skip
-    assert found["fails[cpu]"][1].startswith("AssertionError: not yet")
-    assert "for a reason" in found["is_skipped[cpu]"][1]
-    if not workers:
-        assert rows[0]["test"] == "test_suite.py::test_is_recomputed[cpu]"  # most likely to fail
+    assert found["fails[cpu]"].startswith("AssertionError: not yet")
+    assert "for a reason" in found["is_skipped[cpu]"]
+    assert rows[0]["test"] == "is_recomputed[cpu]"  # most likely to fail
     (tmp_path / "mended").touch()
-    status, rows = run()
+    status, rows = run(*(["-n", "1"] if importlib.util.find_spec("xdist") else []))
     assert status == 0
-    assert {(row["test"].partition("test_")[2].partition("::")[2], row["outcome"]) for row in rows[4:]} == {
-        ("test_fails[cpu]", "passed"), ("test_is_skipped[cpu]", "skipped")
+    assert {(row["test"], row["outcome"]) for row in rows[4:]} == {
+        ("fails[cpu]", "passed"), ("is_skipped[cpu]", "skipped")
     }  # fmt: skip

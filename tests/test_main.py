@@ -53,29 +53,54 @@ def test_no_or_another_command_is_a_usage_error(arguments, capsys):
     assert "usage: python -m ckptkern" in capsys.readouterr().err
 
 
-def test_version(capsys):
+def test_version_and_env_print_a_value_a_line(capsys):
     with pytest.raises(SystemExit):
         __main__.main(["--version"])
-    assert capsys.readouterr().out.strip() == f"ckptkern {ckptkern.__version__}"
+    assert capsys.readouterr().out == f"ckptkern {ckptkern.__version__}\n"
+    assert __main__.main(["env"]) == 0
+    assert {"extension", f"  torch: {torch.__version__}"} <= {*capsys.readouterr().out.splitlines()}
 
 
-WITHOUT_EXTRAS = "import sys; sys.modules.update(dict.fromkeys(('matplotlib', 'numpy', 'rich'))); "
-
-
-HELP_OF_ALL = """from ckptkern.__main__ import COMMANDS, main
+WITHOUT_EXTRAS = """import runpy, sys
+sys.modules.update(dict.fromkeys(("matplotlib", "numpy", "pandas", "rich")))
+from ckptkern.__main__ import COMMANDS, main
 for command in COMMANDS:
     try:
         main([command, "--help"])
     except SystemExit as end:
         assert end.code == 0, command
+sys.argv = ["ckptkern", "env", "--json"]
+runpy.run_module("ckptkern", run_name="__main__")
 """
 
 
-def test_help_needs_torch_alone():
-    answer = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS + HELP_OF_ALL], capture_output=True, text=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_help_and_env_need_torch_alone_and_take_the_backend_of_the_environment(backend):
+    environment = os.environ | {"CKPTKERN_BACKEND": backend}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", WITHOUT_EXTRAS]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert answer.returncode == 0, answer.stderr
     for command in __main__.COMMANDS:
         assert f"usage: python -m ckptkern {command} [-h]" in answer.stdout
+    data = json.loads(answer.stdout[answer.stdout.index("\n{\n") :])
+    assert list(data) == [
+        "versions",
+        "system",
+        "devices",
+        "extension",
+        "backends",
+        "C launchers",
+        "fp32_precision",
+        "sdpa",
+        "tuned implementations",
+    ]
+    assert data["versions"]["torch"] == data["extension"]["built for torch"] == torch.__version__
+    assert data["versions"]["ckptkern"] == ckptkern.__version__
+    assert data["backends"]["cpu"].startswith({"eager": "eager (", "triton": "none ("}[backend])
+    assert set(data["sdpa"]) == {"flash", "memory efficient", "math", "cuDNN"}
+    assert "missing" not in data["fp32_precision"]
 
 
 @pytest.mark.parametrize(
@@ -100,42 +125,6 @@ def test_a_missing_module_of_ours_is_no_missing_package(monkeypatch):
     monkeypatch.setitem(__main__.COMMANDS, "demo", (".no_such_module", "", ()))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         __main__.main(["demo"])
-
-
-def test_env_as_json_imports_no_extra():
-    program = (
-        "import sys; from ckptkern.__main__ import main; main(['env', '--json']);"
-        "sys.exit([name for name in ('rich', 'matplotlib', 'pandas') if name in sys.modules])"
-    )
-    environment = os.environ | {"CKPTKERN_BACKEND": "eager"}
-    environment.pop("TRITON_INTERPRET", None)
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
-    assert answer.stderr == "[]\n"
-    data = json.loads(answer.stdout)
-    assert list(data) == [
-        "versions",
-        "system",
-        "devices",
-        "extension",
-        "backends",
-        "C launchers",
-        "fp32_precision",
-        "sdpa",
-        "tuned implementations",
-    ]
-    assert data["versions"]["torch"] == torch.__version__
-    assert data["versions"]["ckptkern"] == ckptkern.__version__
-    assert data["extension"]["built for torch"] == torch.__version__
-    assert data["backends"]["cpu"].startswith("eager (")
-    assert set(data["sdpa"]) == {"flash", "memory efficient", "math", "cuDNN"}
-    assert "missing" not in data["fp32_precision"]
-
-
-def test_env_prints_one_value_a_line(capsys):
-    assert __main__.main(["env"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert f"  torch: {torch.__version__}" in printed
-    assert "extension" in printed
 
 
 def test_env_names_what_is_missing(capsys, monkeypatch):
@@ -183,12 +172,3 @@ def test_env_names_a_backend_that_does_not_exist(monkeypatch):
     monkeypatch.setenv("CKPTKERN_BACKEND", "quick")
     monkeypatch.setattr(_choices, "_choice", _choices._Choice())
     assert "ValueError" in env.collect()["backends"]["missing"]
-
-
-def test_env_as_a_command_under_the_environment_variable():
-    environment = os.environ | {"CKPTKERN_BACKEND": "triton"}
-    environment.pop("TRITON_INTERPRET", None)
-    run = subprocess.run(
-        [sys.executable, "-m", "ckptkern", "env", "--json"], capture_output=True, text=True, check=True, env=environment
-    )
-    assert "none (" in json.loads(run.stdout)["backends"]["cpu"]

@@ -18,6 +18,7 @@ from ckptkern.memory import parse_size
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+QUICK = "plain_loop"  # converts and trains in seconds; the others run in `make test-all`
 
 
 def line(recipe: str, word: str) -> list[str]:
@@ -41,7 +42,10 @@ def command(recipe: str) -> list[str]:
     return [sys.executable, *start, *options, str(RECIPES[recipe])]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", [QUICK, *(pytest.param(one, marks=pytest.mark.long) for one in RECIPES if one != QUICK)]
+)
 def test_recipe(recipe, tmp_path):
     if reason := missing(*(package.replace("-", "_") for package in packages(recipe))):
         pytest.skip(reason)
@@ -71,16 +75,18 @@ def check_trainer(output: str) -> None:
     assert float(re.search(r"^largest difference.*: (.+)$", output, re.MULTILINE)[1]) < 1e-3, output
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_what_a_recipe_imports_is_installed_by_its_command_and_pinned(recipe):
-    roots = {"ckptkern", "torch", *sys.stdlib_module_names, *(name.replace("-", "_") for name in packages(recipe))}
-    tree = ast.parse(RECIPES[recipe].read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in imported} <= roots
-    assert not imported & {*RECIPES}, "Python would import the file instead"
+def test_what_a_recipe_imports_is_installed_by_its_command_and_pinned():
     pinned = re.findall(r"^([\w-]+)==", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
-    assert {*packages(recipe)} <= {*pinned}
+    for recipe, path in RECIPES.items():
+        installed = packages(recipe)
+        assert {*installed} <= {*pinned}, recipe
+        tree = ast.parse(path.read_text())
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        roots = {"ckptkern", "torch", *sys.stdlib_module_names, *(name.replace("-", "_") for name in installed)}
+        assert {name.partition(".")[0] for name in imported} <= roots, recipe
+        assert not imported & {*RECIPES}, "Python would import the file instead"
+        assert command(recipe)[-1] == str(path)
 
 
 def test_the_page_shows_every_recipe():

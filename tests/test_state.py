@@ -1,8 +1,10 @@
 """State of a region: Philox, masks, the draw in every mode of torch, the precision guard."""
 
+import contextlib
 import sys
-import threading
 import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,6 +25,9 @@ from ckptkern.state import (
 )
 
 KEY_STREAM = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)
+both_kernels = pytest.mark.parametrize(
+    "kernel", [torch.ops.ckptkern.keep_mask, state._keep_mask_torch], ids=["extension", "torch ops"]
+)
 
 
 # --- Philox and the layout, against a slow reference in Python integers
@@ -68,40 +73,38 @@ PLACES = [
     (1, 4, 40, 2**28 + 1, 2**20 + 3, 2**20 + 5, 2**21),  # c1 beyond 2**32
     (1, 2, 40, 0, 0, 2**34 - 17, 2),  # c0 beyond 2**32
 ]
+EMPTY = [(*shape, 0, 3, 5, 16) for shape in [(0, 4, 4), (2, 0, 4), (2, 4, 0)]]
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("mask_of", ["extension", "torch ops"])
-def test_layout(place, mask_of):
+@pytest.mark.parametrize("place", PLACES + EMPTY, ids=str)
+@both_kernels
+def test_layout(place, kernel):
     planes, rows, cols, plane_base, row_base, col_base, total_rows = place
-    kernel = torch.ops.ckptkern.keep_mask if mask_of == "extension" else state._keep_mask_torch
     threshold = 30_000
     mask = kernel(torch.tensor(KEY_STREAM), threshold, *place)
-    expected = torch.tensor(
-        [
-            [
-                [
-                    reference_value(*KEY_STREAM, plane_base + z, row_base + r, col_base + c, total_rows) >= threshold
-                    for c in range(cols)
-                ]
-                for r in range(rows)
-            ]
-            for z in range(planes)
-        ]
-    )
-    assert mask.dtype == torch.bool
-    assert torch.equal(mask, expected)
+    expected = [
+        reference_value(*KEY_STREAM, plane_base + z, row_base + r, col_base + c, total_rows) >= threshold
+        for z in range(planes)
+        for r in range(rows)
+        for c in range(cols)
+    ]
+    assert (mask.dtype, mask.shape) == (torch.bool, (planes, rows, cols))
+    wrong = mask.flatten() != torch.tensor(expected, dtype=torch.bool)
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} values differ, the first at {wrong.nonzero()[0].item()}"
+    assert kernel(torch.tensor(KEY_STREAM), 0, *place).all()
+    assert not kernel(torch.tensor(KEY_STREAM), 65536, *place).any()
 
 
 def test_parts_are_parts_of_the_whole():
     seed = draw(torch.empty(0))
     whole = keep_mask(seed, 0.4, 100, 130, planes=3)
     for z, r, c in [(0, 0, 0), (1, 17, 1), (2, 99, 129), (1, 8, 64)]:
-        part = keep_mask(
-            seed, 0.4, 100 - r, 130 - c, planes=3 - z, plane_base=z, row_base=r, col_base=c, total_rows=100
-        )
+        bases = {"plane_base": z, "row_base": r, "col_base": c}
+        part = keep_mask(seed, 0.4, 100 - r, 130 - c, planes=3 - z, total_rows=100, **bases)
         assert torch.equal(part, whole[z:, r:, c:])
     assert torch.equal(keep_mask(seed, 0.4, 100, 130), whole[0])
+    strided = torch.stack([seed, seed + 1], 1)[:, 0]
+    assert torch.equal(keep_mask(strided, 0.4, 100, 130), whole[0])
 
 
 def test_threads_do_not_change_the_mask():
@@ -113,21 +116,7 @@ def test_threads_do_not_change_the_mask():
             masks.append(keep_mask(seed, 0.5, 500, 1000))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(masks[0], masks[1])
-    assert torch.equal(masks[0], masks[2])
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 4), (2, 4, 0)], ids=str)
-@pytest.mark.parametrize("kernel", [torch.ops.ckptkern.keep_mask, state._keep_mask_torch], ids=["C++", "torch ops"])
-def test_empty(shape, kernel):
-    mask = kernel(torch.tensor(KEY_STREAM), 100, *shape, 0, 3, 5, 16)
-    assert mask.shape == shape
-    assert mask.dtype == torch.bool
-
-
-def test_strided_state():
-    seeds = torch.tensor([[KEY_STREAM[0], 7], [KEY_STREAM[1], 9]])
-    assert torch.equal(keep_mask(seeds[:, 0], 0.5, 20, 40), keep_mask(torch.tensor(KEY_STREAM), 0.5, 20, 40))
+    assert all(torch.equal(masks[0], other) for other in masks[1:])
 
 
 # --- statistics
@@ -143,113 +132,67 @@ def test_keep_rate(p):
     assert abs(saved - n * (1 - p)) <= SIGMAS * (n * p * (1 - p)) ** 0.5
 
 
-def signs(seed: torch.Tensor, planes: int = 1) -> torch.Tensor:
-    return keep_mask(seed, 0.5, SIDE, SIDE, planes=planes).float() * 2 - 1
+def signs(seed: torch.Tensor) -> torch.Tensor:
+    return keep_mask(seed, 0.5, SIDE, SIDE, planes=4).float() * 2 - 1
 
 
-@pytest.mark.parametrize("dim", [1, 2], ids=["rows", "columns"])
-@pytest.mark.parametrize("lag", [1, 2, 4, 7, 8, 16, 24, 32, 64, 512])
-def test_rows_and_columns_do_not_correlate(dim, lag):
-    x = signs(draw(torch.empty(0)))
-    matmuls = x.narrow(dim, lag, SIDE - lag) * x.narrow(dim, 0, SIDE - lag)
-    assert abs(matmuls.sum().item()) <= SIGMAS * matmuls.numel() ** 0.5
-
-
-def test_planes_and_seeds_do_not_correlate():
+def test_rows_columns_planes_and_seeds_do_not_correlate():
     seed = draw(torch.empty(0))
-    planes, other = signs(seed, 4), signs(draw(torch.empty(0)), 4)
-    near_key = signs(seed + torch.tensor([1, 0]), 4)
-    near_stream = signs(seed + torch.tensor([0, 1]), 4)
-    pairs = [
-        (planes[:-1], planes[1:]),
-        (planes[0], planes[3]),
-        (planes, other),
-        (planes, near_key),
-        (planes, near_stream),
-    ]
-    for a, b in pairs:
-        assert abs((a * b).sum().item()) <= SIGMAS * a.numel() ** 0.5
-
-
-def test_values_are_uniform():
-    """The 65,536 values of the low and of the high halves, in 256 bins: chi-square with 255 degrees of freedom."""
-    seed = torch.tensor(KEY_STREAM)
-    thresholds = range(256, 65536, 256)
-    saved = [keep_mask(seed, t / 65536, 512, 512).view(-1, 2, 8, 512).sum((0, 2, 3)) for t in thresholds]
-    at_least = torch.stack([torch.full((2,), 512 * 256), *saved, torch.zeros(2, dtype=torch.long)])
-    counts = at_least[:-1] - at_least[1:]
-    expected = 512 * 256 / 256
-    chi2 = ((counts - expected) ** 2 / expected).sum(0)
-    assert counts.shape == (256, 2)
-    assert ((chi2 > 255 - 5 * 510**0.5) & (chi2 < 255 + 5 * 510**0.5)).all(), chi2
+    x = signs(seed)
+    pairs = {
+        "planes": (x[:-1], x[1:]),
+        "the first plane and the last": (x[0], x[3]),
+        "seeds": (x, signs(draw(torch.empty(0)))),
+        "keys": (x, signs(seed + torch.tensor([1, 0]))),
+        "streams": (x, signs(seed + torch.tensor([0, 1]))),
+    }
+    for lag in (1, 2, 4, 7, 8, 16, 24, 32, 64, 512):
+        pairs[f"rows {lag} apart"] = x[0, lag:], x[0, :-lag]
+        pairs[f"columns {lag} apart"] = x[0, :, lag:], x[0, :, :-lag]
+    far = {of: (a * b).sum().item() / a.numel() ** 0.5 for of, (a, b) in pairs.items()}
+    assert {of: sigmas for of, sigmas in far.items() if abs(sigmas) > SIGMAS} == {}
 
 
 # --- probability
 
 
 def test_threshold_scale():
-    assert threshold_scale(0.0) == (0, 1.0)
-    assert threshold_scale(1.0) == (65536, 0.0)
-    assert threshold_scale(0.5) == (32768, 2.0)
-    assert threshold_scale(0.1) == (6554, 65536 / 58982)
-    assert threshold_scale(0.25 / 65536) == (0, 1.0)
-
-
-@pytest.mark.parametrize("p", [-1e-9, 1.0001, float("nan")])
-def test_probability_out_of_range(p):
-    with pytest.raises(ValueError, match=r"probability must lie in \[0, 1\] but is"):
-        keep_mask(torch.tensor(KEY_STREAM), p, 2, 2)
-
-
-@pytest.mark.parametrize("kernel", [torch.ops.ckptkern.keep_mask, state._keep_mask_torch], ids=["C++", "torch ops"])
-def test_probability_edges(kernel):
-    arguments = 2, 64, 64, 0, 0, 0, 64
-    assert kernel(torch.tensor(KEY_STREAM), 0, *arguments).all()
-    assert not kernel(torch.tensor(KEY_STREAM), 65536, *arguments).any()
+    wanted = {0.0: (0, 1.0), 1.0: (65536, 0.0), 0.5: (32768, 2.0), 0.1: (6554, 65536 / 58982), 0.25 / 65536: (0, 1.0)}
+    assert {p: threshold_scale(p) for p in wanted} == wanted
 
 
 def test_wrong_arguments_raise():
     seed, op = torch.tensor(KEY_STREAM), torch.ops.ckptkern.keep_mask
-    with pytest.raises(RuntimeError, match=r"threshold must lie in \[0, 65536\] but is 65537"):
-        op(seed, 65537, 1, 2, 2, 0, 0, 0, 2)
-    with pytest.raises(RuntimeError, match="total_rows=9 is less than row_base \\+ rows = 10"):
-        op(seed, 1, 1, 2, 2, 0, 8, 0, 9)
-    with pytest.raises(RuntimeError, match="must not be negative but are planes=1, rows=2, cols=2, plane_base=-1"):
-        op(seed, 1, 1, 2, 2, -1, 0, 0, 2)
-    for wrong in (seed.int(), seed[:1], seed[None]):
+    for p in (-1e-9, 1.0001, float("nan")):
+        with pytest.raises(ValueError, match=r"probability must lie in \[0, 1\] but is"):
+            keep_mask(seed, p, 2, 2)
+    wrong = {
+        r"threshold must lie in \[0, 65536\] but is 65537": (65537, 1, 2, 2, 0, 0, 0, 2),
+        r"total_rows=9 is less than row_base \+ rows = 10": (1, 1, 2, 2, 0, 8, 0, 9),
+        "must not be negative but are planes=1, rows=2, cols=2, plane_base=-1": (1, 1, 2, 2, -1, 0, 0, 2),
+    }
+    for message, place in wrong.items():
+        with pytest.raises(RuntimeError, match=message):
+            op(seed, *place)
+    for state_of in (seed.int(), seed[:1], seed[None]):
         with pytest.raises(RuntimeError, match="state must be a CPU int64 tensor of shape"):
-            op(wrong, 1, 1, 2, 2, 0, 0, 0, 2)
+            op(state_of, 1, 1, 2, 2, 0, 0, 0, 2)
 
 
 # --- the draw
 
 
 def test_draw_is_torch_randint():
+    """It leaves the generator where randint does, too."""
     torch.manual_seed(11)
     seeds = [draw(torch.empty(3, dtype=torch.bfloat16)) for _ in range(3)]
+    after = torch.get_rng_state()
     torch.manual_seed(11)
     expected = [torch.randint(-(2**63), 2**63 - 1, (2,)) for _ in range(3)]
-    assert all(torch.equal(a, b) for a, b in zip(seeds, expected, strict=True))
+    assert all(map(torch.equal, seeds, expected))
+    assert torch.equal(after, torch.get_rng_state())
     assert not torch.equal(seeds[0], seeds[1])
     assert seeds[0].dtype == torch.int64
-
-
-def test_draw_leaves_the_generator_where_randint_does():
-    torch.manual_seed(11)
-    rng = torch.get_rng_state()
-    first = draw(torch.empty(0))
-    after = torch.get_rng_state()
-    torch.set_rng_state(rng)
-    assert torch.equal(draw(torch.empty(0)), first)
-    assert torch.equal(torch.get_rng_state(), after)
-    assert not torch.equal(after, rng)
-
-
-def test_draw_covers_64_bits():
-    seeds = torch.stack([draw(torch.empty(0)) for _ in range(256)])
-    for bit in range(64):
-        ones = (seeds >> bit & 1).sum().item()
-        assert abs(ones - 256) <= SIGMAS * 512**0.5 / 2, f"bit {bit}"
 
 
 def two_dropouts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,8 +201,8 @@ def two_dropouts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x * first, x * second
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
 def test_compiled(backend, dynamic):
     compiled = torch.compile(two_dropouts, fullgraph=True, backend=backend, dynamic=dynamic)
     for shape in [(40, 70), (41, 99)] if dynamic else [(40, 70)]:
@@ -267,37 +210,35 @@ def test_compiled(backend, dynamic):
         torch.manual_seed(3)
         a, b = compiled(x)
         torch.manual_seed(3)
-        expected_a, expected_b = two_dropouts(x)
+        assert all(map(torch.equal, (a, b), two_dropouts(x)))
         assert not torch.equal(a, b)
-        assert torch.equal(a, expected_a)
-        assert torch.equal(b, expected_b)
         (dx,) = torch.autograd.grad(a.sum() + 2 * b.sum(), x)
         assert torch.equal(dx, (a != 0) + 2.0 * (b != 0))
 
 
-def dropout_sum(x: torch.Tensor) -> torch.Tensor:
-    return (x * keep_mask(draw(x), 0.5, *x.shape)).sum()
+def apply_dropout(x: torch.Tensor) -> torch.Tensor:
+    return x * keep_mask(draw(x), 0.5, *x.shape)
+
+
+def gradient(x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda x: apply_dropout(x).sum())(x)
 
 
 def test_func_grad():
-    x = torch.ones(40, 70)
-    torch.manual_seed(3)
-    dx = torch.func.grad(dropout_sum)(x)
-    torch.manual_seed(3)
-    assert torch.equal(dx, keep_mask(draw(x), 0.5, 40, 70).float())
+    x, found = torch.ones(40, 70), []
+    for function in (gradient, apply_dropout):
+        torch.manual_seed(3)
+        found.append(function(x))
+    assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_vmap(compiled):
-    x = torch.ones(3, 40, 70)
-
-    def dropped(x):
-        return x * keep_mask(draw(x), 0.5, *x.shape)
-
-    def masks(randomness):
-        if compiled:
-            return torch.compile(torch.func.vmap(dropped, randomness=randomness), fullgraph=True)(x)
-        return torch.func.vmap(torch.func.grad(dropout_sum), randomness=randomness)(x)
+    def masks(randomness: str) -> torch.Tensor:
+        mapped = torch.func.vmap(apply_dropout if compiled else gradient, randomness=randomness)
+        return (torch.compile(mapped, fullgraph=True, backend="aot_eager") if compiled else mapped)(
+            torch.ones(3, 40, 70)
+        )
 
     different, same = masks("different"), masks("same")
     assert 0.4 < different.mean() < 0.6
@@ -310,11 +251,13 @@ def test_vmap(compiled):
 
 
 def test_vmap_of_keep_mask_equals_a_loop():
+    def mask(seed: torch.Tensor) -> torch.Tensor:
+        return keep_mask(seed, 0.3, 20, 40, row_base=5)
+
     seeds = torch.stack([draw(torch.empty(0)) for _ in range(3)])
-    expected = torch.stack([keep_mask(seed, 0.3, 20, 40, row_base=5) for seed in seeds])
+    expected = torch.stack([mask(seed) for seed in seeds])
     for in_dim, batch in ((0, seeds), (1, seeds.T.contiguous())):
-        batched = torch.func.vmap(lambda seed: keep_mask(seed, 0.3, 20, 40, row_base=5), in_dims=in_dim)(batch)
-        assert torch.equal(batched, expected)
+        assert torch.equal(torch.func.vmap(mask, in_dims=in_dim)(batch), expected)
 
 
 def test_opcheck():
@@ -357,70 +300,42 @@ def test_cuda_masks_and_draws():
 # --- precision
 
 matmul, conv, onednn = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
+float32, set_float32 = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
+
+def attribute(owner: object, name: str) -> tuple[Callable, Callable]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def of_device(device: str, get: Callable, set_value: Callable) -> tuple[Callable, Callable]:
+    return lambda: get(device), lambda value: set_value(device, value)
+
+
+enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+autocast_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
 # name: (get, set, one value, another)
 SETTINGS = {
-    "autocast cpu": (
-        lambda: torch.is_autocast_enabled("cpu"),
-        lambda value: torch.set_autocast_enabled("cpu", value),
-        True,
-        False,
-    ),
-    "autocast cuda": (
-        lambda: torch.is_autocast_enabled("cuda"),
-        lambda value: torch.set_autocast_enabled("cuda", value),
-        True,
-        False,
-    ),
-    "autocast cpu dtype": (
-        lambda: torch.get_autocast_dtype("cpu"),
-        lambda value: torch.set_autocast_dtype("cpu", value),
-        torch.float16,
-        torch.bfloat16,
-    ),
-    "autocast mps dtype": (
-        lambda: torch.get_autocast_dtype("mps"),
-        lambda value: torch.set_autocast_dtype("mps", value),
-        torch.bfloat16,
-        torch.float16,
-    ),
+    "autocast cpu": (*of_device("cpu", *enabled), True, False),
+    "autocast cuda": (*of_device("cuda", *enabled), True, False),
+    "autocast cpu dtype": (*of_device("cpu", *autocast_dtype), torch.float16, torch.bfloat16),
+    "autocast mps dtype": (*of_device("mps", *autocast_dtype), torch.bfloat16, torch.float16),
     "autocast cache": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False, True),
-    "cuda matmul fp32": (
-        lambda: matmul.fp32_precision,
-        lambda value: setattr(matmul, "fp32_precision", value),
-        "tf32",
-        "ieee",
-    ),
-    "cuda conv fp32": (
-        lambda: conv.fp32_precision,
-        lambda value: setattr(conv, "fp32_precision", value),
-        "ieee",
-        "tf32",
-    ),
-    "oneDNN matmul fp32": (
-        lambda: onednn.fp32_precision,
-        lambda value: setattr(onednn, "fp32_precision", value),
-        "bf16",
-        "ieee",
-    ),
+    "cuda matmul fp32": (*attribute(matmul, "fp32_precision"), "tf32", "ieee"),
+    "cuda conv fp32": (*attribute(conv, "fp32_precision"), "ieee", "tf32"),
+    "oneDNN matmul fp32": (*attribute(onednn, "fp32_precision"), "bf16", "ieee"),
     "fp16 reduction": (
         torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda value: setattr(matmul, "allow_fp16_reduced_precision_reduction", value),
+        attribute(matmul, "allow_fp16_reduced_precision_reduction")[1],
         (False, True),
         (True, True),
     ),
     "bf16 reduction": (
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda value: setattr(matmul, "allow_bf16_reduced_precision_reduction", value),
+        attribute(matmul, "allow_bf16_reduced_precision_reduction")[1],
         (False, False),
         (True, True),
     ),
-    "fp16 accumulation": (
-        lambda: matmul.allow_fp16_accumulation,
-        lambda value: setattr(matmul, "allow_fp16_accumulation", value),
-        True,
-        False,
-    ),
+    "fp16 accumulation": (*attribute(matmul, "allow_fp16_accumulation"), True, False),
     "math SDP reduction": (
         torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
@@ -439,64 +354,44 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def _settings_given_back():
     """Restores the raw settings that a test has changed, without the code under test."""
-    float32 = torch._C._get_fp32_precision_getter
     before = {name: get() for name, (get, *_) in SETTINGS.items()}
-    generic, every = float32("generic", "all"), float32("cuda", "all")
-    unset = {key: float32(*key) for key in [("cuda", "matmul"), ("mkldnn", "matmul"), ("mkldnn", "all")]}
+    parents, unset = (
+        [("generic", "all"), ("cuda", "all")],
+        [("cuda", "matmul"), ("mkldnn", "matmul"), ("mkldnn", "all")],
+    )
+    held = {key: float32(*key) for key in parents + unset}
     yield
-    torch._C._set_fp32_precision_setter("generic", "all", generic)
-    torch._C._set_fp32_precision_setter("cuda", "all", every)
+    for key in parents:
+        set_float32(*key, held[key])
     for name, (get, set_value, *_) in SETTINGS.items():
         if get() != before[name]:
             set_value(before[name])
-    for key, value in unset.items():
-        torch._C._set_fp32_precision_setter(*key, value)
-
-
-class BodyError(Exception):
-    pass
+    for key in unset:
+        set_float32(*key, held[key])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_guard_sets_and_gives_back(name):
+    """After an error too, and in another thread."""
     get, set_value, inner, outer = SETTINGS[name]
     set_value(inner)
     snapshot = Precision()
     set_value(outer)
-    assert get() == outer
-    with snapshot:
-        assert get() == inner
-    assert get() == outer
 
-    def body():
-        with snapshot:
-            assert get() == inner
-            raise BodyError
+    def seen() -> list:
+        values = [get()]
+        for error in (False, True):
+            with contextlib.suppress(ZeroDivisionError), snapshot:
+                values.append(get())
+                if error:
+                    raise ZeroDivisionError
+            values.append(get())
+        return values
 
-    with pytest.raises(BodyError):
-        body()
-    assert get() == outer
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_guard_in_another_thread(name):
-    get, set_value, inner, outer = SETTINGS[name]
-    set_value(inner)
-    snapshot = Precision()
-    set_value(outer)
-    seen = []
-
-    def work():
-        seen.append(get())
-        with snapshot:
-            seen.append(get())
-        seen.append(get())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen[1] == inner
-    assert seen[0] == seen[2]
+    assert seen() == [outer, inner, outer, inner, outer]
+    with ThreadPoolExecutor(1) as pool:
+        own, *values = pool.submit(seen).result()
+    assert values == [inner, own, inner, own]
     assert get() == outer
 
 
@@ -507,23 +402,24 @@ def test_guards_nest_and_reenter():
         high = Precision()
     set_value(ieee)
     low = Precision()
+    seen = []
 
-    def seen():
-        return get(), torch.is_autocast_enabled("cpu")
+    def enter(*guards: Precision) -> None:
+        seen.append((get(), torch.is_autocast_enabled("cpu")))
+        if guards:
+            with guards[0]:
+                enter(*guards[1:])
+            seen.append((get(), torch.is_autocast_enabled("cpu")))
 
     for _ in range(2):
-        with high:
-            assert seen() == (tf32, True)
-            with low:
-                assert seen() == (ieee, False)
-                with high:
-                    assert seen() == (tf32, True)
-                    with high:
-                        assert seen() == (tf32, True)
-                    assert seen() == (tf32, True)
-                assert seen() == (ieee, False)
-            assert seen() == (tf32, True)
-        assert seen() == (ieee, False)
+        seen.clear()
+        enter(high, low, high, high)
+        upper, lower = (tf32, True), (ieee, False)
+        assert seen == [lower, upper, lower, upper, upper, upper, lower, upper, lower]
+    with pytest.raises(RuntimeError, match="last entered first"):
+        high.__exit__(None, None, None)
+    with high, low, pytest.raises(RuntimeError, match="last entered first"):
+        high.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("first_out", [0, 1])
@@ -531,48 +427,33 @@ def test_guards_nest_and_reenter():
 def test_overlapping_threads_end_where_they_began(first_out, second_differs):
     get, set_value, tf32, ieee = SETTINGS["cuda matmul fp32"]
     set_value(tf32)
-    first = second = Precision()
-    if second_differs:
-        set_value(ieee)
-        second = Precision()
+    guards = [Precision()] * 2
     set_value(ieee)
-    wanted = [threading.Event(), threading.Event()]
-    left = [threading.Event(), threading.Event()]
-    entered = [threading.Event(), threading.Event()]
-
-    def work(index, snapshot):
-        with snapshot:
-            entered[index].set()
-            wanted[index].wait(10)
-        left[index].set()
-
-    threads = [threading.Thread(target=work, args=pair) for pair in enumerate((first, second))]
-    for thread, event in zip(threads, entered, strict=True):
-        thread.start()
-        assert event.wait(10)
+    if second_differs:
+        guards[1] = Precision()
     inside = ieee if second_differs else tf32
-    assert get() == inside
-    wanted[first_out].set()
-    assert left[first_out].wait(10)
-    if first_out == 0:  # the one still inside saves what it asked for
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        threads = one, other
+        for thread, guard in zip(threads, guards, strict=True):
+            thread.submit(guard.__enter__).result()
         assert get() == inside
-    wanted[1 - first_out].set()
-    for thread in threads:
-        thread.join(10)
+        threads[first_out].submit(guards[first_out].__exit__, None, None, None).result()
+        if first_out == 0:  # the one still inside has what it asked for
+            assert get() == inside
+        threads[1 - first_out].submit(guards[1 - first_out].__exit__, None, None, None).result()
     assert get() == ieee
 
 
 def resolved_under_every_parent() -> list[str]:
     """How the fp32 precision settings depend on each other, which tells an inherited value from an equal one."""
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     parents = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
     leaves = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
-    held = read("generic", "all"), read("cuda", "all"), read("mkldnn", "all")
-    answers = [read(*leaf) for leaf in leaves]
+    held = float32("generic", "all")
+    answers = [float32(*leaf) for leaf in leaves]
     for generic in ("none", "ieee", "tf32"):
-        write("generic", "all", generic)
-        answers += [read(*leaf) for leaf in parents + leaves]
-    write("generic", "all", held[0])
+        set_float32("generic", "all", generic)
+        answers += [float32(*leaf) for leaf in parents + leaves]
+    set_float32("generic", "all", held)
     return answers
 
 
@@ -580,7 +461,6 @@ def resolved_under_every_parent() -> list[str]:
     "between",
     [
         {("generic", "all"): "tf32"},
-        {("generic", "all"): "ieee"},
         {("generic", "all"): "bf16"},
         {("cuda", "all"): "tf32"},
         {("cuda", "all"): "tf32", ("cuda", "matmul"): "tf32"},
@@ -591,21 +471,20 @@ def resolved_under_every_parent() -> list[str]:
     ids=str,
 )
 def test_inherited_precision_stays_inherited(between):
-    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     snapshot = Precision()
-    before = read("cuda", "rnn")
+    before = float32("cuda", "rnn")
     for key, value in between.items():
-        write(*key, value)
+        set_float32(*key, value)
     try:
         expected = resolved_under_every_parent()
         with snapshot:
-            assert read("cuda", "matmul") in ("none", "ieee")
-            assert read("cuda", "conv") == "tf32"
-            assert read("mkldnn", "matmul") in ("none", "ieee")
+            assert float32("cuda", "matmul") in ("none", "ieee")
+            assert float32("cuda", "conv") == "tf32"
+            assert float32("mkldnn", "matmul") in ("none", "ieee")
         assert resolved_under_every_parent() == expected
     finally:
         for key in between:
-            write(*key, before if key == ("cuda", "rnn") else "none")
+            set_float32(*key, before if key == ("cuda", "rnn") else "none")
 
 
 def test_older_interface_still_reads_after_the_guard():
@@ -624,23 +503,12 @@ def test_cast_weights_do_not_outlive_the_guard():
     """Autocast's cache of cast weights is emptied when the outermost region ends, also if that region is the guard."""
     with torch.autocast("cpu", torch.bfloat16):
         snapshot = Precision()
-    weight = torch.ones(4, 4, requires_grad=True)
-    x = torch.ones(1, 4)
-    with snapshot:
-        assert torch.nn.functional.linear(x, weight).sum() == 16
-    weight.data.mul_(2)
-    with snapshot:
-        y = torch.nn.functional.linear(x, weight)
-    assert y.dtype == torch.bfloat16
-    assert y.sum() == 32
-
-
-def test_guards_left_in_the_wrong_order_raise():
-    one, two = Precision(), Precision()
-    with pytest.raises(RuntimeError, match="last entered first"):
-        one.__exit__(None, None, None)
-    with one, two, pytest.raises(RuntimeError, match="last entered first"):
-        one.__exit__(None, None, None)
+    weight, x = torch.ones(4, 4, requires_grad=True), torch.ones(1, 4)
+    for expected in (16, 32):
+        with snapshot:
+            y = torch.nn.functional.linear(x, weight)
+        assert (y.dtype, y.sum()) == (torch.bfloat16, expected)
+        weight.data.mul_(2)
 
 
 def test_snapshot_tells_what_it_holds():
@@ -649,12 +517,10 @@ def test_snapshot_tells_what_it_holds():
     with torch.autocast("cpu", torch.bfloat16):
         snapshot = Precision()
     torch.use_deterministic_algorithms(False)
-    assert snapshot.autocast_dtype("cpu") == torch.bfloat16
-    assert snapshot.autocast_dtype("cuda") is None
+    assert [snapshot.autocast_dtype(device) for device in ("cpu", "cuda")] == [torch.bfloat16, None]
     assert snapshot.fp32_precision("cuda", "matmul") == "tf32"
     assert snapshot.fp32_precision("mkldnn", "conv") == "ieee"
-    assert snapshot.deterministic
-    assert not Precision().deterministic
+    assert (snapshot.deterministic, Precision().deterministic) == (True, False)
     with pytest.raises(RuntimeError, match="but they are 'cuda' and 'mul'"):
         snapshot.fp32_precision("cuda", "mul")
 
@@ -662,26 +528,17 @@ def test_snapshot_tells_what_it_holds():
 # --- the extension itself
 
 
-def test_missing_extension_says_how_to_build_it(monkeypatch):
-    monkeypatch.delattr("ckptkern._C")
-    monkeypatch.setitem(sys.modules, "ckptkern._C", None)
-    with pytest.raises(ImportError, match=r"ckptkern\._C cannot be loaded.*pip install --no-build-isolation \."):
-        state._load_extension()
-
-
-def test_stale_extension_says_how_to_build_it(monkeypatch):
+@pytest.mark.parametrize("built_for", [None, "2.9.1+cpu"], ids=["missing", "stale"])
+def test_the_extension_says_how_to_build_it(built_for, monkeypatch):
     stale = types.ModuleType("ckptkern._C")
-    stale.torch_version = "2.9.1+cpu"
+    stale.torch_version = built_for
     monkeypatch.setattr("ckptkern._C", stale)
-    monkeypatch.setitem(sys.modules, "ckptkern._C", stale)
-    with pytest.raises(ImportError, match=r"was built for torch 2\.9\.1\+cpu\. .*pip install --no-build-isolation \."):
+    monkeypatch.setitem(sys.modules, "ckptkern._C", stale if built_for else None)
+    if not built_for:
+        monkeypatch.delattr("ckptkern._C")
+    fact = r"was built for torch 2\.9\.1\+cpu\. " if built_for else r"ckptkern\._C cannot be loaded"
+    with pytest.raises(ImportError, match=rf"{fact}.*pip install --no-build-isolation \."):
         state._load_extension()
-
-
-def test_extension_info():
-    info = state.extension_info()
-    assert "_C" in info["path"]
-    assert info["built for torch"].split(".")[:2] == torch.__version__.split(".")[:2]
 
 
 # -- observe -----------------------------------------------------------------------------------------------------------
@@ -759,12 +616,12 @@ def test_a_batch_of_gradients_is_observed():
 
 def test_a_layer_fits_where_nothing_is_wrong_with_it():
     x, w, b = torch.randn(3, 8), torch.nn.Parameter(torch.randn(5, 8)), torch.randn(5)
-    assert all(layer_fits(x, *one, 8) for one in ((w, b), (w, None), (w.bfloat16(), b.double())))
-    meta = torch.empty(5, 8, device="meta")
+    meta = w.detach().to("meta")
     subclass = torch.masked.masked_tensor(torch.randn(5, 8), torch.ones(5, 8, dtype=torch.bool))
-    weights = (None, [1.0], w[0], w.t(), torch.randn(2, 5, 8), w.int(), w.to_sparse(), meta, subclass)
-    biases = ([1.0], torch.randn(1, 5), torch.randn(8), torch.tensor(1.0), b.int(), b.to_sparse(), meta[:, 0])
-    assert not any(layer_fits(x, weight, b, 8) for weight in weights)
-    assert not any(layer_fits(x, w, bias, 8) for bias in biases)
-    assert not any(layer_fits(*one) for one in ((x, w, b, 7), (x, w, b, 8.0), ([1.0], w, b, 8)))
-    assert layer_fits(x.to("meta"), meta, meta[:, 0], 8)
+    fit = (x, w, b, 8), (x, w, None, 8), (x, w.bfloat16(), b.double(), 8), (x.to("meta"), meta, meta[:, 0], 8)
+    wrong_weights = None, [1.0], w[0], w.t(), torch.randn(2, 5, 8), w.int(), w.to_sparse(), meta, subclass
+    wrong_biases = [1.0], b[None], torch.randn(8), b[0], b.int(), b.to_sparse(), meta[:, 0]
+    wrong = [(x, one, b, 8) for one in wrong_weights] + [(x, w, one, 8) for one in wrong_biases]
+    wrong += (x, w, b, 7), (x, w, b, 8.0), ([1.0], w, b, 8)
+    assert [one for one in fit if not layer_fits(*one)] == []
+    assert [one for one in wrong if layer_fits(*one)] == []

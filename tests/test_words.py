@@ -81,7 +81,8 @@ def tree() -> dict[str, str]:
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_has_not_come_back(word, tree):
-    assert found(word, tree) == [], f"write: {WORDS[word]}"
+    if lines := found(word, tree):
+        pytest.fail("\n".join([f"write: {WORDS[word]}", *lines]), pytrace=False)
 
 
 def test_every_word_would_be_found():

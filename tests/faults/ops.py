@@ -190,8 +190,8 @@ OPS = [
         "qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], «group.count > 1»",
         "False",
         (
-            "tests/ops/test_latent.py -k float32",
-            "tests/ops -k 'float32 and latent'",
+            f"{PRECISION} -k 'grow and [latent'",
+            PRECISION,
         ),
     ),
     Fault(
@@ -248,10 +248,7 @@ OPS = [
         "ckptkern/ops/cross_entropy/in_forward.py",
         "is_last = «not torch._C._autograd._get_current_graph_task_keep_graph()»",
         "True",
-        (
-            "tests/ops/test_head_in_forward.py -k retained",
-            f"{AUTOGRAD} -k 'again and [linear_cross_entropy'",
-        ),
+        (f"{AUTOGRAD} -k 'again and [linear_cross_entropy'",),
     ),
     Fault(
         "distillation: every chunk has the teacher's first classes",

@@ -16,29 +16,25 @@ from ckptkern.ops.catalog import Normal, Sizes
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_second_order_of_a_layer_norm_with_a_bias_alone(norm_first, needs_x):
     """torch's own second derivative of it is None, which would silently leave the bias without a gradient."""
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=needs_x)
-    weight, bias = torch.randn(3, 3).double(), torch.randn(3, dtype=torch.float64, requires_grad=True)
-
-    def second_order(norm_weight):
-        options = dict(norm="layer", norm_weight=norm_weight, norm_bias=bias, norm_first=norm_first)
-        y = ckptkern.mlp_block(x, weight, None, weight, None, **options)
-        (grad,) = torch.autograd.grad(y.pow(3).sum(), bias, create_graph=True)
-        return torch.autograd.grad(grad.pow(2).sum(), bias)[0]
-
-    torch.testing.assert_close(second_order(None), second_order(torch.ones(3, dtype=torch.float64)))
+    frozen, found = () if needs_x else ("x",), []
+    for gain in (None, torch.ones(6, dtype=torch.float64)):
+        call = call_of("mlp_block", norm="layer", norm_weight=gain, norm_bias=Normal((6,)), norm_first=norm_first)
+        t = call.make(torch.float64, frozen=frozen)
+        (first,) = torch.autograd.grad(call(t).pow(3).sum(), t["norm_bias"], create_graph=True)
+        found += torch.autograd.grad(first.pow(2).sum(), t["norm_bias"])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("lead", [(6, 2, 3), (6, 2), (9,)], ids=str)
 def test_whole_samples_are_dropped(lead):
     """A sample is a row of the first dimension if there are tokens in it; else all of x."""
     call = call_of("mlp_block", sizes=Sizes(lead), drop_path_p=0.5)
-    tensors = call.make()
-    branch, whole = (one(tensors) - tensors["x"] for one in (call, call.with_(drop_path_p=0.0)))
-    samples, seen = lead[0] if len(lead) > 1 else 1, set()
-    for one, saved in zip(branch.chunk(samples), whole.chunk(samples), strict=True):
-        torch.testing.assert_close(one, saved * 2 if one.any() else saved * 0)
-        seen.add(bool(one.any()))
-    assert len(seen) == min(samples, 2)
+    branch, whole = (one(call.make()) - call.make()["x"] for one in (call, call.with_(drop_path_p=0.0)))
+    samples = lead[0] if len(lead) > 1 else 1
+    dropped = [not one.any() for one in branch.chunk(samples)]
+    for one, full, drops in zip(branch.chunk(samples), whole.chunk(samples), dropped, strict=True):
+        torch.testing.assert_close(one, full * (0 if drops else 2))
+    assert len({*dropped}) == min(samples, 2)
 
 
 AFTER = dict(
@@ -58,10 +54,6 @@ def test_parameters_after_the_branch_cost_no_matmul_of_its_gradient(name):
 
 
 # -- low-rank updates --------------------------------------------------------------------------------------------------
-
-
-
-
 
 
 def test_small_gradients_do_not_vanish_in_float16():

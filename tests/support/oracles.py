@@ -1,7 +1,7 @@
-"""What each op of the catalogue computes, in plain PyTorch ops: one oracle per public function, with the function's arguments.
+"""What each op of the catalogue computes, in eager PyTorch ops: one oracle per public function, with the function's arguments.
 
 An oracle shares no code with the ops. Of ckptkern it takes the definition of dropout's mask alone, which tests/test_state.py
-tests. It draws random states from torch's generator in the order in which the ops draw them: for each sublayer that of its
+tests. It takes random states from torch's generator in the order in which the ops draw them: for each sublayer that of its
 low-rank updates, of its dropout, of residual dropout, of whole samples. In float64 an oracle is exact to rounding; in 16 bits
 it rounds where eager PyTorch does.
 """
@@ -253,7 +253,7 @@ def varlen_attn(
 
 
 def rotated(x: Tensor, rotary, interleaved: bool, ends: Tensor | None = None) -> Tensor:
-    """x [B, S, H, D], of which each pair of the first R dimensions is turned by its angle. rotary: tables, or theta, whose
+    """x [B, S, H, D], of which each pair of the first R dimensions is rotated by its angle. rotary: tables, or theta, whose
     positions begin anew with each packed sequence; angles and tables of it are float32."""
     if rotary is None:
         return x
@@ -271,9 +271,9 @@ def rotated(x: Tensor, rotary, interleaved: bool, ends: Tensor | None = None) ->
     R = 2 * cos.shape[-1]
     pairs, rest = x[..., :R], x[..., R:]
     a, b = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
-    turned = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat((turned, rest), -1)
+    pairs = a * cos - b * sin, b * cos + a * sin
+    pairs = torch.stack(pairs, -1).flatten(-2) if interleaved else torch.cat(pairs, -1)
+    return torch.cat((pairs, rest), -1)
 
 
 def masks_of(attn_mask, mask_is_exclusion: bool, key_padding_mask) -> tuple[Tensor | bool, Tensor | None]:
