@@ -56,10 +56,10 @@ format: $(STAMP) ## ruff: fix and format; clang-format
 
 # `make codegen-check` and `make emulate` run with another Triton than the venv's by its version: TRITON=3.6.0, that of the reference GPU
 # stack. Its wheel is unpacked beside the venv, and comes first on the path.
-OTHER_TRITON := $(if $(TRITON),$(CURDIR)/build/triton-$(TRITON))
-WITH_TRITON := PYTHONPATH=$(if $(OTHER_TRITON),$(OTHER_TRITON):)$(CURDIR)/tests TRITON_CACHE_DIR=$(CURDIR)/build/triton
+OTHER_TRITON := $(if $(TRITON),build/triton-$(TRITON))
+WITH_TRITON := PYTHONPATH="$(if $(TRITON),$(CURDIR)/$(OTHER_TRITON):)$(CURDIR)/tests" TRITON_CACHE_DIR="$(CURDIR)/build/triton"
 
-$(CURDIR)/build/triton-%: $(STAMP)
+build/triton-%: $(STAMP)
 	rm -rf $@.part
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $@.part triton==$*
 	mv $@.part $@
@@ -87,7 +87,7 @@ bench-layers: $(STAMP) ## one layer of each family, counted on meta tensors, not
 	$(PY) -m benchmarks.dev.layers --out benchmarks/results/convert/layers.csv --page docs/how-to/convert.md --picture docs/how-to/layers.png $(ARGS)
 
 cost-model: $(STAMP) ## cost model, not measured: the estimate of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
-	TRITON_CACHE_DIR=$(CURDIR)/build/triton $(PY) -m benchmarks.model $(ARGS)
+	TRITON_CACHE_DIR="$(CURDIR)/build/triton" $(PY) -m benchmarks.model $(ARGS)
 
 exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
 	$(PY) -m benchmarks.dev.exits $(ARGS)
@@ -123,7 +123,7 @@ gpu-bench: ## the benchmark on a GPU, nine minutes at most; again, what is not m
 
 define gpu
 test -n "$(OUT)$(LIST)" || { echo "make $@: name the folder for the results: make $@ OUT=DIR"; exit 2; }; \
-	CASES='$(CASES)' TESTS='$(TESTS)' LIST='$(LIST)' DRY='$(DRY)' BUDGET='$(BUDGET)' .ci/gpu "$(abspath $(or $(OUT),build/gpu/list))" $(PYTHON)
+	CASES='$(CASES)' TESTS='$(TESTS)' LIST='$(LIST)' DRY='$(DRY)' BUDGET='$(BUDGET)' .ci/gpu "$(or $(OUT),build/gpu/list)" $(PYTHON)
 endef
 
 clean: ## remove builds and caches, not .venv
