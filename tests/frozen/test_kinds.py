@@ -87,13 +87,6 @@ def test_raw_tensors_by_the_formula(kind, make, lead, monkeypatch):
         assert torch.equal(frozen.dequantize(), wanted.float().bfloat16())
 
 
-def test_mxfp4_as_transformers_reads_it():
-    integration = pytest.importorskip("transformers.integrations.mxfp4")
-    data, scales = mxfp4(3)
-    wanted = integration.convert_moe_packed_tensors(data, scales, dtype=torch.bfloat16)
-    assert torch.equal(Frozen(data, scales, kind="mxfp4").dequantize(), wanted.transpose(1, 2))
-
-
 @pytest.mark.parametrize("name", [*LIBRARIES, "block_fp8", "mxfp4"])
 def test_what_is_transient_is_counted(name, monkeypatch):
     """Of rows at a time, which are fewer than all; one expert of several takes what one weight takes."""
@@ -111,6 +104,12 @@ def test_what_is_transient_is_counted(name, monkeypatch):
 
 def unquantised():
     return pytest.importorskip("bitsandbytes").nn.Params4bit(torch.randn(4, 64), requires_grad=False)
+
+
+def relaid():
+    data = of_torchao("Int8WeightOnlyConfig")
+    data.qdata = data.qdata[:, :32]
+    return data
 
 
 def changed(**state):
@@ -138,6 +137,9 @@ REFUSED = {
     ),
     "another type": (lambda: (changed(quant_type="nf3"),), {}, ValueError, r"takes nf4 and fp4 .* not 'nf3' of torch.bfloat16"),
     "another size": (lambda: (changed(shape=(320, 65)),), {}, ShapeError, r"has 10240 bytes for a weight of shape \(320, 65\)"),
+    "another layout": (
+        lambda: (relaid(),), {}, ShapeError, r"must be \[out_features, in_features\] .* is \(320, 64\) .* of data \(320, 32\)"
+    ),
     "quantised activations": (
         lambda: (of_torchao("Int8DynamicActivationInt8WeightConfig"),), {}, TypeError,
         r"a torchao Int8Tensor with act_quant_kwargs changes its layer's input too, .* quantise weight-only",
@@ -154,15 +156,6 @@ def test_what_is_refused(name):
     data = make()
     with pytest.raises(error, match=rf"^Frozen: .*{message}"):
         Frozen(*data, **options)
-
-
-def test_a_torchao_weight_in_another_layout_is_refused():
-    data = of_torchao("Int8WeightOnlyConfig")
-    data.qdata = data.qdata[:, :32]
-    with pytest.raises(
-        ShapeError, match=r"must be \[out_features, in_features\] .* but is \(320, 64\) .* of data \(320, 32\)"
-    ):
-        Frozen(data)
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch):

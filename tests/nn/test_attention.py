@@ -15,17 +15,14 @@ from support.drop_ins import (
     attention_mask,
     bool_mask,
     causal_mask,
-    float_mask,
     padding_mask,
     pair_of,
     pairwise,
     raised,
-    run,
     tokens,
 )
 from torch.nn.attention import bias
 
-import ckptkern
 from ckptkern.memory import saved_tensors
 
 pytestmark = pytest.mark.filterwarnings(
@@ -96,17 +93,15 @@ def test_the_mask_gets_a_gradient(padded):
 
 
 WRONG = [  # query, key and value of x, and masks
-    (lambda x: (x[0, 0],) * 3, {}), (lambda x: (x[None],) * 3, {}), (lambda x: (x, x[0], x[0]), {}),
-    (lambda x: (x[:, 0], x, x), {}), (lambda x: (x, x[..., :-1], x[..., :-1]), {}), (lambda x: (x, x[:-1], x), {}),
-    (lambda x: (x, x[:, :1], x[:, :1]), {}), (lambda x: (x, x.float(), x.float()), {}), (lambda x: (x.long(),) * 3, {}),
-    (lambda x: (x.to("meta"),) * 3, {}), (lambda x: (x.to_sparse(),) * 3, {}),
+    (lambda x: (x[0, 0],) * 3, {}), (lambda x: (x, x[0], x[0]), {}), (lambda x: (x[:, 0], x, x), {}),
+    (lambda x: (x, x[..., :-1], x[..., :-1]), {}), (lambda x: (x, x[:-1], x), {}), (lambda x: (x, x[:, :1], x[:, :1]), {}),
+    (lambda x: (x, x.float(), x.float()), {}), (lambda x: (x.long(),) * 3, {}), (lambda x: (x.to_sparse(),) * 3, {}),
     (lambda x: (None, x, x), {}), (lambda x: (x, x, "value"), {}),
     (lambda x: (x[:, 0],) * 3, {"attn_mask": torch.zeros(B * H, T, T)}),
     *((lambda x: (x, x, x), options) for options in (
         {"is_causal": True}, {"attn_mask": "causal"}, {"attn_mask": torch.zeros(T, T, dtype=torch.int64)},
-        *({"attn_mask": torch.zeros(shape)} for shape in ((T, T + 1), (B, T, T), (B, H, T, T))),
-        {"key_padding_mask": [1]}, {"key_padding_mask": torch.zeros(B, T, dtype=torch.int64)},
-        *({"key_padding_mask": torch.zeros(shape, dtype=torch.bool)} for shape in ((B, T + 1), (T, B), (T,))),
+        *({"attn_mask": torch.zeros(shape)} for shape in ((T, T + 1), (B, T, T))), {"key_padding_mask": [1]},
+        *({"key_padding_mask": torch.zeros(shape, dtype=torch.bool)} for shape in ((B, T + 1), (T,))),
     )),
 ]  # fmt: skip
 
@@ -117,12 +112,6 @@ def test_wrong_inputs_raise_torchs_error(case, need_weights):
     arguments, options = WRONG[case]
     x = tokens("seq_first", T, grad=False)
     ours, theirs = (raised(lambda m=m: m(*arguments(x), need_weights=need_weights, **options)) for m in build())
-    assert ours == theirs is not None
-
-
-@pytest.mark.parametrize("args", [(12, 5), (0, 1), (12, 0), (None, 3)])
-def test_wrong_constructor_arguments_raise_torchs_error(args):
-    ours, theirs = (raised(lambda nn=nn: nn.MultiheadAttention(*args)) for nn in (ckptkern.nn, torch.nn))
     assert ours == theirs is not None
 
 
@@ -153,56 +142,32 @@ def test_torch_says_which_dtypes_of_masks_go_together(case, masked, need_weights
     assert len(results) == (1 if masked == "hint" and not need_weights else 2)  # some are taken, some are not
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("wide", ["query", "keys", "all", "parameters"])
-def test_autocast_raises_torchs_error_beside_float64(wide, need_weights):
-    """Autocast casts float64 neither among inputs nor among parameters."""
-    x = torch.randn(T, B, E)
-    query, keys = (x.double() if wide in (name, "all") else x for name in ("query", "keys"))
-    keys = query if wide == "all" else keys
-    with torch.autocast("cpu", torch.bfloat16):
-        pair = (module.to(torch.float64 if wide == "parameters" else torch.float32) for module in build())
-        ours, theirs = (raised(lambda m=m: m(query, keys, keys, need_weights=need_weights)) for m in pair)
-    assert ours == theirs
-    assert "same dtype" in ours[1]
-
-
-@pytest.mark.parametrize("padding", ["none", "bool", "float"])
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("extra", [False, True])
-@pytest.mark.parametrize(("layout", "need_weights"), [("unbatched", True), ("seq_first", False), ("batch_first", True)])
-def test_no_keys(layout, need_weights, extra, padding):
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_no_keys(need_weights, extra, padded):
     """Without need_weights torch cannot form the mask's shape; the expected result is that without a mask."""
-    ours, theirs = build(batch_first=layout == "batch_first", add_bias_kv=extra, add_zero_attn=extra)
-    lead = () if layout == "unbatched" else (B,)
-    mask = (
-        None if padding == "none" else torch.zeros(*lead, 0, dtype=torch.bool if padding == "bool" else torch.float64)
-    )
+    ours, theirs = build(add_bias_kv=extra, add_zero_attn=extra)
+    mask = torch.zeros(B, 0, dtype=torch.bool) if padded else None
 
     def call(module, query, keys):
         padding = mask if module is ours or need_weights or extra else None
         return module(query, keys, keys, padding, need_weights=need_weights)
 
-    assert_drop_in(ours, theirs, call, {"query": tokens(layout, T), "keys": tokens(layout, 0)})
+    assert_drop_in(ours, theirs, call, {"query": tokens("seq_first", T), "keys": tokens("seq_first", 0)})
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("source", ["self", "cross"])
-def test_a_query_that_sees_nothing_gives_zeros(source, need_weights):
+def test_a_query_that_sees_nothing_gives_zeros(need_weights):
     """pytorch#103749: torch's need_weights=True gives NaN."""
-    ours, _ = build()
-    x = tokens("seq_first", T)
-    keys = x if source == "self" else tokens("seq_first", T)
-    hidden = bool_mask(T, T)
+    (ours, _), x, hidden = build(), tokens("seq_first", T), bool_mask(T, T)
     hidden[2] = True
-    y, weights = ours(x, keys, keys, attn_mask=hidden, need_weights=need_weights)
+    y, weights = ours(x, x, x, attn_mask=hidden, need_weights=need_weights)
     assert torch.equal(y[2], ours.out_proj.bias.expand(B, E))
     if need_weights:
-        assert weights[:, 2].abs().sum() == 0
-        assert weights[:, 1].sum(-1).sub(1).abs().max() < 1e-12
+        torch.testing.assert_close(weights.sum(-1), (torch.arange(T) != 2).double().expand(B, T))
         y = y.sum() + weights.square().sum()
-    grads = torch.autograd.grad(y.sum(), [x, keys, *ours.parameters()], allow_unused=True)
-    assert all(grad.isfinite().all() for grad in grads if grad is not None)
-    assert source == "self" or grads[0][2].abs().sum() == 0
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(y.sum(), [x, *ours.parameters()]))
 
 
 def test_dropout_acts_on_the_weights():
@@ -218,9 +183,6 @@ def test_dropout_acts_on_the_weights():
     assert abs(saved.double().mean() - (1 - p)) < 4 * (p * (1 - p) / weights.numel()) ** 0.5
     _, whole = theirs.eval()(x, x, x, average_attn_weights=False)
     torch.testing.assert_close(weights, torch.where(saved, whole / (1 - p), 0.0))
-    v = torch.nn.functional.linear(x, ours.in_proj_weight[2 * E :], ours.in_proj_bias[2 * E :])
-    o = torch.einsum("bhls,sbhd->lbhd", weights, v.unflatten(-1, (H, E // H))).flatten(2)
-    torch.testing.assert_close(y, ours.out_proj(o))
 
 
 def test_the_weights_are_computed_once():
@@ -235,56 +197,18 @@ def test_the_weights_are_computed_once():
     assert "ckptkern::attention_fwd" not in names
 
 
-def test_compiled_with_weights_and_masks_under_autocast():
-    """Without a graph break; the weights are computed in the dtype of the scores, in a graph too."""
-    torch._dynamo.reset()
-    ours = build()[0].float()
-    inputs = {name: torch.randn(n, B, E, requires_grad=True) for name, n in (("query", T), ("key", S))}
-    masks = {"attn_mask": float_mask(T, S).float(), "key_padding_mask": padding_mask("bool", (B,), S)}
-
-    def call(module, query, key):
-        return module(query, key, key, **masks)
-
-    compiled = torch.compile(functools.partial(call, ours), backend="aot_eager", fullgraph=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        mine, eager = run(ours, lambda m, **inputs: compiled(**inputs), inputs), run(ours, call, inputs)
-    torch.testing.assert_close(mine, eager)
-
-
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("separate", [False, True])
-def test_a_bias_of_another_dtype(separate, need_weights):
-    """With batch_first, torch's F.linear sees an input that is not contiguous and adds a bias of any dtype separately."""
-    ours, theirs = build(batch_first=True)
-    for module in (ours, theirs):
-        module.in_proj_bias = torch.nn.Parameter(theirs.in_proj_bias.detach().float())
-
-    def call(module, x, memory=None):
-        keys = (x, x) if memory is None else (memory, memory + 1)
-        return module(x, *keys, need_weights=need_weights)
-
-    inputs = {"x": tokens("batch_first", T)} | ({"memory": tokens("batch_first", T)} if separate else {})
-    mine, reference = run(ours, call, inputs), run(theirs, call, inputs)
-    torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-7)
-
-
 # -- masks that are a CausalBias, which has uninitialised memory -------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [bias.causal_upper_left, bias.causal_lower_right])
 @pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize(("samples", "batch_first", "keys"), [(3, True, T), (3, False, T), (1, True, T), (3, True, S)])
-def test_a_causal_bias(samples, batch_first, keys, need_weights, make):
+@pytest.mark.parametrize(("samples", "keys"), [(1, T), (3, S)])
+def test_a_causal_bias(samples, keys, need_weights, make):
     """With one sample of two heads, torch's own module takes the bias for a mask [B H, L, S] and reads its memory."""
-    module, _ = build(args=(E, 2), batch_first=batch_first)
-    mask, memory = make(T, keys), torch.randn(samples, keys, E, dtype=torch.float64)
-    padding = torch.zeros(samples, keys, dtype=torch.bool)
-    padding[0, -1] = True
+    (module, _), mask = build(args=(E, 2)), make(T, keys)
 
-    def call(module, x, attn_mask=mask):
-        keys = x if memory.shape == x.shape else memory
-        q, k = (one if batch_first else one.transpose(0, 1) for one in (x, keys))
-        return module(q, k, k, padding, need_weights, attn_mask)
+    def call(module, x, memory, mask=mask):
+        return module(x, memory, memory, need_weights=need_weights, attn_mask=mask)
 
-    inputs = {"x": torch.randn(samples, T, E, dtype=torch.float64, requires_grad=True)}
-    assert_drop_in(module, module, call, inputs, functools.partial(call, attn_mask=~mask._materialize()))
+    inputs = {name: torch.randn(n, samples, E).double().requires_grad_() for name, n in (("x", T), ("memory", keys))}
+    assert_drop_in(module, module, call, inputs, functools.partial(call, mask=~mask._materialize()))

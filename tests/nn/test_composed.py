@@ -8,10 +8,9 @@ import logging
 import pytest
 import torch
 from support.cases import assert_same_within_rounding
-from support.drop_ins import DROP_INS, B, E, T, call, inputs_of, ours_of, run
+from support.drop_ins import DROP_INS, B, E, T, call, inputs_of, ours_of, pair_of, run
 from support.wrappers import Int8Weight
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint as torchs
 
@@ -21,28 +20,17 @@ from ckptkern.ops.dispatch import choices
 
 
 class LoRA(nn.Module):
-    """Hugging Face PEFT's Linear: y = W x + B A dropout(x). With `dora`, the columns of W + B A have learnt lengths."""
+    """Hugging Face PEFT's Linear: y = W x + B A dropout(x)."""
 
-    def __init__(self, layer: nn.Linear, dora: bool = False):
+    def __init__(self, layer):
         super().__init__()
         self.layer, self.dropout = layer.requires_grad_(False), nn.Dropout(0.25)
         self.a = nn.Linear(layer.in_features, 2, bias=False)
         self.b = nn.Linear(2, layer.out_features, bias=False)
-        self.length = nn.Parameter(layer.weight.norm(dim=1) * 1.5) if dora else None
-
-    @property
-    def weight(self):
-        return self.layer.weight
-
-    @property
-    def bias(self):
-        return self.layer.bias
+        self.weight, self.bias = layer.weight, layer.bias
 
     def forward(self, x):
-        y = F.linear(x, self.weight) + self.b(self.a(self.dropout(x)))
-        if self.length is not None:
-            y = y * (self.length / (self.weight + self.b.weight @ self.a.weight).norm(dim=1).detach())
-        return y if self.bias is None else y + self.bias
+        return self.layer(x) + self.b(self.a(self.dropout(x)))
 
 
 def each_linear(change, module):
@@ -75,7 +63,6 @@ def dense(linear):
 
 CHANGES = {
     "LoRA": functools.partial(each_linear, LoRA),
-    "DoRA": functools.partial(each_linear, lambda one: LoRA(one, dora=True)),
     "weight_norm": normed,
     "int8": functools.partial(each_linear, quantized),
     "hook": functools.partial(each_linear, lambda one: one.register_forward_hook(lambda *_: None) and None),
@@ -211,35 +198,22 @@ SPARSE = {"coo": torch.Tensor.to_sparse_coo, "csr": torch.Tensor.to_sparse_csr, 
 
 
 @pytest.mark.parametrize("layout", SPARSE)
-@pytest.mark.parametrize(
-    "name", ["Linear", "LinearStack", "MLP", "GatedMLP", "TransformerEncoderLayer", "MultiheadAttention"]
-)
+@pytest.mark.parametrize("name", ["Linear", "LinearStack", "MLP", "GatedMLP", "MultiheadAttention"])
 def test_a_sparse_weight(name, layout):
     """Torch computes it, and what torch computes or refuses depends on its release and the layout."""
-    pair = [
-        module.float()
-        for module in (ours_of(name), DROP_INS[name].theirs(*DROP_INS[name].args, **DROP_INS[name].options))
-    ]
-    path = {
-        "Linear": "",
-        "LinearStack": "layers.1",
-        "MLP": "fc1",
-        "GatedMLP": "up_proj",
-        "TransformerEncoderLayer": "linear1",
-    }
-    pair[0].load_state_dict(pair[1].state_dict())
-    weight = pair[1].get_submodule(path.get(name, "out_proj")).weight
-    pruned, results = (weight * (torch.rand(weight.shape) < 0.5)).detach(), []
+    results, pair = [], [module.float() for module in pair_of(name)]
     for module in pair:
-        module.get_submodule(path.get(name, "out_proj")).weight = nn.Parameter(SPARSE[layout](pruned))
+        linear = [one for one in module.modules() if isinstance(one, nn.Linear)][-1]
+        linear.weight = nn.Parameter(SPARSE[layout](linear.weight.detach().relu()))
         try:
             y = call(module, torch.ones(B, T, E))
             y.square().sum().backward()
             results.append([y, *(p.grad.to_dense() for p in module.parameters())])
         except RuntimeError as error:
             results.append(type(error))
-    torch.testing.assert_close(*results) if isinstance(results[1], list) else None
     assert isinstance(results[0], list) == isinstance(results[1], list)
+    if isinstance(results[1], list):
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("name", ["Linear", "LinearStack", "MLP", "GatedMLP"])
@@ -251,36 +225,7 @@ def test_jagged_rows(name):
 # -- two processes -----------------------------------------------------------------------------------------------------
 
 
-def _check_tensor_parallel(rank: int) -> None:
-    """DTensor weights of two ranks, as parallelize_module leaves them, give the whole layer's results."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2,))
-    gated = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-    attention = {f"self_attn.{one}_proj": ColwiseParallel() for one in "qkv"} | {"self_attn.o_proj": RowwiseParallel()}
-    plans = {
-        "MLP": {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()},
-        "GatedMLP": gated,
-        "LlamaDecoderLayer": attention | {f"mlp.{name}": style for name, style in gated.items()},
-        "TransformerEncoderLayer": {"linear1": ColwiseParallel(), "linear2": RowwiseParallel()},
-    }
-    for name, plan in plans.items():
-        torch.manual_seed(0)
-        module, x = ours_of(name, recompute="full"), torch.randn(B, T, E, requires_grad=True)
-        expected = module(x)
-        grads = torch.autograd.grad(expected.square().sum(), [x, *module.parameters()])
-        parallelize_module(module, mesh, plan)
-        with saved_tensors(exclude=[getattr(p, "_local_tensor", p) for p in module.parameters()]) as saved:
-            y = module(x)
-        torch.testing.assert_close(y, expected)
-        assert saved.bytes == x.nbytes, (name, saved)
-        made = torch.autograd.grad(y.square().sum(), [x, *module.parameters()])
-        for mine, whole in zip(made, grads, strict=True):
-            torch.testing.assert_close(getattr(mine, "full_tensor", lambda mine=mine: mine)(), whole)
-
-
-def _check_fsdp(rank: int) -> None:
+def _check_fsdp(rank):
     """FSDP2 around the region, and around modules inside it, whose parameters it exchanges between the two runs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -302,6 +247,5 @@ def _check_fsdp(rank: int) -> None:
                     torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("check", [_check_tensor_parallel, _check_fsdp])
-def test_over_two_processes(ranks, check):
-    ranks.run(2, check)
+def test_fsdp(ranks):
+    ranks.run(2, _check_fsdp)

@@ -36,8 +36,6 @@ def gradients(loss, module, x):
     "options",
     [
         {},
-        dict(bias=True, label_smoothing=0.1),
-        dict(reduction="sum", ignore_index=3),
         dict(reduction="none", weight=torch.linspace(0.5, 2, CLASSES, dtype=torch.float64), bias=True),
         dict(out_features=(2, 3), bias=True),
     ],
@@ -145,8 +143,6 @@ def test_what_it_returns_beside_the_loss(options, reduction):
 WRONG = [
     (dict(weight=torch.ones(3)), ValueError, r"weight must have shape \(12,\), but has \(3,\)"),
     (dict(options=object()), ValueError, "options configure torch's chunking; pass workspace"),
-    (dict(return_lse=1), TypeError, "return_lse must be a bool, not 1"),
-    (dict(top_k=13), ValueError, "top_k must be from 1 to 12, not 13"),
     (dict(recompute="some"), ValueError, "recompute must be one of"),
     (dict(linear_weight=torch.ones(12, 7)), ValueError, r"must be a Parameter of shape \(12, 7\)"),
     (dict(linear_weight=nn.Parameter(torch.ones(7, 12))), ValueError, r"of shape \(12, 7\), not \(7, 12\)"),

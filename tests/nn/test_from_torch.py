@@ -2,36 +2,29 @@
 
 import pytest
 import torch
-from support.drop_ins import call
+from support.drop_ins import B, E, H, S, call, theirs_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from ckptkern import nn as ours
 
-E, H, B, S = 16, 4, 2, 5
-
 
 def fc(n=E, k=E):
     return nn.Linear(k, n)
 
 
-OPTIONS = {"dropout": 0.0, "batch_first": True}
 # the class of ours, a module, and has ours its state_dict's keys?
-CASES = {
-    "Linear": (ours.Linear, fc, True),
-    "Dropout": (ours.Dropout, lambda: nn.Dropout(0.0), True),
-    "Sequential": (ours.Sequential, lambda: nn.Sequential(fc(), nn.Tanh(), fc(), nn.LayerNorm(E)), True),
-    "LinearStack": (ours.LinearStack, lambda: nn.Sequential(fc(20), nn.SiLU(), fc(E, 20), nn.SiLU()), False),
-    "MLP": (ours.MLP, lambda: nn.Sequential(fc(20), nn.GELU("tanh"), nn.Dropout(0.0), fc(E, 20)), False),
-    "MultiheadAttention": (ours.MultiheadAttention, lambda: nn.MultiheadAttention(E, H, **OPTIONS), True),
-    "TransformerEncoderLayer": (
-        ours.TransformerEncoderLayer, lambda: nn.TransformerEncoderLayer(E, H, 20, norm_first=True, **OPTIONS), True,
-    ),
-    "TransformerDecoderLayer": (
-        ours.TransformerDecoderLayer, lambda: nn.TransformerDecoderLayer(E, H, 20, activation=F.gelu, **OPTIONS), True,
-    ),
-}  # fmt: skip
+CASES = {  # a module, and has ours its state_dict's keys?
+    "Linear": (fc, True),
+    "Dropout": (lambda: nn.Dropout(0.0), True),
+    "Sequential": (lambda: nn.Sequential(fc(), nn.Tanh(), fc(), nn.LayerNorm(E)), True),
+    "LinearStack": (lambda: nn.Sequential(fc(20), nn.SiLU(), fc(E, 20), nn.SiLU()), False),
+    "MLP": (lambda: nn.Sequential(fc(20), nn.GELU("tanh"), nn.Dropout(0.0), fc(E, 20)), False),
+    "MultiheadAttention": (lambda: theirs_of("MultiheadAttention"), True),
+    "TransformerEncoderLayer": (lambda: theirs_of("TransformerEncoderLayer", norm_first=True), True),
+    "TransformerDecoderLayer": (lambda: theirs_of("TransformerDecoderLayer", activation=F.gelu), True),
+}
 
 
 def step(module, parameters):
@@ -44,8 +37,8 @@ def step(module, parameters):
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_parameters_are_the_modules(name):
     """The module itself is as it was; its hooks are shared."""
-    cls, make, same_keys = CASES[name]
-    module, calls = make(), []
+    make, same_keys = CASES[name]
+    cls, module, calls = getattr(ours, name), make(), []
     children, parameters = dict(module.named_modules()), [*module.parameters()]
     expected = step(module, parameters)
     module.register_forward_hook(lambda *_: calls.append(None))
@@ -66,12 +59,15 @@ def test_results_and_parameters_are_the_modules(name):
 
 
 def test_settings():
-    linear = ours.Linear.from_torch(fc(), F.silu, "full")
-    assert (linear.activation, linear.recompute) == ("silu", "full")
+    """Those of the module and of its parts, and those that from_torch is given."""
     mlp = ours.MLP.from_torch(nn.Sequential(fc(), nn.SiLU(), nn.Dropout(0.25), fc()), "none", "1MiB")
     assert (mlp.activation, mlp.dropout, mlp.recompute, mlp.workspace) == ("silu", 0.25, "none", "1MiB")
     theirs = nn.TransformerEncoderLayer(E, H, 20, 0.5)
     theirs.dropout.p = 0.25
+    theirs.self_attn.forward = theirs.self_attn.forward
+    other = ours.TransformerEncoderLayer.from_torch(theirs, "full")
+    assert other.self_attn is theirs.self_attn, "a forward of its own stays"
+    del theirs.self_attn.forward
     layer = ours.TransformerEncoderLayer.from_torch(theirs, "full")
     assert (type(layer.self_attn), type(layer.dropout1)) == (ours.MultiheadAttention, ours.Dropout)
     assert (layer.dropout.p, layer.dropout1.p, layer.self_attn.dropout) == (0.25, 0.5, 0.5)
@@ -102,13 +98,3 @@ def test_what_is_refused(message):
     cls, parts = REFUSED[message]
     with pytest.raises((TypeError, ValueError), match=rf"^{cls.__name__}: .*{message}"):
         cls.from_torch(parts[0] if len(parts) == 1 else nn.Sequential(*parts))
-
-
-def test_parts_that_a_layer_cannot_stand_for_are_called():
-    """An adapter or a forward of its own stays what it is."""
-    theirs = nn.TransformerEncoderLayer(E, H, 20, **OPTIONS)
-    theirs.self_attn.forward = lambda *args, own=theirs.self_attn.forward, **kwargs: (2 * own(*args, **kwargs)[0], None)
-    parametrizations.weight_norm(theirs.linear1)
-    other, parameters = ours.TransformerEncoderLayer.from_torch(theirs), [*theirs.parameters()]
-    assert other.self_attn is theirs.self_attn
-    torch.testing.assert_close(step(other, parameters), step(theirs, parameters))

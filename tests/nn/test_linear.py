@@ -10,16 +10,6 @@ import ckptkern
 from ckptkern import state
 
 
-def test_defaults():
-    linear, stack, mlp, gated = (
-        ckptkern.nn.Linear(6, 4), ckptkern.nn.LinearStack(iter([3, 5, 2])), ckptkern.nn.MLP(6), ckptkern.nn.GatedMLP(6, 10)
-    )  # fmt: skip
-    assert (linear.activation, linear.recompute) == ("identity", "selective")
-    assert (stack.activation, stack.recompute, stack.workspace) == ("relu", "full", None)
-    assert (mlp.activation, mlp.dropout, mlp.recompute, mlp.workspace) == ("gelu", 0.0, "full", None)
-    assert (gated.activation, gated.dropout, gated.recompute, gated.workspace) == ("silu", 0.0, "full", None)
-
-
 def test_wrong_widths_of_a_stack():
     for features in ([], [3]):
         with pytest.raises(ValueError, match=r"LinearStack: features needs at least two widths, .* but is \[3?\]"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.drop_ins import B, E, T, assert_drop_in, ours_of, pair_of, pairwise, run, tokens
+from support.drop_ins import B, E, T, assert_drop_in, pair_of, pairwise, tokens
 from torch.nn.attention import bias
 
 import ckptkern
@@ -80,16 +80,6 @@ def test_packed_sequences_start_at_position_zero(name, composed):
     assert positions_of(9, x["x"].device, cu).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
 
 
-def test_a_trained_mask_gets_the_composed_gradient():
-    ours, _ = pair_of("LlamaAttention")
-    inputs = {"x": tokens("batch_first", T), "attn_mask": torch.randn(T, T, dtype=torch.float64, requires_grad=True)}
-    results = []
-    for _ in range(2):
-        results.append(run(ours, lambda m, **given: m(**given, key_padding_mask=HIDDEN), inputs))
-        ours.q_proj.register_forward_hook(lambda *_: None)
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
 # -- rotary tables -----------------------------------------------------------------------------------------------------
 
 
@@ -103,14 +93,6 @@ def test_rotary_tables():
     assert ckptkern.nn.rotary_tables(torch.arange(3), 4, dtype=torch.bfloat16)[0].dtype == torch.bfloat16
     pairs = ckptkern.nn.rotary_tables(torch.tensor([[0, 3], [7, 100]]), 4, 50.0, interleaved=True)
     assert all(torch.equal(pair, one[..., [0, 0, 1, 1]]) for pair, one in zip(pairs, (cos, sin), strict=True))
-
-
-@every_module
-def test_tables_of_one_row_cover_a_batch(name):
-    module, x = ours_of(name), torch.randn(B, T, E)
-    tables, expected = ckptkern.nn.rotary_tables(torch.arange(T), HEAD), module(x)
-    for given in (tables, tuple(table[None] for table in tables), tuple(table.expand(B, T, HEAD) for table in tables)):
-        assert torch.equal(module(x, given), expected)
 
 
 # -- norms and biases that differ --------------------------------------------------------------------------------------
@@ -152,17 +134,11 @@ def test_attention_whose_parts_differ(name, case):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_eps_none_is_torchs(dtype, autocast):
     """eps None is that of the dtype which torch computes in, at least float32. The squares here are as small as this eps."""
-    pair, small = (
-        pair_of("LlamaDecoderLayer", qk_norm=True, rope_theta=None),
-        torch.finfo(torch.promote_types(dtype, torch.float32)).eps ** 0.5,
-    )
+    pair = pair_of("LlamaAttention", qk_norm=True, rope_theta=None)
+    small = torch.finfo(torch.promote_types(dtype, torch.float32)).eps ** 0.5
     x, results = (small * torch.randn(B, T, E, dtype=torch.float64)).to(dtype), []
     for module in pair:
-        for norm in (one for one in module.modules() if isinstance(one, torch.nn.RMSNorm)):
-            norm.eps = None
-        with torch.no_grad():
-            for part in (module.self_attn.q_proj, module.self_attn.k_proj, module.self_attn.o_proj):
-                part.weight.mul_(small)
+        module.q_norm.eps = module.k_norm.eps = None
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             results.append(module.to(dtype)(x).double())
     mine, reference = results
@@ -172,8 +148,7 @@ def test_eps_none_is_torchs(dtype, autocast):
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-X, INT32 = torch.randn(6, E), torch.int32
-CU = r"cu_seqlens must be int32 \[N \+ 1\] and come with an input \[tokens, d\]"
+X = torch.randn(6, E)
 REFUSED = [  # a call of a module of each kind
     (lambda kind: kind(E, 4, 3), ValueError, "num_kv_heads=3 must divide num_heads=4"),
     (lambda kind: kind(12, 5), ValueError, "num_heads=5 must divide hidden_size=12"),
@@ -185,11 +160,6 @@ REFUSED = [  # a call of a module of each kind
         r"input must be \[B, S, d\], .*, not \(1, 2, 5, 12\)",
     ),
     (lambda kind: kind(E, 4)(X), ValueError, "head_dim must be even for rotary embedding"),
-    (lambda kind: kind(E, 2)(X[None], ckptkern.nn.rotary_tables(torch.arange(7), 6)), ValueError, "rotary must be"),
-    (lambda kind: kind(E, 2)(X, cu_seqlens=[0, 6]), TypeError, "cu_seqlens must be a Tensor, not list"),
-    (lambda kind: kind(E, 2)(X, cu_seqlens=torch.tensor([0, 6])), ValueError, CU),
-    (lambda kind: kind(E, 2)(X, cu_seqlens=torch.tensor([[0, 6]], dtype=INT32)), ValueError, CU),
-    (lambda kind: kind(E, 2)(X, cu_seqlens=torch.zeros(0, dtype=INT32)), ValueError, CU),
 ]
 
 
@@ -203,10 +173,8 @@ def test_what_is_refused(name, case):
 
 REFUSED_TABLES = [
     ((3, 4), TypeError, "positions must be a Tensor, not int"),
-    (([0, 1], 4), TypeError, "positions must be a Tensor, not list"),
     ((torch.arange(3), 3), ValueError, "dim must be even, not 3"),
     ((torch.arange(3), "4"), ValueError, "dim must be an integer of at least 1, not '4'"),
-    ((torch.arange(3), 0), ValueError, "dim must be an integer of at least 1, not 0"),
     ((torch.arange(3), 4, "1e4"), TypeError, "theta must be a number, not '1e4'"),
     ((torch.arange(3), 4, -1.0), ValueError, "theta must be .*, not -1.0"),
 ]

@@ -18,19 +18,11 @@ def model(layer=nn.Tanh, **options):
     return ckptkern.nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), layer()) for _ in range(12)), **options)
 
 
-@pytest.mark.parametrize("segments", ["sqrt", 2, "every 2", "1KiB"])
-def test_results_are_those_of_torchs(segments):
-    module, x = model(segments=segments, debug=False), torch.randn(3, 6)
-    unfused = nn.Sequential(*module)
-    assert list(module.state_dict()) == list(unfused.state_dict())
-    ys = module(x), unfused(x)
-    torch.testing.assert_close(
-        *((y, torch.autograd.grad(y.sum(), list(module.parameters()))) for y in ys), rtol=0, atol=0
-    )
-    with torch.no_grad():
-        assert torch.equal(module(x), ys[1])
-    assert f"segments={segments!r}" in repr(module)
-    assert (module[:3].segments, len(module[:3]), module[:3].options) == (segments, 3, {"debug": False})
+def test_settings_are_shown_and_sliced():
+    module = model(segments="every 2", debug=False)
+    assert list(module.state_dict()) == list(nn.Sequential(*module).state_dict())
+    assert "segments='every 2'" in repr(module)
+    assert (module[:3].segments, len(module[:3]), module[:3].options) == ("every 2", 3, {"debug": False})
 
 
 def test_it_measures_once_a_shape(monkeypatch):
@@ -49,32 +41,25 @@ def test_it_measures_once_a_shape(monkeypatch):
 
 def test_any_layers_and_inputs():
     """A layer that occurs twice, meta tensors, and inputs that are no tensors."""
-
-    class Both(nn.Module):
-        def forward(self, pair):
-            return pair[0] + pair[1]
-
     x, act = torch.randn(3, 6), nn.Tanh()
     module = ckptkern.nn.Sequential(nn.Linear(6, 6), act, nn.Linear(6, 6), act, segments="every 1")
     torch.testing.assert_close(module(x), nn.Sequential(*module)(x))
     meta = torch.empty(3, 6, device="meta", requires_grad=True)
     module.to("meta")(meta).sum().backward()
     assert meta.grad.shape == meta.shape
-    module = ckptkern.nn.Sequential(Both(), nn.Tanh(), segments="every 1")
-    assert torch.equal(module((x, x)), (x + x).tanh())
-    module.segments = "1GiB"
+    module = ckptkern.nn.Sequential(nn.Flatten(), nn.Tanh(), segments="1GiB")
+    module[0].forward = sum
     with pytest.raises(ValueError, match="needs an input to measure with"):
         module((x, x))
+    module.segments = "every 1"
+    assert torch.equal(module((x, x)), (x + x).tanh())
 
 
 def test_what_sequential_refuses():
-    for segments in (None, 2.0, [2]):
-        with pytest.raises(ValueError, match=r"segments must be a number of segments, .* but is"):
-            model(segments=segments)
+    with pytest.raises(ValueError, match=r"segments must be a number of segments, .* but is"):
+        model(segments=2.0)
     with pytest.raises(TypeError, match=r"Sequential: recompute is not an option of ckptkern\.checkpoint"):
         model(recompute="full")
-    with pytest.raises(ValueError, match="determinism_check should be one of"):
-        model(segments=3, determinism_check="often")(torch.randn(3, 6))
     for layers in (("x",), (None, 3)):
         ours, theirs = (raised(lambda nn=nn, layers=layers: nn.Sequential(*layers)) for nn in (ckptkern.nn, nn))
         assert ours == theirs is not None

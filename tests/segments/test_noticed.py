@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -15,11 +14,11 @@ from torch.utils.checkpoint import CheckpointError
 from ckptkern import checkpoint
 
 
-def mlp() -> nn.Sequential:
+def mlp():
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
 
-def leaf(*shape) -> torch.Tensor:
+def leaf(*shape):
     return torch.randn(shape, requires_grad=True)
 
 
@@ -161,12 +160,6 @@ def test_values_that_differ_are_found(name):
     with pytest.raises(
         CheckpointError, match=r"function recomputed other values .* saved tensor 1 of 3, shape \(4, 100\)"
     ):
-        y.sum().backward()
-
-
-def test_values_of_another_mask_are_found():
-    y = checkpoint(F.dropout, leaf(5, 8), 0.5, determinism_check="values", preserve_rng_state=False)
-    with pytest.raises(CheckpointError, match="the region dropout recomputed other values"):
         y.sum().backward()
 
 

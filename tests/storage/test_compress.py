@@ -6,10 +6,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from support.stores import gradients, through, unfused, watch
+from support.stores import gradients, made, through, watch
 from torch import nn
 
-import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.storage import compress, offload
 from ckptkern.storage.offload import Flight
@@ -72,7 +71,8 @@ def test_only_floating_tensors_and_no_parameters_are_compressed(method):
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 def test_lossy_keeps_strides_and_is_about_a_byte_an_element(method):
     keep, x = compress(method, min_bytes=0), torch.randn(64, 48).t()[::2]
-    (found,) = through(keep, x)
+    with torch.device("meta"):
+        (found,) = through(keep, x)
     assert found.stride() == x.stride()
     torch.testing.assert_close(found, x, rtol=0.07, atol=0.03)
     packed = keep.put(torch.randn(12800))
@@ -91,23 +91,19 @@ def test_relu_is_exact(dtype, n, monkeypatch):
     assert torch.equal(found.view(torch.uint8), words.view(torch.uint8))
 
 
-def test_relu_falls_back_where_the_non_zeros_find_no_room():
-    keep = compress("relu", capacity=0.25, min_bytes=0)
-    for non_zeros, dense in ((0, False), (24, False), (25, False), (26, True), (100, True)):
-        x = torch.cat([torch.zeros(100 - non_zeros), torch.arange(1.0, non_zeros + 1)])
-        packed = keep.put(x)
-        assert ((packed.dense is not None), (packed.parts is None)) == (dense, dense)
-        assert torch.equal(keep.get(packed), x)
-        if not dense:
-            assert sum(keep._then.get(part).nbytes for part in packed.parts) == 13 + 4 * 26
-
-
-def test_the_dense_fallback_goes_to_the_next_store():
-    keep = compress("relu", capacity=0.25, min_bytes=0, then=offload())
-    x = torch.randn(100)
-    packed = keep.put(x)
+@pytest.mark.parametrize("non_zeros", [0, 25, 26, 100])
+def test_relu_falls_back_where_the_non_zeros_find_no_room(non_zeros):
+    """To the dense tensor, which goes on to the next store."""
+    keep, host = (compress("relu", capacity=0.25, min_bytes=0, **options) for options in ({}, {"then": offload()}))
+    wanted = torch.cat([torch.zeros(100 - non_zeros), torch.arange(1.0, non_zeros + 1)])
+    packed, sent = keep.put(wanted), host.put(x := wanted.clone())
     x.zero_()
-    assert torch.count_nonzero(keep.get(packed)) == 100
+    assert ((packed.dense is not None), (packed.parts is None)) == (non_zeros > 25,) * 2
+    assert torch.equal(keep.get(packed), wanted)
+    if packed.parts:
+        assert sum(keep._then.get(part).nbytes for part in packed.parts) == 13 + 4 * 26
+    else:
+        assert torch.equal(host.get(sent), wanted)
 
 
 def test_relu_holds_the_dense_tensor_until_the_number_has_come(monkeypatch):
@@ -149,22 +145,12 @@ def test_relu_holds_the_dense_tensor_until_the_number_has_come(monkeypatch):
         keep.get(changed)
 
 
-@pytest.mark.parametrize("method", ["fp8", "int8"])
-def test_compressed_then_offloaded_is_the_same(method):
-    host = offload()
-    module, x = unfused(), torch.randn(50, 16)
-    expected = gradients(module, x, compress(method, min_bytes=0))
-    found = gradients(module, x, compress(method, min_bytes=0, then=host))
-    assert all(map(torch.equal, found, expected))
-    assert host.host_bytes > 0
-
-
 FIGURES = {  # store, and the largest relative error of the gradient
-    "offload()": (lambda: offload(min_bytes=0), 0),
-    "compress('relu')": (lambda: compress("relu", min_bytes=0, capacity=0.6), 0),
-    "compress('fp8')": (lambda: compress("fp8", min_bytes=0), 0.05),
-    "compress('int8')": (lambda: compress("int8", min_bytes=0), 0.02),
-    "compress('int8', then=offload())": (lambda: compress("int8", min_bytes=0, then=offload()), 0.02),
+    "offload(min_bytes=0)": 0,
+    "compress('relu', min_bytes=0, capacity=0.6)": 0,
+    "compress('fp8', min_bytes=0)": 0.05,
+    "compress('int8', min_bytes=0)": 0.02,
+    "compress('int8', min_bytes=0, then=offload())": 0.02,
 }
 
 
@@ -177,68 +163,33 @@ def test_figures_of_the_docs(activation):
         """(the gradients as one vector, bytes saved on the device)."""
         with saved_tensors(module) as saved, keep:
             loss = F.mse_loss(module(x), target)
-        return torch.cat(
-            [gradient.view(-1) for gradient in torch.autograd.grad(loss, [*module.parameters()])]
-        ), saved.bytes
+        return nn.utils.parameters_to_vector(torch.autograd.grad(loss, [*module.parameters()])), saved.bytes
 
-    expected, before = step(contextlib.nullcontext())
+    (expected, before), errors = step(contextlib.nullcontext()), {}
     print(
         f"\n4 x Linear(256, 256)+{activation.__name__}, 512 tokens, float32: bytes saved on the device; gradient error"
     )
-    for name, (make, bound) in FIGURES.items():
-        found, after = step(make())
-        error = ((found - expected).norm() / expected.norm()).item()
-        print(f"{name:33} {before:8} -> {after:8}  {error:.1e}")
-        assert after < before or name == "compress('relu')"
+    for name, bound in FIGURES.items():
+        found, after = step(made(name))
+        error = errors[name] = ((found - expected).norm() / expected.norm()).item()
+        print(f"{name:46} {before:8} -> {after:8}  {error:.1e}")
+        assert after < before or "relu" in name
         assert (0 < error <= bound) if bound else error == 0
+    assert len({error for name, error in errors.items() if "int8" in name}) == 1
 
 
 def test_peaks_of_the_docs():
     module = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.GELU())])
     x, peaks = torch.randn(1024, 512), []
-    print(
-        "\n8 x Linear(512, 512)+GELU, 1024 tokens, float32: peak of forward and backward above the start, gradients in it"
-    )
-    for keep in (contextlib.nullcontext(), offload(prefetch=0), offload(prefetch=2), compress("int8")):
+    print("\n8 x Linear(512, 512)+GELU, 1024 tokens, float32: peak of both passes above the start, gradients in it")
+    for name in ("nothing", "offload(prefetch=0)", "offload(prefetch=2)", "compress('int8')"):
+        keep = contextlib.nullcontext() if name == "nothing" else made(name)
         gradients(module, x, keep)
         module.zero_grad()
         with peak_memory("cpu") as peak:
             gradients(module, x, keep)
-        peaks.append(peak.bytes / 1e6)
-    print(
-        [f"{peak:.1f} MB" for peak in peaks],
-        "of nothing, offload(prefetch=0), offload(prefetch=2), compress('int8')",
-    )
+        peaks.append(peak.bytes)
+        print(f"{name:33} {peak.bytes / 1e6:.1f} MB")
     nothing, without, ahead, int8 = peaks
     assert without < ahead < 0.7 * nothing
     assert int8 < 0.7 * nothing
-
-
-@pytest.mark.parametrize(("kind", "most"), [("relu", 0.3), ("masks of forward", 0.03), ("gelu", 0.03)])
-def test_masks_recomputed_from_a_compressed_input_are_what_costs_a_checkpointed_relu(kind, most):
-    """The figures of docs/concepts/storage.md, in small: int8 around regions is as good as plain if no mask changes."""
-    masks = {}
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
-
-        def forward(self, x):
-            z = self.norm(self.fc(x))
-            if kind == "gelu":
-                return x + F.gelu(z)
-            return x + torch.where(masks.setdefault(self, z > 0) if kind == "masks of forward" else z > 0, z, 0)
-
-    model, x = nn.Sequential(*(Layer() for _ in range(8))), torch.randn(256, 64)
-    exact = torch.cat([g.flatten() for g in torch.autograd.grad(model(x).square().mean(), list(model.parameters()))])
-
-    def error(run):
-        with compress("int8", min_bytes=0):
-            y = run()
-        found = torch.autograd.grad(y.square().mean(), list(model.parameters()))
-        return ((torch.cat([g.flatten() for g in found]) - exact).norm() / exact.norm()).item()
-
-    unfused, recomputed = error(lambda: model(x)), error(lambda: ckptkern.checkpoint_sequential(model, 4, x))
-    assert recomputed < most
-    assert (recomputed > 2 * unfused) == (kind == "relu")

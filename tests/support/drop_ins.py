@@ -1,16 +1,13 @@
 """Modules beside what they replace: torch's classes, or the same written in PyTorch with the same constructor and parameters.
 Pairwise options; outputs and gradients compared in float64."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
@@ -18,7 +15,7 @@ import ckptkern
 E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7  # width, heads, hidden width, samples, tokens, tokens of a memory
 
 
-def pairwise(valid: Callable[[dict[str, Any]], bool] = lambda case: True, **factors: Sequence[Any]) -> list:
+def pairwise(valid=lambda case: True, **factors):
     """pytest parameters: dicts that together hold every pair of two factors' values that a valid case can hold."""
     names = list(factors)
     rows = list(itertools.product(*(range(len(values)) for values in factors.values())))
@@ -34,7 +31,7 @@ def pairwise(valid: Callable[[dict[str, Any]], bool] = lambda case: True, **fact
     return [pytest.param(case, id="-".join(_word(value) for value in case.values())) for case in chosen]
 
 
-def _word(value: Any) -> str:
+def _word(value):
     unfused = isinstance(value, str | bool | tuple | torch.dtype)
     return str(value) if unfused else getattr(value, "__name__", type(value).__name__)
 
@@ -45,48 +42,48 @@ ACTIVATIONS = {"identity": lambda z: z, "relu": F.relu, "gelu": F.gelu, "silu": 
 
 
 class Linear(nn.Linear):
-    def __init__(self, *args: Any, activation: str = "identity", **options: Any):
+    def __init__(self, *args, activation="identity", **options):
         super().__init__(*args, **options)
         self.act = ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.act(super().forward(x))
 
 
 class LinearStack(nn.Module):
-    def __init__(self, features: Sequence[int], activation: str = "relu", bias: bool = True, **factory: Any):
+    def __init__(self, features, activation="relu", bias=True, **factory):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(k, n, bias, **factory) for k, n in itertools.pairwise(features))
         self.act = ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.layers:
             x = self.act(layer(x))
         return x
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int, hidden: int, *, activation: str = "gelu", bias: bool = True, **factory: Any):
+    def __init__(self, width, hidden, *, activation="gelu", bias=True, **factory):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, hidden, bias, **factory), nn.Linear(hidden, width, bias, **factory)
         self.act = ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, width: int, hidden: int, *, activation: str = "silu", bias: bool = False, **factory: Any):
+    def __init__(self, width, hidden, *, activation="silu", bias=False, **factory):
         super().__init__()
         self.gate_proj, self.up_proj = (nn.Linear(width, hidden, bias, **factory) for _ in range(2))
         self.down_proj = nn.Linear(hidden, width, bias, **factory)
         self.act = ACTIVATIONS[activation]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+def rotated(x, positions, theta):
     """x [B, S, H, D]: (x_i, x_(i + D/2)) as a complex number, rotated by position · theta^(-2i/D)."""
     D = x.shape[-1]
     angles = positions.double()[:, None] * theta ** (-torch.arange(0, D, 2).double() / D)
@@ -98,8 +95,8 @@ class LlamaAttention(nn.Module):
     """visible: bool, broadcastable to [B, H, S, S]."""
 
     def __init__(
-        self, width: int, heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *, bias: bool = False,
-        qk_norm: bool = False, rope_theta: float | None = 10000.0, **factory: Any,
+        self, width, heads, num_kv_heads = None, head_dim = None, *, bias = False,
+        qk_norm = False, rope_theta = 10000.0, **factory,
     ):  # fmt: skip
         super().__init__()
         D = head_dim or width // heads
@@ -109,7 +106,7 @@ class LlamaAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(D, 1e-6, **factory) if qk_norm else None for _ in range(2))
         self.head_dim, self.rope_theta = D, rope_theta
 
-    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+    def forward(self, x, visible=None):
         q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
         if self.rope_theta is not None:
@@ -122,9 +119,9 @@ class LlamaAttention(nn.Module):
 
 class LlamaDecoderLayer(nn.Module):
     def __init__(
-        self, width: int, heads: int, num_kv_heads: int | None = None, intermediate_size: int | None = None,
-        head_dim: int | None = None, *, activation: str = "silu", attention_bias: bool = False, mlp_bias: bool = False,
-        dtype: torch.dtype | None = None, **of_attention: Any,
+        self, width, heads, num_kv_heads = None, intermediate_size = None,
+        head_dim = None, *, activation = "silu", attention_bias = False, mlp_bias = False,
+        dtype = None, **of_attention,
     ):  # fmt: skip
         super().__init__()
         of_attention |= {"dtype": dtype}
@@ -133,7 +130,7 @@ class LlamaDecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(width, 1e-6, dtype=dtype)
         self.mlp = GatedMLP(width, intermediate_size or 4 * width, activation=activation, bias=mlp_bias, dtype=dtype)
 
-    def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
+    def forward(self, x, visible=None):
         x = x + self.self_attn(self.input_layernorm(x), visible)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -164,11 +161,11 @@ DROP_INS = {
 OWN = ("recompute", "workspace", "dropout", "resid_dropout")  # options that a class written here has not
 
 
-def ours_of(name: str, args: tuple | None = None, **options: Any) -> nn.Module:
+def ours_of(name, args=None, **options):
     return getattr(ckptkern.nn, name)(*args or DROP_INS[name].args, **DROP_INS[name].options | options)
 
 
-def theirs_of(name: str, args: tuple | None = None, **options: Any) -> nn.Module:
+def theirs_of(name, args=None, **options):
     theirs, default_args, defaults = DROP_INS[name]
     unknown = OWN[:2] if theirs.__module__.startswith("torch.") else OWN
     return theirs(
@@ -176,7 +173,7 @@ def theirs_of(name: str, args: tuple | None = None, **options: Any) -> nn.Module
     )
 
 
-def pair_of(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+def pair_of(name, **options):
     """(ours, theirs) in float64 with one set of parameters. None of them is zero or one, as torch initialises some.
     state_dict goes both ways, strictly."""
     mine, other = ours_of(name, dtype=torch.float64, **options), theirs_of(name, dtype=torch.float64, **options)
@@ -188,18 +185,18 @@ def pair_of(name: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     return mine, other
 
 
-def tokens(layout: str, length: int, width: int = E, grad: bool = True) -> Tensor:
+def tokens(layout, length, width=E, grad=True):
     shape = {"unbatched": (length, width), "seq_first": (length, B, width), "batch_first": (B, length, width)}[layout]
     return torch.randn(shape, dtype=torch.float64, requires_grad=grad)
 
 
-def inputs_of(name: str, layout: str = "batch_first", grad: bool = True) -> dict[str, Tensor]:
+def inputs_of(name, layout="batch_first", grad=True):
     """x and, of a decoder's layer, memory."""
     memory = {"memory": tokens(layout, S, grad=grad)} if name == "TransformerDecoderLayer" else {}
     return {"x": tokens(layout, T, grad=grad)} | memory
 
 
-def call(module: nn.Module, x: Tensor, memory: Tensor | None = None, **options: Any) -> Tensor:
+def call(module, x, memory=None, **options):
     """The output alone; attention without weights unless the options ask for them."""
     if isinstance(module, nn.MultiheadAttention):
         keys = x if memory is None else memory
@@ -207,7 +204,7 @@ def call(module: nn.Module, x: Tensor, memory: Tensor | None = None, **options: 
     return module(*(x,) if memory is None else (x, memory), **options)
 
 
-def raised(call: Callable[[], Any]) -> tuple[type, str] | None:
+def raised(call):
     """The class and the message of what call() raises; None if it returns."""
     try:
         call()
@@ -216,7 +213,7 @@ def raised(call: Callable[[], Any]) -> tuple[type, str] | None:
     return None
 
 
-def run(module: nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
+def run(module, call, inputs):
     """Outputs of call(module, **inputs) and the gradients of a random function of them."""
     inputs = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in inputs.items()}
     outputs = call(module, **inputs)
@@ -230,12 +227,12 @@ def run(module: nn.Module, call: Callable[..., Any], inputs: dict[str, Tensor]) 
 
 
 def assert_drop_in(
-    ours: nn.Module,
-    theirs: nn.Module,
-    call: Callable[..., Any],
-    inputs: dict[str, Tensor],
-    their_call: Callable | None = None,
-) -> None:
+    ours,
+    theirs,
+    call,
+    inputs,
+    their_call=None,
+):
     """Outputs and gradients of both are equal within float64's rounding, or that of rotary angles, which is float32's."""
     rotates = any(getattr(one, "rope_theta", None) is not None for one in ours.modules())
     rtol, atol = (1e-5, 1e-6) if rotates else (1e-9, 1e-11)
@@ -249,23 +246,23 @@ def assert_drop_in(
             torch.testing.assert_close(got, wanted, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def bool_mask(*shape: int, p: float = 0.4) -> Tensor:
+def bool_mask(*shape, p=0.4):
     """True = hidden; the first key is visible to everyone, so that torch's own weights are not NaN."""
     mask = torch.rand(shape) < p
     mask[..., 0] = False
     return mask
 
 
-def float_mask(*shape: int) -> Tensor:
+def float_mask(*shape):
     """Added to the scores, with some -inf."""
     return torch.randn(shape, dtype=torch.float64).masked_fill(bool_mask(*shape), -torch.inf)
 
 
-def causal_mask(L: int, S: int) -> Tensor:
+def causal_mask(L, S):
     return torch.full((L, S), -torch.inf, dtype=torch.float64).triu(1)
 
 
-def padding_mask(kind: str, lead: tuple[int, ...], S: int) -> Tensor | None:
+def padding_mask(kind, lead, S):
     """kind: none, bool (left-aligned tokens) or float."""
     if kind == "none":
         return None
@@ -274,7 +271,7 @@ def padding_mask(kind: str, lead: tuple[int, ...], S: int) -> Tensor | None:
     return mask if kind == "bool" else torch.where(mask, -torch.inf, 0.25).double()
 
 
-def attention_mask(kind: str, B: int, H: int, L: int, S: int) -> Tensor | None:
+def attention_mask(kind, B, H, L, S):
     """kind: none, bool2, bool3, float2, float3 or causal."""
     if kind == "none":
         return None

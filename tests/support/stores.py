@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import ckptkern
+from ckptkern import storage
 
 
 class Save(torch.autograd.Function):
@@ -23,7 +24,7 @@ class Save(torch.autograd.Function):
 
 def through(keep, *tensors):
     """What backward finds of tensors that were saved under `keep`."""
-    x, found = torch.ones((), requires_grad=True), []
+    x, found = torch.ones((), requires_grad=True, device="cpu"), []
     with keep:
         y = Save.apply(x, found, *tensors)
     y.backward()
@@ -44,6 +45,11 @@ def gradients(module, x, keep):
         loss = module(x).square().sum()
     loss.backward()
     return [x.grad, *(p.grad for p in module.parameters())]
+
+
+def made(call):
+    """The store that a text makes: "offload(min_bytes=0)"."""
+    return eval(call, {name: getattr(storage, name) for name in ("compress", "offload", "partition")})
 
 
 class Fused(nn.Module):
