@@ -1,7 +1,6 @@
 """A running CTA: its threads, its shared memory, and what its instructions do.
 
-Found here: alignment and bounds of addresses, barriers, registers (setmaxnreg), what is in flight at the end
-(`memory.Fault`).
+Found here: alignment and bounds of addresses, barriers, what is in flight at the end (`memory.Fault`).
 """
 
 from __future__ import annotations
@@ -70,15 +69,12 @@ class CTA:
         self.events = 0  # what may end a wait
         self.barriers: dict[int, Barrier] = {}
         self.woken: list = []  # strands whose barrier is complete
-        self.met: list = []  # strands at a meeting that others have yet to reach
         self.fragments: dict[tuple, tuple] = {}
         self.open_copies: list[tuple] = []  # cp.async since the last commit
         # groups of them, by the threads that committed them; of wgmma, the same way, and the last group is open
         self.copies: defaultdict[bytes, list[list]] = defaultdict(list)
         self.matmuls: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])
         self.pending: dict[int, Pending] = {}
-        self.held = np.full(self.warps, kernel.maxnreg)  # registers that a thread of each warp may use
-        self.growing: list[tuple] = []  # (strand, its warps, registers that they want, instruction)
         self.mbarriers, self.tma = MBarriers(self), TMA(self)
 
     # --- who is here
@@ -215,29 +211,6 @@ class CTA:
             unfenced.fill(False)
         else:
             unfenced &= ~np.isin(self.shared.writer >> 5, warps)
-
-    # --- registers
-
-    def set_registers(self, count: int, grows: bool, mask, at) -> None:
-        """setmaxnreg: all that a CTA has is what it starts with; an increase waits for what others give back."""
-        warps = self.warps_of(mask, at)
-        held = self.held[warps]
-        if not self.kernel.maxnreg or (held > count if grows else held < count).any():
-            raise Fault("registers", f"setmaxnreg to {count} of warps that have {sorted(set(held.tolist()))}", at)
-        if grows:
-            self.growing.append((self.strand, warps, count, at))
-            self.strand.waits = True
-        else:
-            self.held[warps] = count
-        for entry in list(self.growing):
-            strand, wanting, wanted, _ = entry
-            if self.held.sum() + (wanted - self.held[wanting]).sum() <= self.warps * self.kernel.maxnreg:
-                self.held[wanting] = wanted
-                self.growing.remove(entry)
-                self.events += 1
-                strand.waits = False
-                if strand is not self.strand:
-                    self.woken.append(strand)
 
     # --- cp.async
 

@@ -11,7 +11,7 @@ import numpy as np
 from .cta import CTA
 from .memory import Fault, Memory
 from .ptx import EXIT
-from .tensor_maps import TensorMap, made
+from .tensor_maps import TensorMap
 from .translate import Program, translate
 
 BLOCKS = 10**7  # that a launch may run before it is taken for one that hangs
@@ -32,8 +32,7 @@ class Strand:
     """Threads that go together (None: all) until they reach block `until`, where those that parted from them wait.
 
     A branch whose threads do not agree makes two strands, which run in turns: warps go on on their own, as on a GPU, and a
-    barrier that only one of the two reaches stays incomplete. Where a strand's wait for the others would last for ever, its
-    warps go on without them (`_go_on`).
+    barrier that only one of the two reaches stays incomplete.
     """
 
     mask: np.ndarray | None
@@ -61,12 +60,9 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
         np.bool_(False) if not width else np.zeros((), f"u{width}")[()] for width in program.kernel.registers.values()
     ]
     ready = deque([Strand(None, 0, len(program.blocks))])
-    while ready or _go_on(cta, ready):
+    while ready:
         strand = ready.popleft()
         if strand.stalled == cta.events and all(other.stalled == cta.events for other in ready):
-            if _go_on(cta, ready):
-                ready.append(strand)
-                continue
             awaited = cta.mbarriers.awaited([strand, *ready])
             text = "; ".join(str(barrier) for barrier, _ in awaited)
             raise Fault("hang", f"{len(ready) + 1} strands wait for what nobody will do: {text}", awaited[0][1])
@@ -74,9 +70,6 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
         _turn(program, cta, strand, registers, ready, counts)
         ready.extend(cta.woken)
         cta.woken.clear()
-    if cta.growing:
-        text = f"{len(cta.growing)} strands wait for registers that no setmaxnreg.dec frees"
-        raise Fault("hang", text, cta.growing[0][-1])
     waiting = [(number, barrier) for number, barrier in cta.barriers.items() if barrier.waiting]
     if waiting:
         number, barrier = waiting[0]
@@ -136,32 +129,12 @@ def _join(strand: Strand, cta: CTA, ready: deque) -> None:
     if parent is None:
         return
     parent.children -= 1
-    if parent.children:
-        cta.met.append(strand)
-    else:
-        cta.met = [other for other in cta.met if other.parent is not parent]
+    if not parent.children:
         mask = cta.alive if parent.mask is None else parent.mask & cta.alive
         parent.mask = None if mask.all() else mask
         if not mask.any():
             parent.block = parent.until
         ready.append(parent)
-
-
-def _go_on(cta: CTA, ready: deque) -> bool:
-    """Whole warps need not wait for others where they meet, as a loop may have each take its own way many times: when all
-    is stuck, those that do go on as strands of their own. Were there any?"""
-    waiting, cta.met, before = cta.met, [], len(ready)
-    for strand in waiting:
-        parent, mine = strand.parent, strand.mask & cta.alive
-        rest = (cta.alive if parent.mask is None else parent.mask & cta.alive) & ~mine
-        if not mine.any() or (mine.reshape(-1, 32).any(1) & rest.reshape(-1, 32).any(1)).any():
-            cta.met.append(strand)
-            continue
-        parent.mask = rest
-        if parent.parent is not None:
-            parent.parent.children += 1
-        ready.append(Strand(mine, parent.block, parent.until, parent.parent))
-    return len(ready) > before
 
 
 def granule_of(widths: Iterable[int]) -> int:
@@ -188,7 +161,7 @@ def run(
     if len(arguments) != len(kernel.parameters):
         raise ValueError(f"{kernel.name} has {len(kernel.parameters)} parameters; {len(arguments)} were given")
     parameters = {name: value for (name, _, _), value in zip(kernel.parameters, arguments, strict=True)}
-    maps = {value.item for value in arguments if isinstance(value, TensorMap)} | made(kernel)
+    maps = {value.item for value in arguments if isinstance(value, TensorMap)}
     granule = granule_of(kernel.widths("global") | maps)
     memories = [
         Memory(t.name, t.data, granule, t.base, t.allowed) for t in sorted(tensors, key=lambda tensor: tensor.base)

@@ -307,13 +307,11 @@ def _bar(w, i) -> None:
 
 @opcode(
     "membar fence",
-    "proxy async shared::cta global cta gl sys gpu acq_rel sc mbarrier_init release cluster tensormap::generic acquire",
+    "proxy async shared::cta global cta gl sys gpu acq_rel sc mbarrier_init release cluster",
 )
 def _fence(w, i) -> None:
     """Other fences order what the checks of races take for unordered until a barrier comes."""
-    if "tensormap::generic" in i.modifiers and i.operands:
-        w.lines.append(f"S.tma.acquire({w.address(i.operands[0], 'u8')}, {w.mask}, {w.where})")
-    elif "async" in i.modifiers:
+    if "async" in i.modifiers:
         w.lines.append(f"S.proxy_fence({w.mask}, {w.where})")
 
 
@@ -460,26 +458,6 @@ def _bulk(w, i) -> None:
         places = f"{w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(i.operands[1], 'u4')}"
         return w.lines.append(f"S.tma.store({places}, {w.mask}, {w.where})")
     raise w.fail("unknown form")
-
-
-@opcode(
-    "tensormap",
-    "replace tile shared::cta cp_fenceproxy global tensormap::generic release gpu sync aligned global_address rank box_dim "
-    "global_dim global_stride element_stride elemtype interleave_layout swizzle_mode fill_mode b1024",
-)
-def _tensormap(w, i) -> None:
-    place = w.address(i.operands[0], "u8")
-    if i.modifiers[0] == "cp_fenceproxy":
-        source = w.address(i.operands[1], "u8")
-        return w.lines.append(f"S.tma.release({place}, {source}, {w.mask}, {w.where})")
-    axis = w.integer(i.operands[1]) if len(i.operands) == 3 else ""
-    value = w.get(i.operands[-1], kind_of(i.modifiers[-1]))
-    return w.lines.append(f"S.tma.replace('{i.modifiers[2]}{axis}', {place}, {value}, {w.mask}, {w.where})")
-
-
-@opcode("setmaxnreg", "inc dec sync aligned")
-def _setmaxnreg(w, i) -> None:
-    w.lines.append(f"S.set_registers({w.integer(i.operands[0])}, {'inc' in i.modifiers}, {w.mask}, {w.where})")
 
 
 @opcode("nop nanosleep")

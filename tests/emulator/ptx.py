@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator
 
@@ -12,9 +11,6 @@ STATEMENT = re.compile(
     re.DOTALL,
 )
 LOCATION = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*?//\s*(.*))?")
-TARGETS = re.compile(
-    r"(?:(\$?[\w$]+):\s*)?\.branchtargets\s+(.*)", re.DOTALL
-)  # Triton 3.9's label has a line of its own
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)")
 
 
@@ -47,13 +43,7 @@ class Instruction:
     def waits(self) -> bool:
         """May threads have to wait here for those of other warps? A block ends there, so that their turn can come."""
         named = self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
-        grows = self.opcode == "setmaxnreg" and "inc" in self.modifiers
-        return named or grows or (self.opcode == "mbarrier" and self.modifiers[0] in ("try_wait", "test_wait"))
-
-    @property
-    def form(self) -> str:
-        """The opcode with its modifiers."""
-        return ".".join((self.opcode, *self.modifiers))
+        return named or (self.opcode == "mbarrier" and self.modifiers[0] in ("try_wait", "test_wait"))
 
     @property
     def where(self) -> str:
@@ -109,8 +99,8 @@ def statements(text: str) -> Iterator[str]:
 
 
 class Kernel:
-    """The one entry of a module: name, threads, maxnreg (registers of each at most, 0: no limit), parameters [(name, type,
-    bytes or 0)], registers {name: bytes, 0: predicate}, blocks."""
+    """The one entry of a module: name, threads, parameters [(name, type, bytes or 0)], registers {name: bytes, 0: predicate},
+    blocks."""
 
     def __init__(self, ptx: str):
         head = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)", ptx, re.DOTALL)
@@ -122,8 +112,6 @@ class Kernel:
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:.*/)?([^"/]+)"', ptx, re.MULTILINE))
         body = ptx[head.end() :]
         self.threads = int(re.search(r"\.reqntid\s+(\d+)", body)[1])
-        limit = re.search(r"\.maxnreg\s+(\d+)", body)
-        self.maxnreg = int(limit[1]) if limit else 0
         self.registers: dict[str, int] = {}
         self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
@@ -138,8 +126,7 @@ class Kernel:
         return {int(re.sub(r"\D", "", i.modifiers[-1])) // 8 for i in unfused}
 
     def _read(self, body: str) -> None:
-        line, label, pending, scopes = "", "", "", Scopes(self.registers)
-        tables: dict[str, list[str]] = {}  # of brx.idx: its targets
+        line, pending, scopes = "", "", Scopes(self.registers)
         jumps: list[tuple[Instruction, list[int]]] = []
         for raw in body.splitlines():
             if match := LOCATION.match(raw):
@@ -147,8 +134,7 @@ class Kernel:
                 continue
             text = raw.partition("//")[0].strip()
             if match := re.fullmatch(r"(\$?[\w$]+):", text):
-                label = match[1]
-                self.labels[scopes.label(label)] = len(self.instructions)
+                self.labels[scopes.label(match[1])] = len(self.instructions)
                 continue
             if not text or text.startswith((".section", ".pragma")):
                 continue
@@ -160,27 +146,14 @@ class Kernel:
                     scopes.enter() if statement == "{" else scopes.leave()
                 elif statement.startswith(".reg"):
                     scopes.declare(statement)
-                elif match := TARGETS.fullmatch(statement):
-                    tables[match[1] or label] = split(match[2])
                 elif statement and not statement.startswith("."):
-                    for part in self._plain(scopes.resolve(statement), tables):
-                        self.instructions.append(self._parse(part, line))
-                        jumps.append((self.instructions[-1], list(scopes.numbers)))
+                    self.instructions.append(self._parse(scopes.resolve(statement), line))
+                    jumps.append((self.instructions[-1], list(scopes.numbers)))
             pending = ""
         for jump, numbers in jumps:
             if jump.opcode == "bra":
                 names = (f"{jump.operands[0]}__{number}" for number in reversed(numbers))
                 jump.operands[0] = next((name for name in names if name in self.labels), jump.operands[0])
-
-    def _plain(self, statement: str, tables: dict[str, list[str]]) -> list[str]:
-        """A brx.idx as a comparison and a branch for each of its targets; else the statement itself."""
-        match = re.fullmatch(r"brx\.idx(?:\.uni)?\s+(%\w+),\s*(\S+)", statement)
-        if match is None:
-            return [statement]
-        self.registers["%brx"] = 0
-        *targets, last = tables[match[2]]
-        tests = [(f"setp.eq.u32 %brx, {match[1]}, {n}", f"@%brx bra {target}") for n, target in enumerate(targets)]
-        return [*itertools.chain(*tests), f"bra {last}"]
 
     @staticmethod
     def _parse(text: str, line: str) -> Instruction:

@@ -1,8 +1,7 @@
 """Tensor maps, and TMA's copies of their boxes between tensors and shared memory ("PTX ISA" 8.7, sections 5.5 and 9.7.9.27).
 
-A map is a parameter, or made by the kernel in shared memory (tensormap.replace), copied to global memory and acquired there.
-Found here: tensor map (none where one is named, incomplete, or not as the hardware wants it) and, of what a TMA copies, most of
-what memory.py finds of threads.
+A map is a parameter. Found here: tensor map (none where one is named) and, of what a TMA copies, most of what memory.py finds
+of threads.
 """
 
 from __future__ import annotations
@@ -16,17 +15,10 @@ import numpy as np
 from .matrices import swizzled
 from .memory import Fault
 from .numerics import UNSIGNED
-from .ptx import Kernel, Unknown
 
 MAPS = 1 << 60  # the address of the first; every parameter has 128 bytes there
 SWIZZLE_BITS = {0: 0, 32: 1, 64: 2, 128: 3}
-SWIZZLES = (0, 32, 64, 128)  # by .swizzle_mode
-ITEMS = (1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2)  # bytes, by .elemtype
-CLEARED = {
-    "interleave_layout": 0,
-    "swizzle_mode": 0,
-    "fill_mode": 0,
-}  # fields that have a meaning in 128 bytes of zeros
+SWIZZLES = tuple(SWIZZLE_BITS)  # by CUtensorMapSwizzle
 NAN = {6: 0x7FFF, 7: 0x7FFFFFFF, 8: 0x7FFFFFFF, 10: 0x7FFF}  # by .elemtype; which NaN it is, nobody says
 
 
@@ -91,12 +83,6 @@ def pieces(start: int, size: int, swizzle: int) -> np.ndarray:
     return swizzled(start + np.arange(0, size, 16), SWIZZLE_BITS[swizzle])
 
 
-def made(kernel: Kernel) -> set[int]:
-    """Bytes of the elements of the maps that a kernel makes."""
-    types = (i for i in kernel.instructions if i.opcode == "tensormap" and "elemtype" in i.modifiers)
-    return {ITEMS[int(i.operands[1], 0)] for i in types}
-
-
 class TMA:
     """The copies of a CTA."""
 
@@ -104,8 +90,6 @@ class TMA:
         self.cta = cta
         self.addresses = {name: np.uint64(MAPS + 128 * n) for n, name in enumerate(cta.parameters)}
         self.maps = {MAPS + 128 * n: value for n, value in enumerate(cta.parameters.values())}
-        self.drafts: defaultdict[int, dict[str, int]] = defaultdict(dict)  # fields, by address in shared memory
-        self.released: dict[int, TensorMap] = {}  # by address in global memory
         self.commits = np.zeros(cta.threads, np.int64)  # groups that each thread has made
         # by thread: (the group's number, when it was issued, granules of shared memory), until wait_group and wait_group.read
         self.writing: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -119,9 +103,7 @@ class TMA:
         where = int(cta.full(address, one)[0])
         box = self.maps.get(where)
         if not isinstance(box, TensorMap):
-            raise Fault(
-                "tensor map", f"none at {where:#x}: no parameter, and none that the kernel made and acquired", at
-            )
+            raise Fault("tensor map", f"none at {where:#x}: no parameter", at)
         corner = tuple(int(cta.full(c, one)[0]) for c in reversed(coordinates))
         if len(corner) != len(box.box):
             raise Fault("bounds", f"{len(corner)} coordinates of {len(box.box)} axes", at)
@@ -133,59 +115,6 @@ class TMA:
             )
         places = pieces(start, box.bytes, box.swizzle)
         return box, corner, places, cta.shared.granules(places, 16)
-
-    # --- maps that the kernel makes
-
-    def replace(self, field: str, address, value, mask, at) -> None:
-        """A field of a map in shared memory, the axis of an array's after it: box_dim1.
-
-        Where zeros have been stored since the last, another map begins, as Triton from 3.9 on has it: what it does not write
-        is 0. How a map is encoded nobody says; here its bytes are all ones, as those of shared memory at first.
-        """
-        cta = self.cta
-        for thread in cta.chosen(mask):
-            one = np.array([thread], np.int32)
-            start = cta.in_shared(cta.full(address, one), 128, at)
-            index = cta.shared.granules(start + np.arange(0, 128, 8), 8)
-            cta.shared.writing(index, np.repeat(one, 16), cta.order, at)
-            words = cta.shared.views[8][start[0] // 8 :][:16]
-            if not words.any():
-                self.drafts[int(start[0])] = dict(CLEARED)
-            words[:] = ~np.uint64(0)
-            cta.shared.note_write(index, np.repeat(one, 16), cta.order)
-            self.drafts[int(start[0])][field] = int(cta.full(value, one)[0])
-
-    def release(self, to, address, mask, at) -> None:
-        """Copies a map of shared memory by a warp, 4 bytes a lane."""
-        cta = self.cta
-        cta.warp_barrier(mask, at)
-        lanes = 4 * (cta.ids & 31)
-        words = cta.load("shared", (address + lanes).astype(np.uint32), 4, 1, mask, at)
-        cta.store("global", to + lanes.astype(np.uint64), 4, (words[0],), mask, at)
-        for thread in cta.chosen(mask)[::32]:
-            one = np.array([thread])
-            self.released[int(cta.full(to, one)[0])] = self._made(self.drafts[int(cta.full(address, one)[0])], at)
-
-    def _made(self, fields: dict[str, int], at) -> TensorMap:
-        try:
-            rank, type = range(fields["rank"] + 1), fields["elemtype"]
-            if [fields[f"element_stride{n}"] for n in rank] != [1] * len(rank) or fields["interleave_layout"]:
-                raise Unknown("a tensor map with strides in its box or interleaved", at)
-            shape, box = (tuple(fields[f"{name}{n}"] for n in reversed(rank)) for name in ("global_dim", "box_dim"))
-            strides = (*(fields[f"global_stride{n}"] for n in reversed(rank[:-1])), ITEMS[type])
-            fill = NAN[type] if fields["fill_mode"] else 0
-            return TensorMap(
-                fields["global_address"], shape, strides, box, ITEMS[type], SWIZZLES[fields["swizzle_mode"]], fill
-            )
-        except KeyError as error:
-            raise Fault("tensor map", f"{error} was never written", at) from None
-        except ValueError as error:
-            raise Fault("tensor map", str(error), at) from None
-
-    def acquire(self, address, mask, at) -> None:
-        for place in np.unique(self.cta.full(address, self.cta.chosen(mask))).tolist():
-            if place in self.released:
-                self.maps[place] = self.released[place]
 
     # --- copies
 

@@ -7,24 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from support.cases import SAMPLES
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import ckptkern
-from ckptkern.memory import saved_tensors
 
 B, S, WIDTH, HEADS, HIDDEN = 2, 6, 32, 4, 48
 D = WIDTH // HEADS
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float = 1e-6, plus_one: bool = False):
+    def __init__(self, width, eps=1e-6, plus_one=False):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width) * 0.1 + (0.0 if plus_one else 1.0))
         self.variance_epsilon, self.plus_one = eps, plus_one
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wide = x.float() if x.dtype.itemsize < 4 else x
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
         return ((self.weight + 1.0 if self.plus_one else self.weight) * normed).to(x.dtype)
@@ -33,20 +29,20 @@ class RMSNorm(nn.Module):
 class Transposed(nn.Module):
     """A linear layer whose weight is [in, out], as GPT-2's."""
 
-    def __init__(self, rows: int, columns: int):
+    def __init__(self, rows, columns):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, columns) * 0.1)
         self.bias = nn.Parameter(torch.randn(columns) * 0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x):
     return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
 
 
-def rotary(x: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(x):
     angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(0, D, 2) / D)
     angles = torch.cat((angles, angles), -1)[None]
     return angles.cos(), angles.sin()
@@ -55,7 +51,7 @@ def rotary(x: Tensor) -> tuple[Tensor, Tensor]:
 class Attention(nn.Module):
     """Three projections, grouped queries, rotary tables among the arguments, an optional mask."""
 
-    def __init__(self, kv_heads: int = 2, bias: bool = False, norm: Callable[[int], nn.Module] | None = None):
+    def __init__(self, kv_heads=2, bias=False, norm=None):
         super().__init__()
         self.scaling, self.dropout = D**-0.5, 0.0
         self.q_proj = nn.Linear(WIDTH, HEADS * D, bias)
@@ -64,25 +60,36 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(HEADS * D, WIDTH, bias)
         self.q_norm, self.k_norm = (nn.Identity() if norm is None else norm(D) for _ in "qk")
 
-    def heads(self, y: Tensor) -> Tensor:
+    def heads(self, y):
         return y.view(*y.shape[:-1], -1, D).transpose(1, 2)
 
-    def rotated(self, q: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def rotated(self, q, tables):
         if tables is None:
             return q
         cos, sin = (table.to(q.dtype).unsqueeze(1) for table in tables)
         return q * cos + rotated(q) * sin
 
-    def forward(
-        self, x: Tensor, tables: tuple[Tensor, Tensor] | None = None, attention_mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        q = self.rotated(self.q_norm(self.heads(self.q_proj(x))), tables)
-        k = self.rotated(self.k_norm(self.heads(self.k_proj(x))), tables)
-        o = F.scaled_dot_product_attention(
-            q, k, self.heads(self.v_proj(x)), attention_mask, self.dropout if self.training else 0.0,
-            is_causal=attention_mask is None, scale=self.scaling, enable_gqa=True,
+    def queries(self, x):
+        """Returns q and what is a gate behind `opened`."""
+        return self.q_norm(self.heads(self.q_proj(x))), None
+
+    def keys(self, x):
+        return self.k_norm(self.heads(self.k_proj(x)))
+
+    def opened(self, gate):
+        return torch.sigmoid(gate)
+
+    def core(self, q, k, v, attention_mask):
+        return F.scaled_dot_product_attention(
+            q, k, v, attention_mask, self.dropout if self.training else 0.0, attention_mask is None, scale=self.scaling,
+            enable_gqa=True,
         )  # fmt: skip
-        return self.o_proj(o.transpose(1, 2).flatten(2)), None
+
+    def forward(self, x, tables=None, attention_mask=None):
+        q, gate = self.queries(x)
+        q, k = self.rotated(q, tables), self.rotated(self.keys(x), tables)
+        o = self.core(q, k, self.heads(self.v_proj(x)), attention_mask).transpose(1, 2)
+        return self.o_proj((o if gate is None else o * self.opened(gate)).flatten(2)), None
 
 
 class WithSinks(Attention):
@@ -92,76 +99,64 @@ class WithSinks(Attention):
         super().__init__(bias=True, **options)
         self.sinks = nn.Parameter(torch.randn(HEADS))
 
-    def probabilities(self, scores: Tensor) -> Tensor:
+    def probabilities(self, scores):
         column = self.sinks.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[-2], -1)
         scores = torch.cat([scores, column], -1)
         scores = scores - scores.max(-1, keepdim=True).values
         return F.softmax(scores, -1)[..., :-1]
 
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        q, k = (self.rotated(self.heads(one(x)), tables) for one in (self.q_proj, self.k_proj))
-        k, v = (one.repeat_interleave(HEADS // one.shape[1], 1) for one in (k, self.heads(self.v_proj(x))))
+    def core(self, q, k, v, attention_mask):
+        k, v = (one.repeat_interleave(HEADS // one.shape[1], 1) for one in (k, v))
         scores = q @ k.transpose(2, 3) * self.scaling
         scores = scores if attention_mask is None else scores + attention_mask
-        p = F.dropout(self.probabilities(scores), self.dropout, self.training)
-        return self.o_proj((p @ v).transpose(1, 2).flatten(2)), None
+        return F.dropout(self.probabilities(scores), self.dropout, self.training) @ v
 
 
 class GatedAttention(Attention):
     """o * sigmoid(gate) before the output projection. The gate lies in q's projection, as Qwen3-Next's, or has one of its own,
     with a row for each column (AFMoE) or each head (Step 3.5)."""
 
-    def __init__(self, gate: str = "query"):
+    def __init__(self, gate="query"):
         super().__init__(norm=lambda width: RMSNorm(width, plus_one=True))
         self.gate, rows = gate, {"query": 2 * HEADS * D, "columns": HEADS * D, "heads": HEADS}[gate]
         self.add_module("q_proj" if gate == "query" else "gate_proj", nn.Linear(WIDTH, rows, gate == "heads"))
 
-    def opened(self, gate: Tensor) -> Tensor:
-        return torch.sigmoid(gate)
-
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        if self.gate == "query":
-            q, gate = self.q_proj(x).view(*x.shape[:-1], -1, 2 * D).chunk(2, -1)
-        else:
-            q, gate = self.q_proj(x).view(*x.shape[:-1], -1, D), self.gate_proj(x).view(*x.shape[:-1], HEADS, -1)
-        q = self.rotated(self.q_norm(q).transpose(1, 2), tables)
-        k = self.rotated(self.k_norm(self.heads(self.k_proj(x))), tables)
-        o = F.scaled_dot_product_attention(
-            q, k, self.heads(self.v_proj(x)), attention_mask, is_causal=attention_mask is None, enable_gqa=True
-        )
-        return self.o_proj((o.transpose(1, 2) * self.opened(gate)).flatten(2)), None
+    def queries(self, x):
+        q = self.q_proj(x).view(*x.shape[:-1], HEADS, -1)
+        q, gate = q.chunk(2, -1) if self.gate == "query" else (q, self.gate_proj(x).view(*x.shape[:-1], HEADS, -1))
+        return self.q_norm(q).transpose(1, 2), gate
 
 
 class Gated(nn.Module):
-    def __init__(self, activation: nn.Module | None = None):
+    def __init__(self, activation=None):
         super().__init__()
         self.gate_proj, self.up_proj = nn.Linear(WIDTH, HIDDEN, False), nn.Linear(WIDTH, HIDDEN, False)
         self.down_proj, self.activation = nn.Linear(HIDDEN, WIDTH, False), activation or nn.SiLU()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class GatedByHalves(nn.Module):
     """One weight for gate and up; which half is the gate only the numbers tell."""
 
-    def __init__(self, gate: int):
+    def __init__(self, gate):
         super().__init__()
         self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 2 * HIDDEN, False), nn.Linear(HIDDEN, WIDTH, False)
         self.gate = gate
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         halves = self.gate_up_proj(x).chunk(2, -1)
         return self.down_proj(F.silu(halves[self.gate]) * halves[1 - self.gate])
 
 
 class Llama(nn.Module):
-    def __init__(self, attention: nn.Module | None = None, mlp: nn.Module | None = None, norm=RMSNorm):
+    def __init__(self, attention=None, mlp=None, norm=RMSNorm):
         super().__init__()
         self.self_attn, self.mlp = attention or Attention(), mlp or Gated()
         self.input_layernorm, self.post_attention_layernorm = norm(WIDTH), norm(WIDTH)
 
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, tables=None, attention_mask=None):
         x = x + self.self_attn(self.input_layernorm(x), tables, attention_mask)[0]
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -169,7 +164,7 @@ class Llama(nn.Module):
 class GPT(nn.Module):
     """A packed projection, dropouts at three places, a residual of the sum's other side."""
 
-    def __init__(self, p: float = 0.0):
+    def __init__(self, p=0.0):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = Transposed(WIDTH, 3 * WIDTH), Transposed(WIDTH, WIDTH)
@@ -177,7 +172,7 @@ class GPT(nn.Module):
         self.act = nn.GELU(approximate="tanh")
         self.resid_dropout, self.p = nn.Dropout(p), p
 
-    def forward(self, x: Tensor) -> tuple[Tensor]:
+    def forward(self, x):
         q, k, v = self.c_attn(self.ln_1(x)).split(WIDTH, -1)
         q, k, v = (t.view(*x.shape[:2], HEADS, D).transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True)
@@ -188,7 +183,7 @@ class GPT(nn.Module):
 class Bert(nn.Module):
     """Norms after the sum; scores, softmax and mask written out."""
 
-    def __init__(self, p: float = 0.0, softcap: float | None = None):
+    def __init__(self, p=0.0, softcap=None):
         super().__init__()
         self.softcap = softcap
         self.query, self.key, self.value, self.dense = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
@@ -196,7 +191,7 @@ class Bert(nn.Module):
         self.norm, self.out_norm = nn.LayerNorm(WIDTH, 1e-12), nn.LayerNorm(WIDTH, 1e-12)
         self.dropout = nn.Dropout(p)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, attention_mask=None):
         q, k, v = (
             layer(x).view(*x.shape[:2], HEADS, D).permute(0, 2, 1, 3) for layer in (self.query, self.key, self.value)
         )
@@ -215,7 +210,7 @@ class Buffers(nn.Module):
 
     ROWS = 16
 
-    def __init__(self, window: int = 16):
+    def __init__(self, window=16):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -226,7 +221,7 @@ class Buffers(nn.Module):
         self.register_buffer("cos", cos[0], persistent=False)
         self.register_buffer("sin", sin[0], persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         S = x.shape[1]
         q, k, v = self.c_attn(self.ln_1(x)).split(WIDTH, -1)
         q, k, v = (t.view(x.shape[0], S, HEADS, D).transpose(1, 2) for t in (q, k, v))
@@ -246,7 +241,7 @@ class Torchs(nn.Module):
         self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, WIDTH))
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, attn_mask=None):
         h = self.ln_1(x)
         x = x + self.attention(h, h, h, attn_mask=attn_mask, need_weights=False)[0]
         return x + self.mlp(self.ln_2(x))
@@ -259,7 +254,7 @@ class Decoder(Llama):
         super().__init__()
         self.cross_norm, self.cross = RMSNorm(WIDTH), Attention(kv_heads=2, bias=True)
 
-    def forward(self, x: Tensor, memory: Tensor, memory_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, memory, memory_mask=None):
         x = x + self.self_attn(self.input_layernorm(x))[0]
         cross, h = self.cross, self.cross_norm(x)
         heads = map(cross.heads, (cross.q_proj(h), cross.k_proj(memory), cross.v_proj(memory)))
@@ -277,7 +272,7 @@ class TorchsDecoder(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
-    def forward(self, x: Tensor, memory: Tensor, padding: Tensor) -> Tensor:
+    def forward(self, x, memory, padding):
         x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
         x = self.norms[1](x + self.cross(x, memory, memory, padding, need_weights=False)[0])
         return self.norms[2](x + self.down(F.gelu(self.up(x))))  # no kink, where rounding decides
@@ -286,7 +281,7 @@ class TorchsDecoder(nn.Module):
 class Relative(Bert):
     """A trained bias that all layers add to their scores, and a bool mask that replaces it where it hides."""
 
-    def forward(self, x: Tensor, bias: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x, bias, attention_mask=None):
         if attention_mask is None:
             attention_mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()[None, None]
         added = torch.where(attention_mask, bias, torch.finfo(x.dtype).min)
@@ -302,20 +297,18 @@ class Sandwich(Llama):
         self.self_attn.q_norm, self.self_attn.k_norm = RMSNorm(HEADS * D), RMSNorm(2 * D)
         self.after_attention, self.after_mlp = RMSNorm(WIDTH), RMSNorm(WIDTH)
 
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, tables=None, attention_mask=None):
         h = self.self_attn(self.input_layernorm(x), tables, attention_mask)[0]
         x = x + self.after_attention(h)
         return x + self.after_mlp(self.mlp(self.post_attention_layernorm(x)))
 
 
 class NormedOverHeads(Attention):
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
-        q, k = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x))
-        q, k = (self.rotated(self.heads(one), tables) for one in (q, k))
-        o = F.scaled_dot_product_attention(
-            q, k, self.heads(self.v_proj(x)), attention_mask, is_causal=attention_mask is None, enable_gqa=True
-        )
-        return self.o_proj(o.transpose(1, 2).flatten(2)), None
+    def queries(self, x):
+        return self.heads(self.q_norm(self.q_proj(x))), None
+
+    def keys(self, x):
+        return self.heads(self.k_norm(self.k_proj(x)))
 
 
 class Scale(nn.Module):
@@ -323,16 +316,16 @@ class Scale(nn.Module):
         super().__init__()
         self.gamma = nn.Parameter(torch.randn(WIDTH) * 0.3)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x * self.gamma
 
 
 class DropPath(nn.Module):
-    def __init__(self, p: float):
+    def __init__(self, p):
         super().__init__()
         self.drop_prob = p
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not self.drop_prob or not self.training:
             return x
         keep = 1 - self.drop_prob
@@ -342,20 +335,26 @@ class DropPath(nn.Module):
 class Vision(nn.Module):
     """A packed projection as [3, heads, D], layer scale and drop path."""
 
-    def __init__(self, p: float = 0.0):
+    def __init__(self, p=0.0):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH, 1e-6), nn.LayerNorm(WIDTH, 1e-6)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
         self.ls1, self.ls2, self.drop_path1, self.drop_path2 = Scale(), Scale(), DropPath(p), DropPath(p)
 
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+    def split(self, x):
+        """Returns q, k and v [B, heads, S, D]."""
+        return self.qkv(x).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attention(self, x):
+        return self.proj(F.scaled_dot_product_attention(*self.split(x)).transpose(1, 2).reshape(x.shape))
+
+    def mlp(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+    def forward(self, x):
         x = x + self.drop_path1(self.ls1(self.attention(self.norm1(x))))
-        return x + self.drop_path2(self.ls2(self.fc2(self.act(self.fc1(self.norm2(x))))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class Adaptive(Vision):
@@ -367,10 +366,10 @@ class Adaptive(Vision):
         self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
         del self.ls1, self.ls2
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, x, condition):
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, -1)
         x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1)
-        return x + gate2 * self.fc2(self.act(self.fc1(shift2 + (scale2 + 1) * self.norm2(x))))
+        return x + gate2 * self.mlp(shift2 + (scale2 + 1) * self.norm2(x))
 
 
 class AdaptiveTable(Adaptive):
@@ -380,7 +379,7 @@ class AdaptiveTable(Adaptive):
         super().__init__()
         self.modulation, self.table = nn.Identity(), nn.Parameter(torch.randn(6, WIDTH))
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+    def forward(self, x, condition):
         return super().forward(x, (self.table[None] + condition.repeat(1, 6).reshape(x.shape[0], 6, -1)).flatten(1))
 
 
@@ -393,43 +392,43 @@ class Windows(Vision):
         self.table = nn.Parameter(torch.randn(2 * S - 1, HEADS))
         self.register_buffer("index", torch.arange(S)[:, None] - torch.arange(S) + S - 1)
 
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+    def attention(self, x):
+        q, k, v = self.split(x)
         bias = self.table[self.index.view(-1)].view(S, S, -1).permute(2, 0, 1)
         o = (q @ k.transpose(-1, -2) * D**-0.5 + 16 * torch.sigmoid(bias)[None]).softmax(-1) @ v
         return self.proj(o.transpose(1, 2).reshape(x.shape))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x + self.norm1(self.attention(x))
-        return x + self.norm2(self.fc2(self.act(self.fc1(x))))
+        return x + self.norm2(self.mlp(x))
 
 
 class Weighted(Windows):
     """Returns attention's probabilities, or its scores, beside its output, as GPT-J, Bloom and MPT do."""
 
-    def __init__(self, scores: bool = False):
+    def __init__(self, scores=False):
         super().__init__()
         self.scores = scores
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(self.norm1(x)).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+    def forward(self, x):
+        q, k, v = self.split(self.norm1(x))
         scores = q @ k.transpose(-1, -2) * D**-0.5 + self.table[self.index].permute(2, 0, 1)
         weights = scores.softmax(-1)
         x = x + self.proj((weights @ v).transpose(1, 2).reshape(x.shape))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x)))), scores if self.scores else weights
+        return x + self.mlp(self.norm2(x)), scores if self.scores else weights
 
 
 class Parallel(nn.Module):
     """Attention and MLP read one input, through two norms or one; q, k and v of a head lie side by side."""
 
-    def __init__(self, norms: int):
+    def __init__(self, norms):
         super().__init__()
         self.norm_1 = nn.LayerNorm(WIDTH)
         self.norm_2 = nn.LayerNorm(WIDTH) if norms == 2 else self.norm_1
         self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x, tables):
         h = self.norm_1(x)
         qkv = self.query_key_value(h).view(*x.shape[:2], HEADS, 3 * D).transpose(1, 2)
         q, k, v = qkv.chunk(3, -1)
@@ -450,17 +449,17 @@ class ParallelVision(Vision):
         del self.norm2, self.ls1, self.ls2
         self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         h = self.norm1(x)
-        q, k, v = self.qkv(h).reshape(*x.shape[:2], 3, HEADS, D).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.split(h)
         o = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return x + self.proj(o.transpose(1, 2).reshape(x.shape)) + self.fc2(self.act(self.fc1(h)))
+        return x + self.proj(o.transpose(1, 2).reshape(x.shape)) + self.mlp(h)
 
 
 class LoRA(nn.Module):
     """An adapter as PEFT puts it in a linear layer's place."""
 
-    def __init__(self, base: nn.Module, p: float = 0.0, bias: bool = False, rank: int = 2):
+    def __init__(self, base, p=0.0, bias=False, rank=2):
         super().__init__()
         out_features, in_features = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]
         self.base_layer, self._active, self._disabled = base.requires_grad_(False), ["default"], False
@@ -469,7 +468,7 @@ class LoRA(nn.Module):
         self.lora_B = nn.ModuleDict({name: nn.Linear(rank, out_features, bias=bias) for name in self.scaling})
         self.dropout = nn.Dropout(p) if p else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.base_layer(x)
         if self._disabled:
             return y
@@ -479,7 +478,7 @@ class LoRA(nn.Module):
         return y
 
 
-def adapted(module: nn.Module, only: str = "", **options) -> nn.Module:
+def adapted(module, only="", **options):
     """Puts adapters in the place of the linear layers whose paths have `only` in them."""
     for path, one in [*module.named_modules()]:
         if isinstance(one, (nn.Linear, Transposed)) and only in path:
@@ -491,9 +490,14 @@ def adapted(module: nn.Module, only: str = "", **options) -> nn.Module:
 class Scaled(Llama):
     """A sum that no op has: only attention and MLP are read."""
 
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, tables=None, attention_mask=None):
         x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
         return x + torch.tanh(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Noisy(Scaled):
+    def forward(self, x, tables=None, attention_mask=None):
+        return F.dropout(super().forward(x, tables, attention_mask), 0.3, self.training)
 
 
 class Choosing(Scaled):
@@ -501,14 +505,14 @@ class Choosing(Scaled):
 
     noise = 0.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mlp = nn.ModuleList(Gated() for _ in range(4))
         self.router = nn.Linear(WIDTH, len(self.mlp))
         nn.init.zeros_(self.router.bias)
         self.router.weight.data.mul_(1e-4)
 
-    def forward(self, x: Tensor, tables=None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x, tables=None, attention_mask=None):
         x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
         scores = self.router(x)
         if torch._C._current_graph_task_id() >= 0:  # inside of backward
@@ -517,16 +521,14 @@ class Choosing(Scaled):
         return x + sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
 
 
-def nothing(x: Tensor) -> dict[str, Any]:
+def nothing(x):
     return {}
 
 
 class Stack(nn.Module):
     """Layers, an embedding whose weight the head shares, a rotary embedding that all layers share."""
 
-    def __init__(
-        self, layer: Callable[[], nn.Module], calls: Callable[[Tensor], dict[str, Any]] = nothing, count: int = 2
-    ):
+    def __init__(self, layer, calls=nothing, count=2):
         super().__init__()
         self.embed = nn.Embedding(20, WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(count))
@@ -535,7 +537,7 @@ class Stack(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.3)  # logits of order 1, so that no sample outweighs the others
         self.calls = calls
 
-    def forward(self, ids: Tensor, **kwargs) -> Tensor:
+    def forward(self, ids, **kwargs):
         x = self.embed(ids)
         kwargs = self.calls(x) | kwargs
         for layer in self.layers:
@@ -549,49 +551,49 @@ class BiasedStack(Stack):
         super().__init__(*args)
         self.bias = nn.Parameter(torch.randn(1, HEADS, 2 * S, 2 * S))
 
-    def forward(self, ids: Tensor, **kwargs) -> Tensor:
+    def forward(self, ids, **kwargs):
         length = ids.shape[1]
         return super().forward(ids, bias=self.bias[..., :length, :length], **kwargs)
 
 
-def every_second(count: int, first: int, second: int) -> Tensor:
+def every_second(count, first, second):
     """Returns lengths [count, 1] of samples."""
     return torch.tensor([first, second]).repeat(count)[:count, None]
 
 
-def with_condition(x: Tensor) -> dict[str, Any]:
+def with_condition(x):
     return {"condition": x.mean(1)}
 
 
-def with_tables(x: Tensor) -> dict[str, Any]:
+def with_tables(x):
     return {"tables": rotary(x)}
 
 
-def with_tables_and_mask(x: Tensor) -> dict[str, Any]:
+def with_tables_and_mask(x):
     return with_tables(x) | with_mask(x)
 
 
-def with_part_of_tables(x: Tensor) -> dict[str, Any]:
+def with_part_of_tables(x):
     angles = torch.arange(x.shape[1])[:, None] * 100.0 ** (-torch.arange(0, D // 2, 2) / D)
     angles = torch.cat((angles, angles), -1)[None, None]
     return {"tables": (angles.cos(), angles.sin())}
 
 
-def with_memory(x: Tensor) -> dict[str, Any]:
+def with_memory(x):
     return {"memory": 2 * x[:, :4].flip(1)}
 
 
-def with_padded_memory(x: Tensor) -> dict[str, Any]:
+def with_padded_memory(x):
     return with_memory(x) | {"padding": torch.arange(4) >= every_second(len(x), 4, 2)}
 
 
-def with_mask(x: Tensor) -> dict[str, Any]:
+def with_mask(x):
     padding = torch.zeros(x.shape[0], 1, 1, x.shape[1])
     padding[0, ..., -2:] = -1e4
     return {"attention_mask": padding}
 
 
-def with_bool_mask(x: Tensor) -> dict[str, Any]:
+def with_bool_mask(x):
     return {"attention_mask": (torch.arange(x.shape[1]) < every_second(len(x), x.shape[1], 4))[:, None, None]}
 
 
@@ -604,7 +606,7 @@ class Architecture:
     replaced_by: tuple[str, ...] = ("transformer_layer",)
     stack: type[Stack] = Stack
 
-    def model(self) -> Stack:
+    def model(self):
         return self.stack(self.layer, self.calls)
 
 
@@ -641,38 +643,12 @@ ARCHITECTURES = {
 }
 
 
-def ids(seed: int = 1) -> Tensor:
+def ids(seed=1):
     return torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(seed))
 
 
 # -- what is measured on them
 
 
-def results(model: nn.Module, dtype: torch.dtype | None = None, seed: int = 1, **kwargs) -> dict[str, Tensor]:
-    """Loss, logits and gradients of a training step."""
-    model.zero_grad()
-    given = ids(seed)
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        y = model(given, **kwargs)
-    y, target = y.flatten(0, 1), given.roll(1, 1).flatten()
-    loss = F.cross_entropy(y.float() if y.dtype.itemsize < 4 else y, target)
-    loss.backward()
-    return {"loss": loss.detach(), "logits": y.detach()} | {
-        name: p.grad for name, p in model.named_parameters() if p.grad is not None
-    }
-
-
-def over_inputs(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The results of several inputs as one, without the loss: few numbers, whose errors may be small by chance."""
-    drawn = [results(model, dtype, seed) for seed in range(SAMPLES)]
-    return {name: torch.stack([one[name] for one in drawn]) for name in drawn[0] if name != "loss"}
-
-
-def saved(model: nn.Module, **kwargs) -> int:
-    with saved_tensors(model) as saved:
-        model(ids(), **kwargs)
-    return saved.bytes
-
-
-def fused_of(conversion: ckptkern.Conversion) -> list[str]:
+def fused_of(conversion):
     return [row.replaced_by for row in conversion.converted]

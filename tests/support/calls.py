@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from support.cases import SEED, Tensors
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ckptkern.ops import catalog
 from ckptkern.ops.catalog import Entry, Sizes
@@ -72,16 +71,3 @@ def dropouts(name: str) -> list[str]:
 def dropping(name: str, **more: Any) -> Call:
     """An op that drops what it can, which moves the generator."""
     return call_of(name, *dropouts(name), **more)
-
-
-class LibraryCalls(TorchDispatchMode):
-    """found: the library ops that run, and their arguments."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "ckptkern" and func._schema.name.endswith(("_fwd", "_bwd")):
-            self.found.append((func, tree_map_only(Tensor, Tensor.detach, args)))
-        return func(*args, **(kwargs or {}))

@@ -30,6 +30,17 @@ class Segment(nn.Module):
         return ckptkern.checkpoint(self.layer, x) if self.recomputed else self.layer(x)
 
 
+class Tiled(nn.Module):
+    """A feed-forward layer in chunks of rows, or as it is."""
+
+    def __init__(self, chunks: int | None):
+        super().__init__()
+        self.mlp, self.chunks = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)), chunks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (ckptkern.tiled(self.mlp, x, self.chunks) if self.chunks else self.mlp(x))
+
+
 class Network(Stack):
     """An embedding, two layers and a head that has the embedding's weight."""
 
@@ -43,16 +54,20 @@ class Network(Stack):
         return self.head(x)
 
 
+def layer_of(kind: str, p: float, ours: bool) -> nn.Module:
+    drop_in = ckptkern.nn.TransformerEncoderLayer if ours else nn.TransformerEncoderLayer
+    return {
+        "converted": lambda: GPT(p),
+        "modules": lambda: drop_in(WIDTH, HEADS, HIDDEN, p, batch_first=True),
+        "segments": lambda: Segment(Bert(p), ours),
+        "tiled": lambda: Tiled(5 if ours else None),
+    }[kind]()
+
+
 def build(kind: str, p: float = 0.0, ours: bool = True) -> Network:
     """ours: with ckptkern's regions, or as it was before."""
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer if not ours else ckptkern.nn.TransformerEncoderLayer
-    make = {
-        "converted": lambda: GPT(p),
-        "modules": lambda: layer(WIDTH, HEADS, HIDDEN, p, batch_first=True),
-        "segments": lambda: Segment(Bert(p), ours),
-    }[kind]
-    network = Network(make)
+    network = Network(lambda: layer_of(kind, p, ours))
     if kind == "converted" and ours:
         convert(network)
     if kind == "modules" and ours:
@@ -67,7 +82,7 @@ def convert(network: nn.Module) -> None:
 
 def reference(kind: str, p: float) -> Network:
     """What one process trains: ckptkern's masks are not torch's, otherwise the plain network."""
-    return build(kind, p, ours=kind != "segments" and p > 0)
+    return build(kind, p, ours=kind not in ("segments", "tiled") and p > 0)
 
 
 class Cast(nn.Module):

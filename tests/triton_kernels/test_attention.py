@@ -14,7 +14,6 @@ from ckptkern.eager import AttentionCore
 from ckptkern.triton_kernels.attention import LARGE_TILES, TILES, AttentionTile, attention_tile
 
 BATCH = 2
-TENSORS = ("q", "k", "v", "do")
 TILE_SIZES = [AttentionTile(*size, 4, 1) for size in ((16, 32), (32, 64), (64, 32))]
 
 # What a core can have, each with all that it can be. `packed` lengths are those of three sequences, one of them empty,
@@ -116,15 +115,7 @@ def results_of(backend, tensors: dict, core: AttentionCore, **tiles) -> dict[str
     empty = lse == -math.inf
     if backend is eager and core.cu_q is None:  # torch's own kernel gives 0 there
         empty |= (lse == 0) & (o == 0).all(-1)
-    results = {
-        "o": o,
-        "lse": lse.masked_fill(empty, 0),
-        "delta": delta,
-        "saved delta": saved,
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-    }
+    results = dict(o=o, lse=lse.masked_fill(empty, 0), delta=delta, saved_delta=saved, dq=dq, dk=dk, dv=dv)
     if core.mask is not None and core.mask.is_floating_point():
         results["dmask"] = backend.attn_dmask(q, k, v, do, lse, delta, core, core.mask.shape, **own)
     return results | {"empty": empty.to(torch.uint8)}
@@ -134,10 +125,14 @@ def wide(tensors: dict) -> dict:
     return {name: t.double() for name, t in tensors.items()}
 
 
-def check(case: Case, device: str, **tiles) -> dict[str, torch.Tensor]:
-    core, tensors = core_of(case, device), inputs_of(case, device)
-    ours = results_of(triton_kernels, tensors, core, **tiles)
+def of_all(tensors: dict, core: AttentionCore, **tiles) -> tuple[dict, dict, dict]:
+    """(ours, eagers, exact)."""
     eagers, exact = (results_of(eager, given, core) for given in (tensors, wide(tensors)))
+    return results_of(triton_kernels, tensors, core, **tiles), eagers, exact
+
+
+def check(case: Case, device: str, **tiles) -> dict[str, torch.Tensor]:
+    ours, eagers, exact = of_all(inputs_of(case, device), core_of(case, device), **tiles)
     assert torch.equal(ours["empty"], exact["empty"])
     assert_accurate(ours, eagers, exact, slack_of(case.dtype))
     return ours
@@ -259,11 +254,9 @@ def test_gradient_of_one_of_several_masks(device, repeats):
     shape = (1, 2, *case.lengths)
     first, *others = (dmask_of(triton_kernels, tensors, core, shape) for _ in range(1 + repeats))
     assert all(torch.equal(first, other) for other in others)
-    torch.testing.assert_close(first.double(), trained(tensors, core, shape), rtol=1e-5, atol=1e-5)
-    for tile in TILE_SIZES:
-        torch.testing.assert_close(
-            dmask_of(triton_kernels, tensors, core, shape, tile=tile), first, rtol=1e-5, atol=1e-5
-        )
+    others = [dmask_of(triton_kernels, tensors, core, shape, tile=tile) for tile in TILE_SIZES]
+    for other in (*others, trained(tensors, core, shape).float()):
+        torch.testing.assert_close(first, other, rtol=1e-5, atol=1e-5)
 
 
 # -- rows that see nothing --------------------------------------------------------------------------------------------
@@ -271,46 +264,34 @@ def test_gradient_of_one_of_several_masks(device, repeats):
 
 def random(Sq: int, Sk: int, D: int, device: str, dtype=torch.float32, B: int = 1) -> dict[str, torch.Tensor]:
     """q, k, v and do of two heads."""
-    return {
-        name: torch.randn(B, 2, S, D, device=device).to(dtype)
-        for name, S in zip(TENSORS, (Sq, Sk, Sk, Sq), strict=True)
-    }
+    rows = {"q": Sq, "k": Sk, "v": Sk, "do": Sq}
+    return {name: torch.randn(B, 2, S, D, device=device).to(dtype) for name, S in rows.items()}
 
 
-def of_all(tensors: dict, core: AttentionCore) -> tuple[dict, dict, dict]:
-    """(ours, eagers, exact)."""
-    eagers, exact = (results_of(eager, given, core) for given in (tensors, wide(tensors)))
-    return results_of(triton_kernels, tensors, core), eagers, exact
-
-
-def hiding(kind: str, device: str) -> tuple[AttentionCore, torch.Tensor]:
-    """A core that hides everything from some of 40 rows x 20 columns, and which rows [B, H, Sq]."""
-    mask = torch.ones(BATCH, 2, 40, 20, dtype=torch.int8, device=device)
+@pytest.mark.parametrize("kind", ["bool and causal", "additive", "key padding", "window"])
+def test_rows_that_see_nothing_give_zeros(kind, device):
+    """Of 40 rows x 20 columns. Zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
+    mask, window, dropout = (
+        torch.ones(BATCH, 2, 40, 20, dtype=torch.int8, device=device),
+        (None, None),
+        eager.NO_DROPOUT,
+    )
     if kind == "window":
-        mask[:, :, 25:] = 0  # row i sees i - 5 .. i - 0 of 20 columns
-        return AttentionCore(0.3, "ieee", (5, 0)), (mask == 0).all(-1)
-    if kind == "key padding":
-        mask = mask[:, :1, :1]
+        mask[:, :, 25:], window = 0, (5, 0)  # row i sees i - 5 .. i - 0
+    elif kind == "key padding":
         mask[1] = 0
     else:
         mask[0, 1, 3] = mask[1, 0, 16:33] = 0
-    rows = (mask == 0).all(-1).expand(BATCH, 2, 40)
-    if kind == "additive":
-        mask = torch.zeros(mask.shape, device=device).masked_fill(mask == 0, -math.inf)
-    dropout = dropout_of(0.3, device) if kind == "bool" else eager.NO_DROPOUT
-    return AttentionCore(0.3, "ieee", (None, 0 if kind == "bool and causal" else None), mask, dropout=dropout), rows
-
-
-@pytest.mark.parametrize("kind", ["bool", "bool and causal", "additive", "key padding", "window"])
-def test_rows_that_see_nothing_give_zeros(kind, device):
-    """Zeros and zero gradients, never NaN, and nothing from such a row reaches dk or dv."""
-    core, hidden = hiding(kind, device)
+    hidden = (mask == 0).all(-1)
+    if kind == "bool and causal":
+        window, dropout = (None, 0), dropout_of(0.3, device)
+    given = {"window": None, "key padding": mask[:, :1, :1], "additive": mask.float().log()}.get(kind, mask)
+    core = AttentionCore(0.3, "ieee", window, given, dropout=dropout)
     tensors = random(40, 20, 24, device, B=BATCH)
     ours, *others = of_all(tensors, core)
     assert_accurate(ours, *others)
     assert torch.equal(ours["empty"].bool(), hidden)
-    assert hidden.any()
-    for name in ("o", "dq", "delta", "saved delta"):
+    for name in ("o", "dq", "delta", "saved_delta"):
         assert not ours[name][hidden].any(), name
     for name in ("q", "do"):
         tensors[name] = tensors[name].masked_fill(hidden[..., None], 1e3)
@@ -384,12 +365,9 @@ def test_only_what_is_needed(device):
     only_kv = triton_kernels.attn_bwd(q, k, v, do, lse, delta, core, need_dq=False)
     assert only_q[1] is only_q[2] is only_kv[0] is None
     assert_equal({"dq": only_q[0], "dk": only_kv[1], "dv": only_kv[2]}, {"dq": dq, "dk": dk, "dv": dv})
-    B, H, Sq, D = q.shape
-    views = {"dq": torch.full((B, Sq, 9, H, D), 7.0, dtype=q.dtype, device=device)[:, :, 4].transpose(1, 2)}
-    views |= {
-        name: torch.full((B, 3 * k.shape[1], k.shape[2] + 5, D), 7.0, dtype=q.dtype, device=device)[:, 1::3, 2:-3]
-        for name in ("dk", "dv")
-    }
+    (B, H, Sq, D), (_, H_kv, Sk, _) = q.shape, k.shape
+    views = {"dq": q.new_full((B, Sq, 9, H, D), 7.0)[:, :, 4].transpose(1, 2)}
+    views |= {name: q.new_full((B, 3 * H_kv, Sk + 5, D), 7.0)[:, 1::3, 2:-3] for name in ("dk", "dv")}
     written = triton_kernels.attn_bwd(q, k, v, do, lse, delta, core, **views)
     assert all(made is view for made, view in zip(written, views.values(), strict=True))
     assert_equal(views, {"dq": dq, "dk": dk, "dv": dv})
@@ -400,28 +378,20 @@ def test_only_what_is_needed(device):
 # -- range ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_large_scores_stay_finite(dtype, device):
-    """|q| and |k| of 300, so q k^T far beyond what float16 holds."""
-    core = AttentionCore(1 / 8, "ieee", (None, 0))
-    tensors = random(40, 40, 64, device, dtype)
-    tensors |= {name: tensors[name].sign() * 300 for name in ("q", "k")}
-    assert tensors["q"].float().matmul(tensors["k"].float().mT).abs().max() > torch.finfo(torch.float16).max
-    three = of_all(tensors, core)
-    assert all(result.isfinite().all() for result in three[0].values())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_and_low_scores_stay_finite(dtype, device):
+    """|q| and |k| of 300, so q k^T far beyond what float16 holds; and scores of -200, so that exp(0 - lse) overflows in the
+    columns beyond Sk that fill up a tile."""
+    normal = random(40, 40, 64, device, dtype)
+    large = normal | {name: normal[name].sign() * 300 for name in ("q", "k")}
+    assert large["q"].float().matmul(large["k"].float().mT).abs().max() > torch.finfo(torch.float16).max
+    three = of_all(large, AttentionCore(1 / 8, "ieee", (None, 0)))
     assert_accurate(*({name: results[name] for name in ("o", "lse")} for results in three))
-
-
-@pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_low_scores_stay_finite(dtype, right, device):
-    """Scores of -200, so that exp(0 - lse) overflows in the columns beyond Sk that fill up a tile."""
-    tensors = random(40, 40, 64, device)
-    tensors |= {"q": tensors["q"] / 8 + 5, "k": tensors["k"] / 8 - 5}
-    tensors = {name: t.to(dtype) for name, t in tensors.items()}
-    ours = results_of(triton_kernels, tensors, AttentionCore(1 / 8, "ieee", (None, right)))
-    assert ours["lse"].max() < -190
-    assert all(result.isfinite().all() for result in ours.values())
+    low = normal | {"q": normal["q"] / 8 + 5, "k": normal["k"] / 8 - 5}
+    for right in (None, 0):
+        ours = results_of(triton_kernels, low, AttentionCore(1 / 8, "ieee", (None, right)))
+        assert ours["lse"].max() < -190
+        assert all(result.isfinite().all() for results in (ours, three[0]) for result in results.values())
 
 
 def test_tiles_fit_the_masks_blocks():
@@ -444,45 +414,40 @@ def launched(call, arch: int, shared: int) -> list[dict]:
     return caught
 
 
-@pytest.mark.parametrize("kernel", ["fwd", "dkdv", "dq", "dmask"])
-def test_heads_of_256_take_one_stage_where_two_would_not_fit(kernel):
+@pytest.mark.parametrize(("kernel", "one_stage"), [("fwd", False), ("dkdv", False), ("dq", True), ("dmask", True)])
+def test_heads_of_256_take_one_stage_where_two_would_not_fit(kernel, one_stage):
     """sm_100's matmuls read more from shared memory than sm_80's, whose rows it takes (`make codegen-check` compiles them)."""
-    for masked, head_dim in itertools.product((False, True), (64, 128, 256)):
-        of_80, of_100, of_103 = (
-            attention_tile(kernel, arch, 232448, torch.bfloat16, head_dim, "ieee", masked) for arch in (80, 100, 103)
+    for masked, D in itertools.product((False, True), (64, 128, 256)):
+        of_80, *of_others = (
+            attention_tile(kernel, arch, 232448, torch.bfloat16, D, "ieee", masked) for arch in (80, 100, 103)
         )
-        assert of_100 == of_103
-        one_stage = head_dim == 256 and kernel in ("dq", "dmask")
-        assert of_100 == (of_80._replace(num_stages=1) if one_stage else of_80)
+        assert of_others == 2 * [of_80._replace(num_stages=1) if one_stage and D == 256 else of_80]
 
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 120])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_gpu_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch, dtype):
+def test_a_gpu_of_less_shared_memory_gets_a_smaller_tile_or_a_clear_error(arch):
     """A tile that does not fit into shared memory (triton#8182)."""
-    q = torch.empty(1, 1, 64, 256, dtype=dtype)
     core, lse = AttentionCore(1.0, "tf32"), torch.empty(1, 1, 64)
 
-    def tiles(shared, **options):
+    def tiles(dtype, shared, **options):
+        q = torch.empty(1, 1, 64, 256, dtype=dtype)
         launches = launched(lambda: triton_kernels.attn_bwd(q, q, q, q, lse, lse, core, **options), arch, shared)
         return [(kwargs["BLOCK_M"], kwargs["BLOCK_N"]) for kwargs in launches]
 
-    if dtype == torch.float32:
-        assert tiles(166912) == [(32, 32), (16, 64)]
-        message = r"heads of 256: its dkdv kernel needs 160 KiB of shared memory, the device has 99; use a 16-bit type"
-        with pytest.raises(RuntimeError, match=message):
-            tiles(101376)
-        assert tiles(101376, need_dkv=False) == [(16, 32)]
-    else:
-        assert tiles(166912) == [(64, 32), (64, 64)]
-        assert tiles(101376) == [(32, 32), (64, 32)]
+    assert tiles(torch.bfloat16, 166912) == [(64, 32), (64, 64)]
+    assert tiles(torch.bfloat16, 101376) == [(32, 32), (64, 32)]
+    assert tiles(torch.float32, 166912) == [(32, 32), (16, 64)]
+    assert tiles(torch.float32, 101376, need_dkv=False) == [(16, 32)]
+    message = r"heads of 256: its dkdv kernel needs 160 KiB of shared memory, the device has 99; use a 16-bit type"
+    with pytest.raises(RuntimeError, match=message):
+        tiles(torch.float32, 101376)
 
 
-def test_head_dims_are_padded_to_what_the_architecture_multiplies():
+@pytest.mark.parametrize(("arch", "padded"), [(80, 32), (86, 32), (90, 64)])
+def test_head_dims_are_padded_to_what_the_architecture_multiplies(arch, padded):
     q = torch.empty(1, 1, 64, 20)
-    for arch, padded in ((80, 32), (86, 32), (90, 64)):
-        (kwargs,) = launched(lambda: triton_kernels.attn_fwd(q, q, q, AttentionCore(1.0, "tf32")), arch, 166912)
-        assert kwargs["HEAD_D"] == padded
+    (kwargs,) = launched(lambda: triton_kernels.attn_fwd(q, q, q, AttentionCore(1.0, "tf32")), arch, 166912)
+    assert kwargs["HEAD_D"] == padded
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])

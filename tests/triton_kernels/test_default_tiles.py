@@ -32,29 +32,18 @@ TF32_CHAIN = 2.0**-6  # of eight layers, forward and backward
 
 def of_matmuls() -> list[Case]:
     """In the sample with SiLU, whose code is short; with GELU, as the code-generation check compiles them, besides."""
-
-    def case(op: str, activation: str, dtype: str, unaligned: bool, kind: str = "") -> Case:
-        return Case(op, 80, dtype, unaligned, activation, op in DROPOUT_OPS, True, kind)
-
-    def light(op: str) -> str:
-        return VARIANTS.get(op, ("silu",))[0]
-
     sample = [("bfloat16", False), ("bfloat16", True), ("float32", False), ("float32", True, "ieee")]
-    cases = [case(op, light(op), *setting) for op, setting in itertools.product(PRODUCT_OPS, sample)]
-    cases += [
-        case(op, light(op), "bfloat16", False, "narrow" if op.startswith("stack_") else "few") for op in PRODUCT_OPS
-    ]
-    cases += [
-        case(op, light(op), dtype, False, "16B")
-        for op, dtype in itertools.product(PRODUCT_OPS, ("bfloat16", "float32"))
-    ]
-    cases += [case(op, "silu", "bfloat16", False, "persistent") for op in PERSISTENT_OPS]
     variants = {(op.name, kind) for op in MATMULS for arch in ARCHS for kind in op.variants(arch)}
-    cases += [case(op, "silu", "bfloat16", False, kind) for op, kind in sorted(variants)]
+    cases = []
     for op in PRODUCT_OPS:
-        _, *others = VARIANTS.get(op, ("silu", "gelu"))
-        settings = [*sample, ("float32", False, "ieee")] if op not in VARIANTS else sample[:1]
-        cases += [case(op, other, *setting) for other, setting in itertools.product(others, settings)]
+        light, *others = VARIANTS.get(op, ("silu", "gelu"))
+        kinds = ["narrow" if op.startswith("stack_") else "few", "16B", *["persistent"] * (op in PERSISTENT_OPS)]
+        kinds += sorted(kind for name, kind in variants if name == op)
+        settings = [*sample, ("float32", False, "16B"), *(("bfloat16", False, kind) for kind in kinds)]
+        more = sample[:1] if op in VARIANTS else [*sample, ("float32", False, "ieee")]
+        chosen = [(light, *one) for one in settings] + [(other, *one) for other in others for one in more]
+        for activation, dtype, unaligned, *kind in chosen:
+            cases.append(Case(op, 80, dtype, unaligned, activation, op in DROPOUT_OPS, True, *kind))
     return cases
 
 
@@ -63,13 +52,16 @@ def of_others() -> list[Case]:
     cases = []
     for op in sorted(OPS.keys() - set(PRODUCT_OPS)):
         heavy, *others = ("",) if op == "dropout" else VARIANTS.get(op, ("silu", "relu"))
-        settings = list(itertools.product(("bfloat16", "float32"), (False, True)))
-        cases += [Case(op, 80, *setting, heavy, op == "dropout", True) for setting in settings]
+        chosen = [(heavy, *setting) for setting in itertools.product(("bfloat16", "float32"), (False, True))]
         if not op.startswith("heads_") and op != "cross_entropy_saved_bwd":
-            cases.append(Case(op, 80, "bfloat16", False, heavy, op == "dropout", True, "16B"))
+            chosen.append((heavy, "bfloat16", False, "16B"))
         for variant in others:
-            chosen = [("bfloat16", False), ("bfloat16" if "autocast" in variant else "float32", True)]
-            cases += [Case(op, 80, *setting, variant, op == "dropout", True) for setting in chosen]
+            chosen += [
+                (variant, "bfloat16", False),
+                (variant, "bfloat16" if "autocast" in variant else "float32", True),
+            ]
+        for variant, dtype, unaligned, *kind in chosen:
+            cases.append(Case(op, 80, dtype, unaligned, variant, op == "dropout", True, *kind))
     return cases
 
 

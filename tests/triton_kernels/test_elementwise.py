@@ -12,6 +12,9 @@ from ckptkern.memory import peak_memory
 from ckptkern.triton_kernels import elementwise
 from ckptkern.triton_kernels.tile import Tile
 
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
 
 def values(dtype, device):
     """All 16-bit patterns of the dtype; of float32 as many, spread over all exponents."""
@@ -68,8 +71,8 @@ def assert_accurate_in_every_binade(ours, eagers, exact, z):
     assert (worst <= bound).all(), f"errors of z near {z[((worst > bound)[binade])][:3].tolist()}"
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_activation
+@each_dtype
 def test_whole_range(activation, dtype, device, interpreted):
     """act(z), act'(z) and relu's mask through the launchers: with K = 0 the pre-activation is the bias itself.
 
@@ -82,14 +85,20 @@ def test_whole_range(activation, dtype, device, interpreted):
     dz, _ = triton_kernels.linear_bwd(*nothing, z, dh[None], activation, "ieee", **tile)
     assert same(saved[0], z).all()
     assert torch.equal(bits, eager.pack_bits(~(z <= 0)[None]))
-    wide = z.double().requires_grad_()
-    exact = EXACT[activation](wide)
-    (slope,) = torch.autograd.grad(exact.sum(), wide)
-    assert_accurate_in_every_binade(h[0], eager.act(z, activation), exact.detach(), z)
+    exact, slope = exact_of(z, activation)
+    assert_accurate_in_every_binade(h[0], eager.act(z, activation), exact, z)
     assert_accurate_in_every_binade(dz[0], eager.act_grad_of(dh, z, activation), slope, z)
 
 
-SIXTEEN_BITS = [torch.float16, torch.bfloat16]
+each_16_bits = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+def exact_of(z, activation):
+    """(act(z), act'(z)) in float64."""
+    wide = z.double().requires_grad_()
+    exact = EXACT[activation](wide)
+    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    return exact.detach(), slope
 
 
 def act_and_slope(z, activation):
@@ -97,14 +106,11 @@ def act_and_slope(z, activation):
     rows = torch.nn.functional.pad(z, (0, -z.numel() % 128)).view(-1, 128)
     ours = triton_kernels.act_fwd(rows, None, activation)
     slopes, _ = triton_kernels.act_bwd(torch.ones_like(rows), rows, activation)
-    wide = z.double().requires_grad_()
-    exact = EXACT[activation](wide)
-    (slope,) = torch.autograd.grad(exact.sum(), wide)
-    return (ours.view(-1)[: z.numel()], exact.detach()), (slopes.view(-1)[: z.numel()], slope)
+    return zip((one.view(-1)[: z.numel()] for one in (ours, slopes)), exact_of(z, activation), strict=True)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+@each_activation
+@each_16_bits
 def test_the_short_formulas_round_as_exact_ones(activation, dtype, device):
     """The error is that of rounding the exact value to 16 bits: to a thousandth over all z in [-20, 20], and to a twentieth in
     each of its 40 parts, so that the left tail counts as well."""
@@ -121,8 +127,8 @@ def test_the_short_formulas_round_as_exact_ones(activation, dtype, device):
         assert (error.sqrt() <= 1.05 * ideal.sqrt()).all(), (error / ideal).sqrt().tolist()
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS, ids=str)
+@each_activation
+@each_16_bits
 def test_large_numbers_have_the_limits(activation, dtype, device):
     """Squares and cubes of z overflow, and 0 times infinity would be NaN: eager PyTorch's gelu_tanh gives that beyond 1e19."""
     z = values(dtype, device)
@@ -138,8 +144,8 @@ def test_every_activation_has_its_formulas():
     assert rows == ["name", *eager.ACTIVATIONS]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_activation
+@each_dtype
 def test_the_forms_of_an_activation_agree(activation, dtype):
     """In place or not, act(z) and dy act'(z) have the same bits, in z's own dtype. In place, the result is the argument's
     memory, and at most `temporaries` more like it are allocated meanwhile."""
@@ -174,7 +180,7 @@ def test_rows_longer_than_65535_blocks(monkeypatch):
 SPECIAL = [float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1.0, -1.0, 1e-40, -1e-40]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("saved", ["z", "y", "bits"])
 def test_relu_backward_of_special_values(dtype, saved, device):
     """Every dy meets every z: dy passes, NaN and infinities included, exactly where torch lets it pass.
@@ -192,18 +198,18 @@ def test_relu_backward_of_special_values(dtype, saved, device):
     assert torch.equal(db.isnan(), expected.float().sum(0).isnan())
 
 
-@pytest.mark.parametrize(
-    ("shape", "wanted"),
-    [
-        ((65, 33), (torch.bfloat16, True)),
-        ((130, 70), (True, torch.float16)),
-        ((0, 5), (True,)),
-        ((7, 3, 11), (True, True)),
-    ],
-    ids=str,
-)
+SUMS = [
+    ((65, 33), (torch.bfloat16, True)),
+    ((130, 70), (True, torch.float16)),
+    ((0, 5), (True,)),
+    ((7, 3, 11), (True, True)),
+]
+
+
+@pytest.mark.parametrize(("shape", "wanted"), SUMS, ids=str)
 def test_sums_of_rows_are_rounded_once(monkeypatch, shape, wanted, device):
-    """One launch for all. Whole numbers of ten bits: float32 adds them exactly, and 16 bits do not hold one of them."""
+    """One launch for all. Whole numbers of ten bits: float32 adds them exactly, and 16 bits do not hold one of them. A sum has
+    the same bits whatever else is summed."""
     partials = [torch.randint(-1023, 1024, shape, device=device).float() for _ in wanted]
     launched, launch = [], elementwise.launch
     monkeypatch.setattr(elementwise, "launch", lambda *args, **options: launched.append(launch(*args, **options)))
@@ -214,21 +220,13 @@ def test_sums_of_rows_are_rounded_once(monkeypatch, shape, wanted, device):
         expected = partial.double().sum(0).to(torch.float32 if dtype is True else dtype)
         assert total.dtype == expected.dtype
         assert torch.equal(total, expected)
+    normal = [torch.randn(shape, device=device) for _ in wanted]
+    for one, dtype, total in zip(normal, wanted, elementwise.row_sums(normal, wanted), strict=True):
+        assert torch.equal(elementwise.row_sums((one,), (True,))[0].to(total.dtype), total)
+        assert torch.equal(elementwise.row_sums((None, one), (False, dtype))[1], total)
 
 
-@pytest.mark.parametrize("shape", [(5, 9), (70, 64), (301, 40)], ids=str)
-def test_a_sum_does_not_depend_on_what_else_is_summed(shape, device):
-    """A gradient has the same bits whether the other one is wanted, and in which dtype."""
-    one, other = torch.randn(2, *shape, device=device)
-    alone, _ = elementwise.row_sums((one, None), (True, False))
-    for dtype in (True, torch.bfloat16):
-        assert torch.equal(elementwise.row_sums((one, other), (True, dtype))[0], alone)
-        assert torch.equal(elementwise.row_sums((other, one), (dtype, True))[1], alone)
-    assert torch.equal(elementwise.row_sums((one,), (torch.bfloat16,))[0], alone.bfloat16())
-    assert elementwise.row_sums((None, None), (False, True)) == [None, None]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype
 @pytest.mark.parametrize("wanted", [True, torch.bfloat16], ids=str)
 def test_column_sums_are_rounded_once(dtype, wanted, device):
     """On a GPU by torch's own kernel. Ones, of which 16 bits do not count 4099; half of them negative in the other column."""
@@ -240,20 +238,23 @@ def test_column_sums_are_rounded_once(dtype, wanted, device):
     assert torch.equal(total, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("p", "row_base"), [(0.3, 5), (1 / 65536, 0), (1.0, 48)])
-def test_dropout_is_eager_dropout(dtype, p, row_base, device):
+@each_dtype
+@pytest.mark.parametrize(
+    ("shape", "p", "row_base"),
+    [
+        ((45, 70), 0.3, 5),
+        ((45, 70), 1 / 65536, 0),
+        ((45, 70), 1.0, 48),
+        ((0, 8), 0.5, 0),
+        ((8, 0), 0.5, 0),
+        ((1, 1), 0.5, 0),
+    ],
+)
+def test_dropout_is_eager_dropout(dtype, shape, p, row_base, device):
     """Bit for bit: same mask from any first row, same rounding of scale * x. What is dropped is 0, NaN or not."""
-    x = torch.randn(45, 70, device=device).to(dtype)
-    x[7] = float("nan")
+    x = torch.randn(shape, device=device).to(dtype)
+    x[7:8] = float("nan")
     ours = triton_kernels.dropout(x, *dropout_of(p, device), row_base=row_base)
     expected = eager.dropout(x.cpu(), *dropout_of(p), row_base=row_base).to(device)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
     assert p < 1 or not ours.any()
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (1, 1)], ids=str)
-def test_dropout_of_few_elements(shape, device):
-    x = torch.randn(shape, device=device)
-    expected = eager.dropout(x.cpu(), *dropout_of(0.5)).to(device)
-    assert torch.equal(triton_kernels.dropout(x, *dropout_of(0.5, device)), expected)

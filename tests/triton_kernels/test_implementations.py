@@ -36,6 +36,7 @@ OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 def _triton(device):
     with ckptkern.backend("triton"):
         yield
+    _choices._impl.cache_clear()
 
 
 @pytest.mark.parametrize("setup", setups(("gelu", "silu"), ("full",), (P,), OPS))
@@ -98,12 +99,13 @@ def tiles(monkeypatch) -> set[tuple]:
 @pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("linear_act", "mlp", "gated_mlp")))
 @pytest.mark.parametrize("impl", ["triton:128x128", "dual:128x64", "persistent:128x256"])
 def test_backward_takes_the_tiles_of_forward(impl, setup, device, architecture, tiles):
-    """Where another implementation is forced meanwhile. Results are those of the default tiles."""
+    """Where another implementation is forced meanwhile. Results are those of the implementation "triton"."""
     if architecture or device == "cuda":
         pytest.skip("wants the interpreter's tiles")
     tensors = whole_numbers(make(setup, Sizes((140,), 32, 48, 64), torch.bfloat16))
     dy, results = torch.ones(140, 64, dtype=torch.bfloat16), {}
-    for name in (impl.partition(":")[0], impl):
+    base = impl.partition(":")[0]
+    for name in dict.fromkeys(("triton", base, impl)):
         tiles.clear()
         torch.manual_seed(0)
         with _choices.forced_impl(name):
@@ -112,9 +114,10 @@ def test_backward_takes_the_tiles_of_forward(impl, setup, device, architecture, 
             results[name] = y, *torch.autograd.grad(y, list(tensors.values()), dy)
         shape = INTERPRETED_VARIANT[:2] if name == impl else INTERPRETED_TILE[:2]
         assert {one[1:] for one in tiles} == {shape}, tiles
+        assert any("persistent" in one[0] for one in tiles) == (base == name.partition(":")[0] == "persistent"), tiles
         assert len(tiles) > (setup.op.name != "linear_act")  # forward's kernels and backward's
-    one, other = results.values()
-    assert all(map(torch.equal, one, other))
+    for name, result in results.items():
+        assert all(map(torch.equal, result, results["triton"])), name
 
 
 def test_a_compiled_graph_follows_the_implementation():
@@ -212,7 +215,6 @@ def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch):
             function(*leaves, **options).sum().backward()
         impls = {name for name in asked if name not in ("eager", "triton") or op != "mlp_block"}
         assert (impls == {"library"}) == (math.prod(lead) <= 6), (lead, asked)
-    _choices._impl.cache_clear()
 
 
 def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypatch):
@@ -226,25 +228,17 @@ def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypat
         found.append([impl for impl in ("dual", "triton") if impl in graph.print_readable(print_output=False)])
         return graph
 
-    try:
-        with ckptkern.backend("triton"):
-            compiled = torch.compile(module, backend=saved, fullgraph=True, dynamic=True)
-            for rows in (8, 40):
-                compiled(torch.randn(rows, 32, dtype=torch.bfloat16))
-            assert found == [["triton"]]
-            torch._dynamo.reset()
-            torch.compile(module, backend=saved, fullgraph=True, dynamic=False)(
-                torch.randn(8, 32, dtype=torch.bfloat16)
-            )
-            assert found[1:] == [["dual"]]
-            batch, x = torch.export.Dim("batch", min=1), torch.randn(8, 32, dtype=torch.bfloat16)
-            program = torch.export.export(module, (x,), dynamic_shapes=({0: batch},))
-            assert [node.args[3] for node in program.graph.nodes if "mlp_fwd" in str(node.target)] == [
-                ["gelu", "full", "triton", "ieee"]
-            ]
-    finally:
-        _choices._impl.cache_clear()
-        torch._dynamo.reset()
+    few, many = (torch.randn(rows, 32, dtype=torch.bfloat16) for rows in (8, 40))
+    compiled = torch.compile(module, backend=saved, fullgraph=True, dynamic=True)
+    compiled(few), compiled(many)
+    assert found == [["triton"]]
+    torch._dynamo.reset()
+    torch.compile(module, backend=saved, fullgraph=True, dynamic=False)(few)
+    torch._dynamo.reset()
+    assert found[1:] == [["dual"]]
+    program = torch.export.export(module, (few,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
+    (found,) = (node.args[3] for node in program.graph.nodes if "mlp_fwd" in str(node.target))
+    assert found == ["gelu", "full", "triton", "ieee"]
 
 
 @pytest.mark.parametrize(
@@ -252,23 +246,21 @@ def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypat
     [
         ((9, 0), "triton:256x128", True), ((9, 0), "persistent:256x128", True), ((8, 0), "triton:256x128", True),
         ((8, 0), "persistent:256x128", False), ((12, 0), "dual:64x128", True), ((10, 0), "persistent:256x128", False),
+        ((9, 0), "persistent", True), ((8, 0), "persistent", False), ((10, 0), "persistent", False),
     ],
 )  # fmt: skip
 def test_which_gpus_have_which_tiles(gpu, impl, there, monkeypatch):
     """What is tuned or forced for another GPU is passed over; so it is for float32."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
-    monkeypatch.setattr(
-        _choices._tuned,
-        "table",
-        lambda *device: dict.fromkeys((("mlp", "bfloat16", 2, False), ("mlp", "float32", 2, False)), impl),
-    )
-    try:
-        for dtype, taken in ((torch.bfloat16, there), (torch.float32, False)):
-            _choices._impl.cache_clear()
-            found = _choices._impl("mlp", "triton", "cuda", 0, dtype, 2)[-1]
-            assert found == (impl if taken else _impls.default_impl("mlp", gpu, dtype.itemsize, 2))
-    finally:
+    rows = [("mlp", dtype, 2, False) for dtype in ("bfloat16", "float16", "float32")]
+    monkeypatch.setattr(_choices._tuned, "table", lambda *device: dict.fromkeys(rows, impl))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        taken = there and dtype != torch.float32
         _choices._impl.cache_clear()
+        found = _choices._impl("mlp", "triton", "cuda", 0, dtype, 2)[-1]
+        assert found == (impl if taken else _impls.default_impl("mlp", gpu, dtype.itemsize, 2))
+        assert (impl in _choices.candidates("triton", "cuda", 0, dtype)) == taken
+        assert impl not in _choices.candidates("eager", "cuda", 0, dtype)
 
 
 def chosen(gpu: tuple[int, int], features: int, backend: str = "auto") -> str:
@@ -279,10 +271,7 @@ def chosen(gpu: tuple[int, int], features: int, backend: str = "auto") -> str:
         mock.patch.object(torch.cuda, "get_device_capability", return_value=gpu),
         mock.patch.object(_choices, "_device_reason", return_value=None),
     ):
-        try:
-            return _choices.choose_impl("mlp", x, 8, 8, features)
-        finally:
-            _choices._impl.cache_clear()
+        return _choices.choose_impl("mlp", x, 8, 8, features)
 
 
 def test_a_gpu_that_nobody_measured_takes_cublas():

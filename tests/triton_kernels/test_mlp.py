@@ -49,29 +49,26 @@ def test_linear_recomputes_z_and_h(activation, dtype, device):
     assert_equal(over, apart)
 
 
+@pytest.mark.parametrize("gated", [False, True], ids=["dual", "triple"])
 @each_activation_and_dtype
-def test_dual_matmul_equals_z_then_act_grad(activation, dtype, device):
-    """The dual matmul's z, h and dz are those of linear_fwd and act_grad, and h is forward's."""
+def test_fused_matmuls_equal_the_two_steps(activation, dtype, gated, device):
+    """z (g and u), h and dz of the dual and the triple matmul are those of plain matmuls and act_grad, and h is forward's."""
     options = {"dropout": dropout_of(0.3, device), "row_base": 32}
-    tensors = inputs_of(LAUNCHERS["mlp_bwd"], dtype, device, N=23)
-    layer = pick(tensors, x="x", w="w1", b="b1")
-    step = pick(tensors, dy="dy", w="w2") | {"z": linear(layer)["h"]}
-    dual = kernel(LAUNCHERS["mlp_bwd"], tensors, activation, **options)
-    assert_equal(dual, kernel(LAUNCHERS["act_grad"], step, activation, **options), SUMS_OF_ROWS)
-    assert torch.equal(dual["h"], linear(layer, activation, **options)["h"])
-
-
-@each_activation_and_dtype
-def test_triple_matmul_equals_g_and_u_then_act_grad(activation, dtype, device):
-    """As above for the gated MLP, whose g and u are two plain matmuls in the two-step implementation."""
-    options = {"dropout": dropout_of(0.3, device), "row_base": 32}
-    tensors = inputs_of(LAUNCHERS["gated_bwd"], dtype, device, N=23)
-    layer = {name: tensors[name] for name in LAUNCHERS["gated_fwd"].inputs}
-    g, u = gate_and_up(tensors)
-    step = pick(tensors, dy="dy", wd="wd") | {"g": g, "u": u}
-    triple = kernel(LAUNCHERS["gated_bwd"], tensors, activation, **options)
-    assert_equal(triple, kernel(LAUNCHERS["gated_act_grad"], step, activation, **options), SUMS_OF_ROWS)
-    assert_equal(kernel(LAUNCHERS["gated_fwd"], layer, activation, **options), {"h": triple["h"], "g": g, "u": u})
+    fused, second = ("gated_bwd", "gated_act_grad") if gated else ("mlp_bwd", "act_grad")
+    tensors = inputs_of(LAUNCHERS[fused], dtype, device, N=23)
+    if gated:
+        given = {name: tensors[name] for name in LAUNCHERS["gated_fwd"].inputs}
+        saved = dict(zip("gu", gate_and_up(tensors), strict=True))
+        forward = kernel(LAUNCHERS["gated_fwd"], given, activation, **options)
+        step = pick(tensors, dy="dy", wd="wd") | saved
+    else:
+        layer = pick(tensors, x="x", w="w1", b="b1")
+        saved, forward = {"z": linear(layer)["h"]}, linear(layer, activation, **options)
+        forward.pop("bits", None)
+        step = pick(tensors, dy="dy", w="w2") | saved
+    once = kernel(LAUNCHERS[fused], tensors, activation, **options)
+    assert_equal(once, kernel(LAUNCHERS[second], step, activation, **options), SUMS_OF_ROWS)
+    assert_equal(forward, saved | {"h": once["h"]})
 
 
 def test_the_gated_matmul_is_rounded_once(device):

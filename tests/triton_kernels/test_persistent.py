@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import triton
-from support.cases import Sizes, gradients, make, setups, whole_numbers
+from support.cases import whole_numbers
 from support.kernel_cases import (
     LAUNCHERS,
     SUMS_OF_ROWS,
@@ -21,19 +21,14 @@ from support.kernel_cases import (
     kernel,
 )
 
-import ckptkern
-from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.triton_kernels import linear, mlp, persistent
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, TILES
 
 BF16 = torch.bfloat16
 NAMES = ("linear_fwd", "act_grad", "gated_act_grad")
-KERNELS = {
-    "linear_fwd": linear._linear_fwd_persistent_kernel,
-    "act_grad": linear._act_grad_persistent_kernel,
-    "gated_act_grad": mlp._gated_act_grad_persistent_kernel,
-}
+KERNELS = dict(zip(NAMES, (
+    linear._linear_fwd_persistent_kernel, linear._act_grad_persistent_kernel, mlp._gated_act_grad_persistent_kernel,
+), strict=True))  # fmt: skip
 # The last tile of rows and of columns and the last step of a matmul are not full, in the interpreter's tiles and on sm_90.
 INTERPRETED = triton.knobs.runtime.interpret
 UNEVEN = dict.fromkeys("MKND", 80) if INTERPRETED else {"M": 200, "N": 208, "K": 80, "D": 80}
@@ -107,15 +102,6 @@ def test_bits_of_few_results_and_views(name, dtype, architecture, device):
     assert_equal(result, kernel(LAUNCHERS[name], tensors, "relu"), SUMS_OF_ROWS)
 
 
-def test_h_over_z(architecture, device):
-    tensors = given("act_grad", device)
-    unfused, held = tiles_of("act_grad", architecture, device)
-    apart = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=unfused)
-    over = kernel(LAUNCHERS["act_grad"], tensors, "gelu", tile=held, h_over_z=True)
-    assert over["h"].data_ptr() == tensors["z"].data_ptr()
-    assert_equal(over, apart)
-
-
 @pytest.mark.parametrize(
     ("name", "far"),
     [("linear_fwd", ["x", "w"]), ("act_grad", ["dy", "w", "z"]), ("gated_act_grad", ["dy", "wd", "g", "u"])],
@@ -184,44 +170,3 @@ def test_a_cuda_graph_keeps_the_descriptors(name):
         tensors[key].copy_(values)
     graph.replay()
     assert_equal(results, kernel(LAUNCHERS[name], tensors, "gelu", tile=held))
-
-
-# -- the implementation ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp"])
-def test_an_implementation_of_its_own(op, mode, device, architecture, launched):
-    """The results of the implementation "triton", by persistent kernels alone, since all sizes are aligned."""
-    if architecture or device == "cuda":
-        pytest.skip("wants the interpreter's tiles, which are small")
-    (setup,) = setups(("gelu",), (mode,), (0.3,), ops=(op,))
-    tensors = whole_numbers(make(setup.values[0], Sizes((140,), 32, 48, 64), BF16))
-    results = {}
-    for impl in ("triton", "persistent"):
-        launched.clear()
-        with ckptkern.backend("triton"), _choices.forced_impl(impl):
-            results[impl] = gradients(setup.values[0].fused, tensors, torch.ones(140, 64, dtype=BF16))
-        assert {one in KERNELS.values() for one, _ in launched} == {impl == "persistent"}
-    for name, one in results["triton"].items():
-        assert torch.equal(one, results["persistent"][name]), name
-
-
-@pytest.mark.parametrize(
-    ("gpu", "dtype", "there"),
-    [((9, 0), BF16, True), ((9, 0), torch.float16, True), ((9, 0), torch.float32, False), ((8, 0), BF16, False),
-     ((10, 0), BF16, False), ((12, 0), BF16, False)],
-)  # fmt: skip
-def test_which_gpus_have_the_implementation(gpu, dtype, there, monkeypatch):
-    """What a table or `forced_impl` says of other GPUs is passed over."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: gpu)
-    monkeypatch.setattr(_choices._tuned, "table", lambda *device: {("mlp", str(dtype)[6:], 2, False): "persistent"})
-    assert ("persistent" in _choices.candidates("triton", "cuda", 0, dtype)) == there
-    assert "persistent" not in _choices.candidates("eager", "cuda", 0, dtype)
-    _choices._impl.cache_clear()
-    try:
-        found = _choices._impl("mlp", "triton", "cuda", 0, dtype, 2)[-1]
-        assert (found == "persistent") == there
-        assert there or found == _impls.default_impl("mlp", gpu, dtype.itemsize, 2)
-    finally:
-        _choices._impl.cache_clear()

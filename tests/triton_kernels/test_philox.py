@@ -55,16 +55,10 @@ def test_a_part_that_begins_inside_a_block_of_columns_is_refused(launcher):
 @pytest.mark.parametrize("blocks", [(16, 64), (32, 256), (128, 32)], ids=str)
 @pytest.mark.parametrize(("row_base", "col_base"), [(0, 0), (5, 96), (48, 2**20), (2**31 - 128, 0)])
 def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, col_base, device):
-    M, N = 48, 70
-    y = triton_kernels.dropout(
-        torch.ones(M, N, device=device),
-        *dropout_of(P, device, col_base),
-        row_base=row_base,
-        blocks={"BLOCK_M": blocks[0], "BLOCK_N": blocks[1]},
-    )
-    assert torch.equal(
-        y.cpu() != 0, state.keep_mask(torch.tensor(STATE), P, M, N, row_base=row_base, col_base=col_base)
-    )
+    ones, shape = torch.ones(48, 70, device=device), dict(zip(("BLOCK_M", "BLOCK_N"), blocks, strict=True))
+    y = triton_kernels.dropout(ones, *dropout_of(P, device, col_base), row_base=row_base, blocks=shape)
+    expected = state.keep_mask(torch.tensor(STATE), P, 48, 70, row_base=row_base, col_base=col_base)
+    assert torch.equal(y.cpu() != 0, expected)
 
 
 @pytest.mark.parametrize("half", [0, 1])
