@@ -1,9 +1,7 @@
 """Regions inside DistributedDataParallel, fully_shard and torch's checkpoint wrappers train as one process with all batches."""
 
 import contextlib
-import copy
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +10,7 @@ import pytest
 import torch
 from support.architectures import ids
 from support.ranks import on_ranks
-from support.training import KINDS, Cast, Network, alone, build, check, convert, reference
+from support.training import KINDS, Cast, alone, build, check, convert, reference
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -58,26 +56,6 @@ def replicated(kind: str, p: float) -> nn.Module:
     return sharded(build(kind, p), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded")))
 
 
-class Around(nn.Module):
-    """Each layer is an activation checkpoint, with its gathers."""
-
-    def __init__(self, network: Network):
-        super().__init__()
-        self.network, self.layers = network, network.layers
-
-    def forward(self, ids):
-        x = self.network.embed(ids)
-        for layer in self.layers:
-            x = ckptkern.checkpoint(layer, x)
-            x = x[0] if isinstance(x, tuple) else x
-        return self.network.head(x)
-
-
-def around(kind: str, p: float) -> nn.Module:
-    network = Around(build(kind, ours=False))
-    return sharded(network, layers=network.layers)
-
-
 wrapped = functools.partial(
     checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, checkpoint_fn=ckptkern.checkpoint
 )
@@ -110,21 +88,20 @@ class Engine(NamedTuple):
 
 MIXED = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 ENGINES = {
-    "DDP": Engine(ddp()),
-    "DDP, static graph": Engine(ddp(static_graph=True)),
-    "DDP, views of buckets": Engine(ddp(static_graph=True, gradient_as_bucket_view=True), p=0.2),
+    "DDP": Engine(ddp(), kinds=(*KINDS, "tiled")),
+    "DDP, static graph": Engine(ddp(static_graph=True), kinds=(*KINDS, "tiled")),
+    "DDP, views of buckets": Engine(ddp(static_graph=True, gradient_as_bucket_view=True), 2, 0.2, (*KINDS, "tiled")),
     "DDP on four ranks": Engine(ddp(), 4, 0.2),
-    "FSDP2": Engine(fsdp2()),
+    "FSDP2": Engine(fsdp2(), kinds=(*KINDS, "tiled")),
     "FSDP2, resharded": Engine(fsdp2(reshard_after_forward=True), p=0.2),
     "FSDP2, gathered once": Engine(fsdp2(reshard_after_forward=False)),
     "FSDP2, of half of the ranks": Engine(fsdp2(reshard_after_forward=2), 4, 0.2),
     "FSDP2, replicated": Engine(replicated, 4),
-    "FSDP2, bfloat16": Engine(fsdp2(**MIXED, reshard_after_forward=True), mixed=True),
+    "FSDP2, bfloat16": Engine(fsdp2(**MIXED, reshard_after_forward=True), 2, 0.0, (*KINDS, "tiled"), mixed=True),
     "shard, convert": Engine(converted_last(reshard_after_forward=True), kinds=("converted",)),
     "shard, convert, gathered once": Engine(converted_last(reshard_after_forward=False), kinds=("converted",)),
     "shard, convert, half of the ranks": Engine(converted_last(reshard_after_forward=2), 4, 0.2, ("converted",)),
     "shard, convert, bfloat16": Engine(converted_last(**MIXED), kinds=("converted",), mixed=True),
-    "regions around shards": Engine(around),
     "wrappers in DDP": Engine(
         lambda kind, p: DistributedDataParallel(in_wrappers(build(kind, p, ours=kind != "segments"))), p=0.2
     ),
@@ -139,7 +116,7 @@ def engines(*names: str, every: int = 3) -> pytest.MarkDecorator:
     for i, name in enumerate(names or ENGINES):
         engine = ENGINES[name]
         for j, kind in enumerate(engine.kinds):
-            short = (i + j) % every == 0 or len(engine.kinds) == 1
+            short = (i + j) % every == 0 or len(engine.kinds) == 1 or kind == "tiled"
             cases.append(pytest.param(engine.size, name, kind, marks=() if short else pytest.mark.long))
     return pytest.mark.parametrize(("n", "engine", "kind"), cases)
 
@@ -161,16 +138,17 @@ def test_training_is_that_of_one_process(rank, n, engine, kind):
 @on_ranks()
 def test_gradients_accumulated_without_synchronisation(rank, n, engine, kind):
     is_ddp, options = engine.startswith("DDP"), {"gradient_as_bucket_view": True} if "views" in engine else {}
-    network = ddp(**options)(kind, 0.2) if is_ddp else ENGINES[engine].make(kind, 0.2)
+    for in_place in (False, True)[: 1 + is_ddp]:
+        network = ddp(**options)(kind, 0.2) if is_ddp else ENGINES[engine].make(kind, 0.2)
+        if in_place:
+            ckptkern.accumulate_in_place(network)
 
-    @contextlib.contextmanager
-    def accumulating(last):
-        if not is_ddp:
-            network.set_requires_gradient_sync(last)
-        with contextlib.nullcontext() if last or not is_ddp else network.no_sync():
-            yield
+        def accumulating(last, network=network):
+            if not is_ddp:
+                network.set_requires_gradient_sync(last)
+            return contextlib.nullcontext() if last or not is_ddp else network.no_sync()
 
-    check(network, alone(reference(kind, 0.2), n, 3), rank, 3, accumulating=accumulating)
+        check(network, alone(reference(kind, 0.2), n, 3), rank, 3, accumulating=accumulating)
 
 
 @pytest.mark.parametrize("kind", ["converted", *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[1:])])
@@ -181,28 +159,6 @@ def test_parameters_of_a_layer_that_some_ranks_leave_out(rank, kind):
     for views in (False, True):
         network = ddp(find_unused_parameters=True, gradient_as_bucket_view=views)(kind, 0.0)
         check(network, alone(reference(kind, 0.0), 2, skips=True), rank, skips=True)
-
-
-@on_ranks()
-def test_gradients_accumulated_in_place(rank):
-    """Micro-batches under no_sync, then one that reduces, twice; beside a replica whose gradients autograd accumulates."""
-    for views in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(ckptkern.nn.MLP(8, 16), nn.Linear(8, 8), ckptkern.nn.GatedMLP(8, 16)).double()
-        replicas = [
-            DistributedDataParallel(one, gradient_as_bucket_view=views) for one in (model, copy.deepcopy(model))
-        ]
-        ckptkern.accumulate_in_place(replicas[1])
-        x = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        for step, micro in itertools.product(range(2), range(2)):
-            for one in replicas:
-                with contextlib.nullcontext() if micro else one.no_sync():
-                    one(x[2 * step + micro]).square().sum().backward()
-            if micro:
-                theirs, ours = ([p.grad for p in one.parameters()] for one in replicas)
-                torch.testing.assert_close(ours, theirs)
-                for one in replicas:
-                    one.zero_grad(set_to_none=step == 1)
 
 
 @on_ranks()
@@ -256,33 +212,3 @@ def test_no_gathered_weight_and_no_hidden_layer_is_saved(rank):
         unfused(ids())
     assert saved.bytes < before.bytes / 2
     assert not any(shape[-1:] == torch.Size([48]) for shape, _, _ in saved.tensors if len(shape) == 3)
-
-
-# -- in one process
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_wrapper_in_one_process(kind):
-    """Names in state_dict, saved bytes and gradients are those of the layers themselves."""
-    network, unfused = in_wrappers(build(kind, 0.2)), build(kind, 0.2, ours=kind != "segments")
-    assert network.state_dict().keys() == unfused.state_dict().keys()
-    with saved_tensors(network) as saved:
-        network(ids())
-    inputs = [shape for shape, _, _ in saved.tensors if len(shape) == 3]
-    assert len(inputs) <= 4, "the input of each layer, of the head, and the logits"
-    check(network, alone(unfused, 1), 0)
-
-
-def test_values_are_checked_through_a_wrapper():
-    """Options of ckptkern.checkpoint are those of the wrapper."""
-    count = [0.0]
-
-    class Moves(nn.Module):
-        def forward(self, x):
-            count[0] += 1.0
-            return (x * count[0]).exp()
-
-    layer = wrapped(Moves(), determinism_check="values")
-    y = layer(torch.ones(3, requires_grad=True)).sum()
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="recomputed other values"):
-        y.backward()

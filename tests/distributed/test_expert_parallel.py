@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import on_ranks
-from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.timeline import Timeline
 
 import ckptkern
 from ckptkern.memory import saved_tensors
@@ -16,16 +15,6 @@ from ckptkern.ops.registration.functions import bodies_seen
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "expert_parallel.py"
 TOKENS, D, HIDDEN, EXPERTS, TOP_K = 24, 8, 12, 8, 3
-
-
-class Names(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("n", "uneven"), [(2, True), (4, False), pytest.param(4, True, marks=pytest.mark.long)])
@@ -48,10 +37,10 @@ def test_experts_over_ranks(rank, n, uneven):
     mine = x[rank].clone().requires_grad_()
     with saved_tensors([*layer.parameters(), mine]) as saved:
         y = layer(mine)
-    with bodies_seen(), Names() as ops, CommDebugMode() as collectives:
+    with bodies_seen(), Timeline() as timeline:
         y.backward(dy[rank])
-    assert sum(collectives.get_comm_counts().values()) == 3  # of results, rows and weights, and none in recompute
-    assert not any("topk" in name or "sigmoid_" in name for name in ops.names)
+    assert len(timeline.collectives) == 3, "of results, rows and weights, and none in recompute"
+    assert not any("topk" in step.name or "sigmoid_" in step.name for step in timeline.steps), str(timeline)
     widest = max(tensor[0][-1] for tensor in saved.tensors if len(tensor[0]) == 2)
     assert widest == D, "no hidden row is saved"
 

@@ -1,15 +1,16 @@
 """What the collectives of tensor parallelism run under, by the order of events, on gloo processes."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
 import torch
+from distributed.test_data_parallel import sharded
+from support.architectures import GPT, ids
 from support.ranks import on_ranks
 from support.timeline import Collective, Timeline
+from support.training import Network
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
@@ -146,15 +147,13 @@ START, ARRIVED = "c10d::_allgather_base_", "fsdp::split_with_sizes_copy"
 
 @on_ranks()
 def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank: int) -> None:
-    mesh, seen = init_device_mesh("cpu", (2,)), []
-    plain = layers(3, recompute="full")
-    fused = copy.deepcopy(plain)
-    for layer in plain:
-        layer.forward = layer_in_steps.__get__(layer)
-    for model in (plain, fused):
-        for layer in model:
-            fully_shard(layer, mesh=mesh)
-        y = fully_shard(model, mesh=mesh)(rows(mesh, False))
+    seen = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        network = Network(GPT, count=3)
+        if ours:
+            assert len(ckptkern.convert(network, ids(), recompute="full").converted) == 3
+        y = sharded(network)(ids())
         with bodies_seen(), Timeline() as timeline:
             y.sum().backward()
         events = [step.name if step.kind == "op" else "compute" for step in timeline.steps]
@@ -167,18 +166,3 @@ def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank: int) -> None:
         assert after.index(START) < after.index("compute"), (
             "the next layer's weights are gathered under this one's backward"
         )
-
-
-def layer_in_steps(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A Llama layer in PyTorch ops, with the same parameters."""
-    t, a = nn.functional, self.self_attn
-
-    def heads(linear: nn.Linear, h: torch.Tensor) -> torch.Tensor:
-        return linear(h).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-
-    h = t.rms_norm(x, (WIDTH,), self.input_layernorm.weight)
-    q, k, v = (heads(linear, h) for linear in (a.q_proj, a.k_proj, a.v_proj))
-    o = t.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    x = x + a.o_proj(o.transpose(1, 2).flatten(2))
-    h = t.rms_norm(x, (WIDTH,), self.post_attention_layernorm.weight)
-    return x + self.mlp.down_proj(t.silu(self.mlp.gate_proj(h)) * self.mlp.up_proj(h))

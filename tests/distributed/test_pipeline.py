@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support.architectures import GPT, HEADS, HIDDEN, WIDTH, B, Bert, S, ids
+from support.architectures import WIDTH, B, S, ids
 from support.ranks import on_ranks
-from support.training import KINDS, STEPS, Segment, optimizer_of
+from support.training import KINDS, STEPS, layer_of, optimizer_of
 from torch import nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -39,15 +39,10 @@ class Part(nn.Module):
     def __init__(self, kind: str, p: float, ours: bool, stage: int, stages: int):
         super().__init__()
         torch.manual_seed(stage)
-        layer = ckptkern.nn.TransformerEncoderLayer if ours else nn.TransformerEncoderLayer
         self.embed = nn.Embedding(20, WIDTH) if stage == 0 else nn.Identity()
         self.head = nn.Linear(WIDTH, 20) if stage == stages - 1 else nn.Identity()
         torch.manual_seed(100 + stage)
-        self.layer = {
-            "converted": lambda: GPT(p),
-            "modules": lambda: layer(WIDTH, HEADS, HIDDEN, p, batch_first=True),
-            "segments": lambda: Segment(Bert(p), ours),
-        }[kind]()
+        self.layer = layer_of(kind, p, ours)
         if kind == "converted" and ours:
             conversion = ckptkern.convert(self, ids() if stage == 0 else torch.randn(B, S, WIDTH))
             assert [row.replaced_by for row in conversion.converted] == ["transformer_layer"], conversion

@@ -1,6 +1,5 @@
 """Attention over sequences whose rows lie on several gloo processes, against one process; in float64 if nothing is said."""
 
-import copy
 import functools
 import importlib.util
 import itertools
@@ -11,22 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures import ARCHITECTURES, rotary
+from support import strategies
+from support.architectures import rotary
 from support.interpreter import quicken
 from support.ranks import Ranks, on_ranks
+from support.strategies import MODES, check_gradients, check_step, split
 from support.timeline import Timeline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.bias import causal_upper_left
 
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.ops.registration.functions import bodies_seen
-from ckptkern.parallel import ContextParallel, TensorParallel, context_parallel, shard_sequence
+from ckptkern.parallel import ContextParallel, context_parallel, shard_sequence
 
 B, WIDTH, HEADS, KV_HEADS, D = 2, 24, 8, 4, 6
-MODES = ("none", "selective", "full")
 ORDERS = ("contiguous", "zigzag")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "context_parallel.py"
 
@@ -143,31 +144,22 @@ def test_16_bits(mesh):
 
 @pytest.mark.long
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton")
-@pytest.mark.parametrize("exchange", ["gather", "heads"])
+@pytest.mark.parametrize(
+    ("exchange", "order", "mode"), [("gather", "zigzag", "selective"), ("heads", "contiguous", "full")]
+)
 @on_ranks(mesh="cp")
-def test_kernels_have_the_rows_of_the_whole_sequence(mesh, exchange):
+def test_kernels_have_the_rows_of_the_whole_sequence(mesh, exchange, order, mode):
     """In Triton's interpreter, float32."""
     quicken()
     S = 32 * mesh.size()
-    x, ct = (noise(1, S, WIDTH, seed=seed, dtype=torch.float32) for seed in (1, 2))
-    slopes, mask = torch.rand(HEADS, generator=torch.Generator().manual_seed(2)), noise(1, HEADS, S, S, seed=4).float()
-    options, order, mode = {
-        "gather": (
-            dict(window_size=(40, 3), alibi_slopes=slopes, attn_mask=mask, dropout_p=0.2),
-            "zigzag",
-            "selective",
-        ),
-        "heads": (dict(window_size=(9, 3), dropout_p=0.3), "contiguous", "full"),
-    }[exchange]
+    x, ct, odd = (noise(1, rows, WIDTH, seed=1, dtype=torch.float32) for rows in (S, S, 12))
+    mask, slopes = noise(1, HEADS, S, S, seed=4).float(), noise(HEADS, seed=2).abs().float()
+    call = x, ct, dict(window_size=(40, 3), alibi_slopes=slopes, attn_mask=mask, dropout_p=0.2), mode
     with ckptkern.backend("triton"):
-        call = x, ct, options, mode
-        found = on_this_rank(mesh, order, exchange, *call)
-        torch.testing.assert_close(found, rows_of(block(*call), mesh, order), atol=1e-3, rtol=1e-3)
-        odd = noise(1, 12, WIDTH, seed=1, dtype=torch.float32)
+        found, expected = on_this_rank(mesh, order, exchange, *call), rows_of(block(*call), mesh, order)
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
         if exchange == "gather":
-            with pytest.raises(
-                RuntimeError, match="the kernels draw masks of multiples of 16 rows, not of 12 rows of a rank"
-            ):
+            with pytest.raises(RuntimeError, match="masks of multiples of 16 rows, not of 12 rows of a rank"):
                 block(odd, odd, dict(dropout_p=0.3), "full", False, context_parallel(mesh))
 
 
@@ -202,8 +194,8 @@ def test_keys_and_values_are_gathered_under_recompute(mesh):
     "full" gathers them twice: for o, of which the MLP's input is made, and, when the MLP's backward is done, for the
     gradients."""
     for mode in MODES:
-        model = parallelize_module(_llama(recompute=mode), mesh, ContextParallel())
-        y = model(own(noise(B, 16, WIDTH, seed=1), mesh, "contiguous").requires_grad_())
+        model = split(strategies.block("llama", mode), mesh, "contiguous")
+        y = model(own(noise(B, 16, 32, seed=1), mesh, "contiguous").requires_grad_())
         with bodies_seen(), Timeline() as timeline:
             y.sum().backward()
         gathers = [one for one in timeline.collectives if one.name == "all_gather_into_tensor"]
@@ -227,160 +219,72 @@ def test_every_collective_is_waited_for(mesh):
         assert torch._C._distributed_c10d._get_work_registry_size() == 0, (exchange, name)
 
 
-# -- blocks and converted models
-
-
-def _llama(**options) -> nn.Module:
-    return ckptkern.nn.LlamaDecoderLayer(WIDTH, 6, 2, 40, dtype=torch.float64, **options)
-
-
-BLOCKS = {
-    "llama": lambda **o: _llama(dropout=0.25, **o),
-    "attention": lambda **o: ckptkern.nn.LlamaAttention(WIDTH, 6, 2, dropout=0.25, dtype=torch.float64, **o),
-    "encoder": lambda **o: ckptkern.nn.TransformerEncoderLayer(
-        WIDTH, 4, 40, 0.0, batch_first=True, dtype=torch.float64, **o
-    ),
-}
-
-
-def inputs(mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """All rows of x and of y's gradient."""
-    S = 8 * mesh.size()
-    return noise(B, S, WIDTH, seed=1), noise(B, S, WIDTH, seed=2)
-
-
-def step(model: Callable[[Tensor], Tensor], x: Tensor, ct: Tensor) -> list[Tensor]:
-    """[y, dx]"""
-    x = x.clone().requires_grad_()
-    torch.manual_seed(1)
-    y = model(x)
-    y.backward(ct)
-    return [y.detach(), x.grad]
-
-
-def check_step(mesh: DeviceMesh, order: str, whole: Callable, ours: Callable, part: Callable | None = None) -> None:
-    """part: of an input, for this rank."""
-    x, ct = inputs(mesh)
-    part = part or functools.partial(own, mesh=mesh, order=order)
-    found, expected = step(ours, part(x), part(ct)), step(whole, x, ct)
-    torch.testing.assert_close(found, [part(one) for one in expected])
-
-
-def check_gradients(unfused: nn.Module, ours: nn.Module, mesh: DeviceMesh) -> None:
-    for (name, p), q in zip(unfused.named_parameters(), ours.parameters(), strict=True):
-        grad = q.grad.full_tensor() if hasattr(q.grad, "full_tensor") else q.grad.clone()
-        dist.all_reduce(grad, group=mesh.get_group())
-        torch.testing.assert_close(grad, p.grad, msg=name)
-
-
-@pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.long)])
-@on_ranks(mesh="cp")
-def test_blocks_of_ckptkern_nn(mesh, n):
-    cases = itertools.product(BLOCKS, ORDERS, MODES) if n > 2 else zip(BLOCKS, ORDERS * 2, MODES, strict=False)
-    for name, order, mode in cases:
-        torch.manual_seed(0)
-        unfused = BLOCKS[name](recompute=mode)
-        ours = parallelize_module(copy.deepcopy(unfused), mesh, ContextParallel(order=order))
-        check_step(mesh, order, unfused, ours)
-        check_gradients(unfused, ours, mesh)
-        if mode != "none":
-            saved, x = [], inputs(mesh)[0]
-            for model, rows in ((unfused, x), (ours, own(x, mesh, order).clone())):
-                with saved_tensors() as found:
-                    model(rows)
-                saved.append(found.bytes - sum(p.numel() * p.element_size() for p in model.parameters()))
-            assert saved[1] * n <= saved[0] + 64 * n, (name, mode, saved)  # 16 bytes of each random state
+# -- blocks and converted models; test_blocks.py has every block
 
 
 @on_ranks(mesh="cp")
 def test_masks_of_torchs_modules_are_of_all_rows(mesh):
     """Masks of all rows in the arguments of torch's modules, True = hidden."""
     S = 8 * mesh.size()
-    mask, padding = noise(S, S, seed=3) > 1.0, noise(B, S, seed=4) > 1.0
-    torch.manual_seed(0)
-    attention = ckptkern.nn.MultiheadAttention(WIDTH, 4, batch_first=True, dtype=torch.float64)
+    mask, padding = noise(S, S, seed=3) > 1.0, noise(3, S, seed=4) > 1.0
+    attention = ckptkern.nn.MultiheadAttention(strategies.WIDTH, 4, batch_first=True, dtype=torch.float64)
     options = dict(attn_mask=mask, key_padding_mask=padding), dict(attn_mask=causal_upper_left(S, S))
-    encoder = BLOCKS["encoder"]()
-    calls = [(encoder, lambda layer, rows: layer(rows, src_mask=mask, src_key_padding_mask=padding))] + [
+    calls = [
         (attention, lambda layer, x, given=given: layer(x, x, x, need_weights=False, **given)[0]) for given in options
     ]
+    encoder = strategies.block("without dropout", "full")
+    calls.append((encoder, lambda layer, rows: layer(rows, src_mask=mask, src_key_padding_mask=padding)))
     for layer, call in calls:
-        ours = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel(order="zigzag"))
-        check_step(mesh, "zigzag", functools.partial(call, layer), functools.partial(call, ours))
+        ours = split(layer, mesh, "zigzag")
+        both = functools.partial(call, layer), functools.partial(call, ours)
+        check_step(layer, ours, mesh, "zigzag", "masks", length=S, calls=both)
 
 
 @on_ranks(mesh="cp")
 def test_a_converted_model_on_two_ranks_trains_as_on_one(mesh):
     """With its loss over this rank's tokens."""
     S = 8 * mesh.size()
-    torch.manual_seed(0)
-    model = ARCHITECTURES["llama"].model()
     ids = torch.randint(0, 20, (B, S), generator=torch.Generator().manual_seed(3))
-    ours = copy.deepcopy(model)
-    conversion = ckptkern.convert(ours, ids)
-    assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
-    model, ours = model.double(), ours.double()
-    parallelize_module(ours, mesh, {"layers.*": ContextParallel(order="contiguous")})
+    model = strategies.converted("llama", dropout=False)
+    ours = split(model, mesh, "contiguous", "layers.*")
     tables = tuple(one.double() for one in rotary(torch.empty(B, S, 1)))
-    labels = torch.cat((ids[:, 1:], ids.new_full((B, 1), -100)), 1)
-    logits = model(ids, tables=tables)
-    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").div(100).backward()
-
-    def mine(whole: Tensor) -> Tensor:
-        return own(whole, mesh, "contiguous", 1)
-
-    own_tables = tuple(mine(one) for one in tables)
-    found = ours(mine(ids), tables=own_tables)
-    torch.testing.assert_close(found, mine(logits))
-    nn.functional.cross_entropy(found.flatten(0, 1), mine(labels).flatten(), reduction="sum").div(100).backward()
-    check_gradients(model, ours, mesh)
+    own_tables = tuple(own(one, mesh, "contiguous", 1) for one in tables)
+    own_ids, labels = own(ids, mesh, "contiguous", 1), torch.cat((ids[:, 1:], ids.new_full((B, 1), -100)), 1)
+    logits, found = model(ids, tables=tables), ours(own_ids, tables=own_tables)
+    expected = own(logits, mesh, "contiguous", 1)
+    torch.testing.assert_close(found, expected)
+    for y, targets in ((logits, labels), (found, own(labels, mesh, "contiguous", 1))):
+        nn.functional.cross_entropy(y.flatten(0, 1), targets.flatten(), reduction="sum").div(100).backward()
+    check_gradients(model, ours, "converted", mesh)
     with torch.no_grad():  # no original forward, which would attend to this rank's rows
-        torch.testing.assert_close(ours.eval()(mine(ids), tables=own_tables), mine(logits))
+        torch.testing.assert_close(ours.eval()(own_ids, tables=own_tables), expected)
 
 
 @on_ranks(4)
 def test_with_tensor_parallel_and_fsdp2(rank):
-    from torch.distributed.fsdp import fully_shard
-
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    for names, order, sequence in ((("cp", "tp"), "zigzag", False), (("tp", "cp"), "contiguous", True)):
-        torch.manual_seed(0)
-        unfused = _llama(dropout=0.25)
-        ours = copy.deepcopy(unfused)
-        styles = {"cp": ContextParallel(order=order), "tp": TensorParallel(sequence_parallel=sequence)}
-        for name in names:
-            ours = parallelize_module(ours, mesh[name], styles[name])
+    for first, order, rows in ((True, "zigzag", "heads"), (False, "contiguous", "rows")):
+        unfused = ours = strategies.block("llama", "selective")
+        pairs = [(mesh["cp"], order), (mesh["tp"], rows)]
+        for where, strategy in pairs if first else reversed(pairs):
+            ours = split(ours, where, strategy)
 
-        def part(whole: Tensor, order=order, sequence=sequence) -> Tensor:
-            rows = own(whole, mesh["cp"], order)
-            return rows.chunk(2, -2)[mesh["tp"].get_local_rank()] if sequence else rows
+        def part(whole: Tensor, pairs=pairs) -> Tensor:
+            for where, strategy in pairs:
+                whole = strategies.mine(whole, where, strategy)
+            return whole
 
-        check_step(mesh["cp"], order, unfused, ours, part)
-        check_gradients(unfused, ours, mesh["cp"])
-    torch.manual_seed(0)
-    unfused = nn.Sequential(*(_llama(recompute="full") for _ in range(2)))
-    ours = parallelize_module(copy.deepcopy(unfused), mesh["cp"], {"*": ContextParallel(order="zigzag")})
+        check_step(unfused, ours, mesh["cp"], order, f"{order}, {rows}", part=part)
+    unfused = nn.Sequential(*(strategies.block("llama", "full", seed) for seed in range(2)))
+    ours = split(unfused, mesh["cp"], "zigzag", "*")
     for layer in ours:
         fully_shard(layer, mesh=mesh["cp"])
-    check_step(mesh["cp"], "zigzag", unfused, fully_shard(ours, mesh=mesh["cp"]))
+    fully_shard(ours, mesh=mesh["cp"])
+    x, weight = noise(B, 8, 32, seed=1), noise(B, 8, 32, seed=2)
+    strategies.step(unfused, x, weight)
+    strategies.step(ours, *(own(one, mesh["cp"]) for one in (x, weight)))
     for p, q in zip(unfused.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.grad.full_tensor() * 2, p.grad)  # FSDP2 takes the mean over ranks
-
-
-@pytest.mark.slow
-@on_ranks(mesh="cp")
-def test_activation_checkpoints_and_compiled_blocks(mesh):
-    """An activation checkpoint's recompute and a compiled block attend over all ranks, too."""
-    torch.manual_seed(0)
-    layer = _llama()
-
-    def in_a_region(x: Tensor) -> Tensor:
-        with context_parallel(mesh, order="zigzag"):
-            return ckptkern.checkpoint(layer, x)
-
-    styled = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel(order="zigzag"))
-    for ours in (in_a_region, torch.compile(styled, fullgraph=True, backend="aot_eager")):
-        check_step(mesh, "zigzag", copy.deepcopy(layer), ours)
 
 
 @on_ranks(mesh="cp")
@@ -479,9 +383,9 @@ def test_errors_say_what_was_wanted(mesh):
     for again in (ckptkern.revert, lambda model: ckptkern.convert(model, x)):
         with pytest.raises(ValueError, match="already sharded by ContextParallel"):
             again(built)
-    layer = parallelize_module(_llama(), mesh, ContextParallel())
+    layer = split(strategies.llama(), mesh, "contiguous")
     with pytest.raises(ValueError, match="are split already"):
         parallelize_module(layer, mesh, ContextParallel())
-    shapes = r"equal parts of a sequence, but their inputs have the shapes \(2, 4, 24\), \(2, 6, 24\)"
+    shapes = r"equal parts of a sequence, but their inputs have the shapes \(2, 4, 32\), \(2, 6, 32\)"
     with pytest.raises(ValueError, match=shapes):
-        layer(noise(2, 4 + 2 * dist.get_rank(), WIDTH, seed=1))
+        layer(noise(2, 4 + 2 * dist.get_rank(), 32, seed=1, dtype=torch.float32))

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +9,12 @@ import torch.distributed as dist
 from support.cases import assert_same_within_rounding
 from support.interpreter import quicken
 from support.ranks import Ranks, on_ranks
+from support.timeline import Timeline
 
 import ckptkern
 from ckptkern.memory import saved_tensors
 from ckptkern.ops.catalog import OPS
+from ckptkern.ops.registration.functions import bodies_seen
 
 M, WIDTH, IGNORED = 21, 9, -100
 lce = ckptkern.linear_cross_entropy
@@ -114,35 +114,19 @@ def test_sixteen_bits_and_kernels(ranks: Ranks, backend, mode):
     ranks.run(len(sizes), _check, sizes, OPTIONS["everything"], torch.bfloat16, mode, backend)
 
 
-class Sent(torch.utils._python_dispatch.TorchDispatchMode):
-    """Names of collectives and their bytes, also of those inside the bodies of ckptkern's ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "ckptkern":
-            with self:
-                return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **(kwargs or {}))
-        if func.namespace == "_c10d_functional" and "wait" not in func._schema.name:
-            self.found.append((func._opname, args[0].nbytes))
-        return func(*args, **(kwargs or {}))
-
-
 @on_ranks()
 def test_collectives(rank: int) -> None:
     """One all-gather of three numbers a token and one, one all-reduce; saved are lse and the vocabulary's size."""
     t, target = make(40, torch.float32)
     mine, _ = shard_of(t, (20, 20), rank)
     leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
-    with Sent() as sent, saved_tensors([*leaves.values(), target]) as saved:
+    with bodies_seen(), Timeline() as sent, saved_tensors([*leaves.values(), target]) as saved:
         loss = loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum")["loss"]
-    assert sent.found == [("all_gather_into_tensor", 4 * (3 * M + 1))]
+    assert [(one.name, one.size) for one in sent.collectives] == [("all_gather_into_tensor", 2 * (3 * M + 1))]
     assert saved.bytes == 4 * M + 4
-    with Sent() as sent:
+    with bodies_seen(), Timeline() as sent:
         loss.backward()
-    assert sent.found == [("all_reduce", 4 * M * WIDTH)]
+    assert [(one.name, one.size) for one in sent.collectives] == [("all_reduce", M * WIDTH)]
 
 
 @on_ranks()
@@ -160,15 +144,3 @@ def test_errors(rank: int) -> None:
     (dx,) = torch.autograd.grad(loss, leaves["x"], create_graph=True)
     with pytest.raises(NotImplementedError, match="no second-order gradients"):
         dx.sum().backward()
-
-
-@pytest.mark.slow
-@on_ranks()
-def test_compiled(rank: int) -> None:
-    sys.modules[__name__] = SimpleNamespace(**globals())  # Dynamo imports the module of what it inlines
-    t, target = make(40, torch.float32)
-    mine, place = shard_of(t, (15, 25), rank)
-    run = functools.partial(loss_of, target, group=dist.group.WORLD, vocab_start=place.start, label_smoothing=0.1)
-    assert_same_within_rounding(
-        gradients(torch.compile(run, backend="aot_eager", fullgraph=True), mine), gradients(run, mine)
-    )

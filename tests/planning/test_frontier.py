@@ -4,25 +4,15 @@ import math
 
 import pytest
 import torch
-from support.planned import model_of
-from torch import Tensor, nn
+from support.planned import layers, model_of, peak_of, sequence
+from torch import Tensor
 
 import ckptkern
 from ckptkern.errors import BudgetError
-from ckptkern.memory import peak_memory
 from ckptkern.planning.frontier import CLOSE, search
 from ckptkern.planning.live import step_of
 
 pytest.importorskip("scipy")
-
-
-def layers(device: str = "cpu") -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=48, device=device) for _ in range(3)))
-
-
-def tokens(size: int, device: str = "cpu") -> Tensor:
-    return torch.randn(1, size, 16, device=device, requires_grad=True)
 
 
 @pytest.mark.parametrize(
@@ -57,22 +47,18 @@ def test_it_ends_at_the_limit() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_longest_sequence(device: str) -> None:
-    model = layers(device)
-    found = ckptkern.frontier(model, lambda n: tokens(n, device), "1MiB", multiple=16)
+    model = layers(3, device)
+    found = ckptkern.frontier(model, lambda n: sequence(n, device, 1), "1MiB", multiple=16)
     assert found.peak <= found.budget == 2**20
     if device == "cpu":
         for p in model.parameters():
             p.grad = None
-        x = tokens(found.size)
-        with peak_memory("cpu") as peak:
-            y = model.train()(x)
-            y.sum().backward()
-        assert peak.bytes <= 2**20
+        assert peak_of(model, (sequence(found.size, batch=1),)) <= 2**20
     for layer in model:
         layer.recompute = "full"
         layer.zero_grad()
     beyond = found.size + max(16, found.size // CLOSE)
-    assert step_of(model, (tokens(beyond, device),), {}, [], torch.device(device)).peak > 2**20
+    assert step_of(model, (sequence(beyond, device, 1),), {}, [], torch.device(device)).peak > 2**20
     assert f"largest size within 1 MiB: {found.size}" in str(found)
 
 
@@ -104,4 +90,4 @@ def test_a_budget_that_the_first_size_does_not_meet() -> None:
 )
 def test_bad_arguments(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ckptkern.frontier(layers(), tokens, **({"budget": "1MiB"} | options))
+        ckptkern.frontier(layers(), sequence, **({"budget": "1MiB"} | options))

@@ -1,6 +1,7 @@
 """ckptkern.plan by saved bytes: its table and its text, what it leaves as it was, several ranks, and what it refuses."""
 
 import copy
+import itertools
 import pickle
 import sys
 
@@ -197,34 +198,35 @@ def test_without_a_budget_it_is_what_is_free(monkeypatch: pytest.MonkeyPatch) ->
 # -- what callers get wrong
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "kind", "message"),
-    [
-        ((), {"budget": 10}, TypeError, "wanted the inputs of a training step"),
-        ((ids(),), {"budget": "lots"}, ValueError, "budget must be a number of bytes, or a size such as"),
-        ((ids(),), {"budget": -1}, ValueError, "budget must be"),
-        ((ids(),), {"budget": True}, ValueError, "budget must be"),
-        ((ids(),), {"budget": 0.5}, ValueError, "budget must be"),
-        ((ids(),), {"budget": 10, "stores": [3]}, TypeError, "stores must hold stores such as"),
+def test_wrong_arguments() -> None:
+    model, compiled = model_of("llama"), torch.compile(model_of("llama"))
+    frozen, x = nn.Sequential(ckptkern.nn.MLP(8, 16)).requires_grad_(False), torch.randn(3, 8)
+    size = "budget must be a number of bytes, or a size such as"
+    for kind, message, options, *given in (
+        *((ValueError, size, {"budget": wrong}, model, ids()) for wrong in ("lots", -1, True, 0.5)),
+        (TypeError, "stores must hold stores such as", {"budget": 10, "stores": [3]}, model, ids()),
         (
-            (ids(),),
-            {"budget": 10, "saved": 10},
             ValueError,
             "budget bounds the peak and saved the saved bytes: give one",
+            {"budget": 10, "saved": 10},
+            model,
+            ids(),
         ),
-    ],
-)
-def test_wrong_arguments(arguments: tuple, options: dict, kind: type, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        ckptkern.plan(model_of("llama"), *arguments, **options)
-
-
-def test_what_is_no_model_or_compiled_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
-        ckptkern.plan(3, ids(), saved=10)
-    for call in (ckptkern.plan, ckptkern.report):
-        with pytest.raises(ValueError, match=rf"{call.__name__} first, then compile"):
-            call(torch.compile(model_of("llama")), ids())
+    ):
+        with pytest.raises(kind, match=message):
+            ckptkern.plan(*given, **options)
+    for call, (kind, message, *given) in itertools.product(
+        (ckptkern.plan, ckptkern.report),
+        (
+            (TypeError, r"model must be a torch.nn.Module, not int", 3, ids()),
+            (TypeError, "wanted the inputs of a training step", model),
+            (ValueError, "{} first, then compile", compiled, ids()),
+        ),
+    ):
+        with pytest.raises(kind, match=message.format(call.__name__)):
+            call(*given)
+    with pytest.raises(ValueError, match="wanted an output with a gradient"):
+        ckptkern.report(frozen, x)
 
 
 def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:

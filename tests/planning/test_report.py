@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import ckptkern
 from ckptkern import memory
-from ckptkern.planning.live import gradients_as_there
 from ckptkern.planning.report import EAGER
 from ckptkern.planning.segments import Strategy, segments_of
 
@@ -130,22 +129,3 @@ def test_on_the_meta_device() -> None:
     assert all(line.flops > 0 for line in report.lines)
     assert "ms" not in str(report)
     assert report.timelines["full"].peak == sum(one.bytes for one in report.standing["full"]) > 2 * 3 * 8 * 4
-
-
-def test_gradients_that_are_there_come_back() -> None:
-    layer = nn.Linear(2, 2)
-    layer.weight.grad = mine = torch.ones(2, 2)
-    with gradients_as_there(layer, all_there=True):
-        layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad is mine
-    assert torch.equal(mine, torch.ones(2, 2))
-    assert layer.bias.grad is None
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
-        ckptkern.report(3, ids())
-    with pytest.raises(TypeError, match="wanted the inputs of a training step"):
-        ckptkern.report(model_of("llama"))
-    with pytest.raises(ValueError, match="wanted an output with a gradient"):
-        ckptkern.report(nn.Sequential(ckptkern.nn.MLP(8, 16)).requires_grad_(False), torch.randn(3, 8))

@@ -79,9 +79,6 @@ def test_operands_by_turns_fill_the_cache(nbytes, cache):
     count = timing.copies(nbytes, cache)
     assert (count - 1) * nbytes >= cache
     assert count == 1 or (count - 2) * nbytes < cache
-
-
-def test_copies_have_an_end():
     assert timing.copies(1, 2**40) == timing.copies(0, 2**40) == timing.MOST_COPIES
     assert timing.cache_of(CPU) == 0
 
