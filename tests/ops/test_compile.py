@@ -2,14 +2,13 @@
 
 import functools
 import itertools
-from unittest import mock
 
 import pytest
 import torch
-from support.calls import LibraryCalls, call_of, dropping
+from support.calls import call_of, dropping
 from support.cases import assert_same, assert_same_within_rounding, gradients, output_gradient, seeded
-from support.oracles import mlp as mlp_oracle
-from torch._dynamo.backends.common import aot_autograd
+from support.oracles import ORACLES
+from support.properties import Calls
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ckptkern
 from ckptkern.ops import catalog
 from ckptkern.ops.dispatch import choices
+from ckptkern.ops.mlp.branch import MLPBranch
 from ckptkern.ops.registration.codec import values_of
 from ckptkern.ops.transformer_layer import TransformerLayer
 
@@ -80,8 +80,6 @@ def test_one_weight_as_several_inputs(mode):
         torch.testing.assert_close(torch.autograd.grad(function(x).sum(), w), expected)
 
 
-
-
 def test_another_backend_compiles_again_and_reaches_its_kernels():
     """Dynamo cannot trace into Triton or the CUDA driver, so whether a kernel can run here is a constant."""
     counter, call = CompileCounterWithBackend("aot_eager"), call_of("mlp")
@@ -93,35 +91,31 @@ def test_another_backend_compiles_again_and_reaches_its_kernels():
     assert counter.frame_count == 2
 
 
-def test_the_workspace():
+def test_the_workspace(monkeypatch):
     """Another workspace compiles again, one that was seen does not, and none is a symbol."""
-    from ckptkern.ops.mlp.branch import MLPBranch
-
-    call, backward, graphs, taken = call_of("mlp"), MLPBranch.backward_rows, [], []
-
-    def noted(self, *args):
-        taken.append(self.o.workspace)
-        return backward(self, *args)
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    run = compiled(call.unseeded, aot_autograd(fw_compiler=count, bw_compiler=lambda graph, _: graph))
-    with mock.patch.object(MLPBranch, "backward_rows", noted):
-        for size, graphs_of in ((2**17, 1), (2**18, 2), (2**19, 3), ("128KiB", 3), (None, 4)):
-            with ckptkern.workspace(size):
-                run(call.make()).sum().backward()
-            assert len(graphs) == graphs_of
-            assert {*taken} - {None} == {choices.parse_bytes("", size) or choices.WORKSPACE}  # None: shapes alone
-            taken.clear()
+    call, counter, backward, taken = (
+        call_of("mlp"),
+        CompileCounterWithBackend("aot_eager"),
+        MLPBranch.backward_rows,
+        set(),
+    )
+    monkeypatch.setattr(
+        MLPBranch, "backward_rows", lambda self, *args: taken.add(self.o.workspace) or backward(self, *args)
+    )
+    run = compiled(call.unseeded, counter)
+    for size, graphs in ((2**17, 1), (2**18, 2), (2**19, 3), ("128KiB", 3), (None, 4)):
+        with ckptkern.workspace(size):
+            run(call.make()).sum().backward()
+        assert counter.frame_count == graphs
+        assert taken - {None} == {choices.parse_bytes("", size) or choices.WORKSPACE}  # None: shapes alone
+        taken.clear()
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_every_precision_of_a_graph_is_read(way, monkeypatch):
     """A compiled graph of CUDA tensors carries "auto", which no kernel knows; a layer has one for each sublayer."""
     call = call_of("transformer_layer", "parallel")
-    with LibraryCalls() as calls:
+    with Calls() as calls:
         gradients(call, call.make())
     op, args = calls.found[way == "backward"]
     body, seen = getattr(TransformerLayer, way), []
@@ -147,17 +141,10 @@ def test_a_transform_breaks_the_graph_and_says_so():
 
 def test_stacks_deeper_than_an_int64_has_bits():
     """A stack of 33 layers has 67 inputs; every one gets its gradient, in every form."""
-    depth = 33
-    weights, biases = ([catalog.Normal(shape)] * depth for shape in ((4, 4), (4,)))
-    call = call_of("linear_stack", activation="silu", weights=weights, biases=biases, x=catalog.Normal((3, 4)))
+    layers = {name: [catalog.Normal(shape)] * 33 for name, shape in (("weights", (4, 4)), ("biases", (4,)))}
+    call = call_of("linear_stack", activation="silu", x=catalog.Normal((3, 4)), **layers)
     tensors = call.make(torch.float64)
-
-    def unfused(t):
-        h = t["x"]
-        for i in range(depth):
-            h = torch.nn.functional.silu(torch.nn.functional.linear(h, t[f"weights.{i}"], t[f"biases.{i}"]))
-        return h
-
+    unfused = call._replace(entry=call.entry._replace(function=ORACLES["linear_stack"]))
     expected = gradients(unfused, tensors)
     for function in (call.unseeded, compiled(call.unseeded)):
         assert_same_within_rounding(gradients(function, tensors), expected)
@@ -201,7 +188,7 @@ def test_masks_under_vmap(name):
 def test_jacobians_and_gradients_of_gradients():
     call = call_of("mlp", sizes=catalog.Sizes((2,), 3, 4, 2), activation="silu", dropout_p=0.25)
     tensors = {name: t.detach() for name, t in call.make(torch.float64).items()}
-    oracle = seeded(lambda t: mlp_oracle(**t, activation="silu", dropout_p=0.25))
+    oracle = seeded(lambda t: ORACLES["mlp"](**t, activation="silu", dropout_p=0.25))
 
     def found(function):
         def penalty(t):

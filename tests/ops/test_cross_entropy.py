@@ -140,18 +140,6 @@ def test_targets_out_of_bounds(mode, backend):
             assert ours(target, tensors, recompute=mode, ignore_index=wrong).isfinite()
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has it from 2.12 on")
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_torchs_own_function(reduction):
-    """Its arguments, shapes and values: [N, d] and [d], classes and their probabilities."""
-    for lead in ((6,), ()):
-        tensors, target = make(lead, ignore="none")
-        for options in (dict(target=target, ignore_index=2), dict(target=torch.rand(*lead, 12).softmax(-1))):
-            options |= dict(weight=class_weights(12), label_smoothing=0.1, reduction=reduction)
-            found, theirs = (ours(t=tensors, **options, **more) for more in ({}, {"function": F.linear_cross_entropy}))
-            torch.testing.assert_close(found, theirs)
-
-
 # -- extreme logits
 
 

@@ -1,5 +1,7 @@
 """moe_mlp and grouped_gated_mlp: every kind of routing."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from support.wrappers import Logged
 
 import ckptkern
 from ckptkern import eager
+from ckptkern.ops import catalog
 
 Tensors = dict[str, torch.Tensor]
 
@@ -16,14 +19,13 @@ Tensors = dict[str, torch.Tensor]
 def moe(x, index, s, w, wd, b=None, bd=None, act=F.silu):
     """The reference implementation: one expert after the other on its tokens, as transformers' models write it, added
     up in float32."""
-    wide = eager.wide_of(x.dtype)
-    total = torch.zeros(x.shape, dtype=wide)
+    total = torch.zeros(x.shape, dtype=eager.wide_of(x.dtype))
     for e in range(len(w)):
         *tokens, j = torch.where(index == e)
         g, u = F.linear(x[tuple(tokens)], w[e], None if b is None else b[e]).chunk(2, -1)
         y = F.linear(act(g) * u, wd[e], None if bd is None else bd[e])
-        weighted = (y * s[(*tokens, j)][:, None].to(y.dtype)).to(wide)
-        total = total.index_put(tuple(tokens), weighted, accumulate=True)
+        weighted = y * s[(*tokens, j)][:, None].to(y.dtype)
+        total = total.index_put(tuple(tokens), weighted.to(total.dtype), accumulate=True)
     return total.to(x.dtype)
 
 
@@ -42,29 +44,19 @@ def routing(kind: str, tokens: int, top_k: int, experts: int, seed: int = 3) -> 
     return index
 
 
-def tensors_of(index, experts, d, h, dtype, bias=True, seed=0) -> Tensors:
-    generator = torch.Generator().manual_seed(seed)
-
-    def of(*shape, scale=1.0):
-        return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).requires_grad_()
-
-    found = {
-        "x": of(len(index), d), "s": of(*index.shape), "w": of(experts, 2 * h, d, scale=max(d, 1) ** -0.5),
-        "wd": of(experts, d, h, scale=max(h, 1) ** -0.5),
-    }  # fmt: skip
-    return found | ({"b": of(experts, 2 * h), "bd": of(experts, d)} if bias else {})
+def tensors_of(index, experts, d, h, dtype=torch.float32, bias=True) -> Tensors:
+    """Of `moe`, by name."""
+    shapes = {"x": (len(index), d), "s": index.shape, "w_weight": (experts, 2 * h, d), "wd_weight": (experts, d, h)}
+    shapes |= {"b": (experts, 2 * h), "bd": (experts, d)} if bias else {}
+    leaves = catalog.random_leaves({name: catalog.Normal(tuple(shape)) for name, shape in shapes.items()}, dtype)
+    return {name.removesuffix("_weight"): t for name, t in leaves.items()}
 
 
-def ours_of(index, **options):
-    def ours(t: Tensors) -> torch.Tensor:
-        biases = {"gate_up_bias": t.get("b"), "down_bias": t.get("bd")}
-        return ckptkern.moe_mlp(t["x"], index, t["s"], t["w"], t["wd"], **biases, **options)
-
-    return ours
+def ours_of(index, function=ckptkern.moe_mlp):
+    return lambda t: function(t["x"], index, t["s"], t["w"], t["wd"], gate_up_bias=t.get("b"), down_bias=t.get("bd"))
 
 
-def theirs_of(index):
-    return lambda t: moe(t["x"], index, t["s"], t["w"], t["wd"], t.get("b"), t.get("bd"))
+theirs_of = functools.partial(ours_of, function=ORACLES["moe_mlp"])
 
 
 # kind, tokens, top_k, experts, features, hidden
@@ -91,12 +83,12 @@ def test_gradients_are_as_exact_as_torchs(sizes, dtype, backend):
 def test_a_subclass_with_operations_of_its_own_is_composed(sizes):
     """In PyTorch ops, every expert on every token: dropped, duplicate and empty ones count as they do in the op."""
     kind, tokens, top_k, experts, d, h = sizes
-    index = routing(kind, tokens, top_k, experts)
-    t = tensors_of(index, experts, d, h, torch.float64)
-    logged = {**t, "x": torch.Tensor._make_subclass(Logged, t["x"].detach(), True)}
-    assert "Experts" not in ours_of(index)(logged).grad_fn.name()
-    found = {name: one.as_subclass(torch.Tensor) for name, one in gradients(ours_of(index), logged).items()}
-    assert_same_within_rounding(found, gradients(ours_of(index), t))
+    run = ours_of(routing(kind, tokens, top_k, experts))
+    t = tensors_of(routing(kind, tokens, top_k, experts), experts, d, h, torch.float64)
+    logged = gradients(run, {**t, "x": torch.Tensor._make_subclass(Logged, t["x"].detach(), True)})
+    assert_same_within_rounding(
+        {name: one.as_subclass(torch.Tensor) for name, one in logged.items()}, gradients(run, t)
+    )
 
 
 @each_backend
@@ -122,10 +114,7 @@ def test_an_empty_expert_has_exact_zeros(backend):
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_beyond_the_last_offset(backend, mode):
     """They hold what they like: zeros come out, and zeros as their gradient (pytorch#154557, #193633, transformers#48205)."""
-    offs, t = (
-        torch.tensor([7, 7, 20], dtype=torch.int32),
-        tensors_of(torch.zeros(37, 1), 3, 16, 24, torch.float32, bias=False),
-    )
+    offs, t = torch.tensor([7, 7, 20], dtype=torch.int32), tensors_of(torch.zeros(37, 1), 3, 16, 24, bias=False)
 
     def of(function):
         return lambda t: function(t["x"], offs, t["w"], t["wd"], row_weights=t["s"][:, 0], recompute=mode)
@@ -136,31 +125,27 @@ def test_rows_beyond_the_last_offset(backend, mode):
         t["x"][20:] = dy[20:] = float("nan")
     with ckptkern.backend(backend):
         found = gradients(of(ckptkern.grouped_gated_mlp), t, dy)
-    for rows in (found["y"][20:], found["x"][20:], found["s"][20:], found["w"][1], found["wd"][1]):
-        assert torch.equal(rows, torch.zeros_like(rows))
+    for rows in (*(found[name][20:] for name in ("y", "x", "s")), found["w"][1], found["wd"][1]):
+        assert not rows.any()
     assert_same_within_rounding(found, expected)
 
 
 def test_autocast_does_not_round_the_routing_weights():
-    index = routing("even", 50, 2, 5)
-    t = tensors_of(index, 5, 24, 20, torch.float32)
-    narrow = {name: one.detach().bfloat16().requires_grad_() for name, one in t.items()}
+    run, t = ours_of(routing("even", 50, 2, 5)), tensors_of(torch.zeros(50, 2), 5, 24, 20)
+    narrow = {name: one.detach().bfloat16() for name, one in t.items()}
     with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(ours_of(index), t)
-    unrounded = gradients(ours_of(index), {**narrow, "s": t["s"]})
-    assert torch.equal(unrounded["y"], found["y"])
-    assert unrounded["s"].dtype == found["s"].dtype == torch.float32
-    assert not torch.equal(ours_of(index)(narrow), found["y"])
+        found = gradients(run, t)
+    assert torch.equal(run(narrow | {"s": t["s"]}), found["y"])
+    assert found["s"].dtype == torch.float32
+    assert not torch.equal(run(narrow), found["y"])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
 def test_narrow_integers_hold_no_row_and_no_count(dtype):
     E, rows, largest = 256, 40_000, torch.iinfo(dtype).max
-    x, w, wd = torch.randn(rows, 4), torch.randn(E, 6, 4), torch.randn(E, 4, 3)
-    index = torch.arange(rows).clamp(max=min(largest, E - 1))[:, None]
-    mine, want = (ckptkern.moe_mlp(x, i, torch.ones(rows, 1), w, wd) for i in (index.to(dtype), index))
-    assert torch.equal(mine, want)
-    ends = torch.tensor([50, 100])
-    mine, want = (ckptkern.grouped_gated_mlp(x, offs, w[:2], wd[:2]) for offs in (ends.to(dtype), ends))
-    assert torch.equal(mine, want)
-    assert not mine[100:].any()
+    t = tensors_of(torch.zeros(rows, 1), E, 4, 3, bias=False)
+    index, ends = torch.arange(rows).clamp(max=min(largest, E - 1))[:, None], torch.tensor([50, 100])
+    assert torch.equal(*(ours_of(one)(t) for one in (index.to(dtype), index)))
+    assert torch.equal(
+        *(ckptkern.grouped_gated_mlp(t["x"], one, t["w"][:2], t["wd"][:2]) for one in (ends.to(dtype), ends))
+    )

@@ -105,6 +105,18 @@ def test_exponentials_are_saved_where_they_are_fewer_bytes_or_needed(runs):
     assert not runs
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_retained_graph_gives_the_same_gradients_again(dtype, runs):
+    """Then backward scales copies."""
+    tensors, target = make((M,), WIDTH, CLASSES, dtype)
+    loss, inputs = formed(target, tensors), list(tensors.values())
+    first, *others = (
+        torch.autograd.grad(loss, inputs, torch.tensor(3.0), retain_graph=keep) for keep in (True, True, False)
+    )
+    assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, inputs)
+    assert len(runs) == 1
 
 
 def test_float16_keeps_small_probabilities(runs):

@@ -43,44 +43,41 @@ def test_every_bit_of_relus_mask(features):
 
 def test_a_chain_saves_each_hidden_layer_once():
     """relu at "none" saves y, which the next layer saves anyway: no more than nn.Linear and ReLU save."""
-    layers = [torch.nn.Linear(16, 16) for _ in range(3)]
+    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
 
     def saved(function):
-        with saved_tensors(exclude=[p for layer in layers for p in layer.parameters()]) as saved:
+        with saved_tensors(exclude=weights) as saved:
             h = torch.randn(8, 16, requires_grad=True)
-            for layer in layers:
-                h = function(h, layer.weight, layer.bias)
+            for weight in weights:
+                h = function(h, weight)
             h.sum()
         return saved.bytes
 
-    unfused = saved(lambda h, w, b: F.linear(h, w, b).relu())
-    assert unfused == 4 * 8 * 16 * 4
-    assert saved(lambda h, w, b: ckptkern.linear_act(h, w, b, recompute="none")) == unfused
+    assert saved(lambda h, w: ckptkern.linear_act(h, w, None, recompute="none")) == 4 * 8 * 16 * 4
+    assert saved(lambda h, w: F.linear(h, w).relu()) == 4 * 8 * 16 * 4
 
 
 def stack(*widths):
     """(x, weights, biases)"""
-    leaves = {
-        "weights": [normal(n, k) for k, n in itertools.pairwise(widths)],
-        "x": normal(13, widths[0]),
-    }
-    t = catalog.random_leaves(leaves | {"biases": [normal(n) for n in widths[1:]]}, torch.float64)
-    return t["x"], *([one for name, one in t.items() if kind in name] for kind in ("weights", "biases"))
+    shapes = {"x": (13, widths[0])} | {f"weight{i}": (n, k) for i, (k, n) in enumerate(itertools.pairwise(widths))}
+    shapes |= {f"bias{i}": (n,) for i, n in enumerate(widths[1:])}
+    x, *rest = catalog.random_leaves({name: normal(*shape) for name, shape in shapes.items()}, torch.float64).values()
+    return x, rest[: len(widths) - 1], rest[len(widths) - 1 :]
 
 
 @each_mode
-@pytest.mark.parametrize("widths", [[5, 6], [5, 6, 7], [9, 1, 9, 2], [8] * 5, [70, 65, 3, 66, 64]], ids=str)
+@pytest.mark.parametrize("widths", [[5, 6], [5, 6, 7], [9, 1, 9, 2], [70, 65, 3, 66, 64]], ids=str)
 def test_depths_and_widths(widths, mode):
     """One layer, which is a linear_act, two, and more, narrow and wide, growing and shrinking."""
     x, weights, biases = stack(*widths)
-    leaves = {"x": x} | dict(enumerate([*weights, *biases]))
+    leaves = dict(enumerate([x, *weights, *biases]))
     found, expected = (
         gradients(lambda _, of=of: of(x, weights, biases, recompute=mode), leaves)
         for of in (ckptkern.linear_stack, ORACLES["linear_stack"])
     )
     torch.testing.assert_close(found, expected)
     if len(weights) == 1:
-        one = gradients(lambda _: ckptkern.linear_act(x, weights[0], biases[0], recompute="full"), leaves)
+        one = gradients(lambda _: ckptkern.linear_act(x, *weights, *biases, recompute="full"), leaves)
         assert_same(found, one)
 
 

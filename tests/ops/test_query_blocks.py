@@ -1,22 +1,16 @@
-"""Attention in PyTorch ops, a block of queries at a time: as at once, what it never writes out, and which blocks there
-are."""
+"""Attention in PyTorch ops, a block of queries at a time: what it never writes out, and which blocks there are."""
 
 import itertools
 import math
 
 import pytest
 import torch
-from support.cases import SEED, assert_same_within_rounding, gradients
-from support.oracles import ORACLES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.eager import attention, query_blocks
+from ckptkern.eager import query_blocks
 from ckptkern.memory import peak_memory
-
-B, SQ, SK, D, P = 2, 83, 70, 6, 0.3
-LEAST = "1KiB"  # below what any block takes, so that blocks have 16 rows of one head
 
 
 def hidden_by(left: int | None, right: int | None, rows: int, columns: int) -> torch.Tensor:
@@ -25,78 +19,38 @@ def hidden_by(left: int | None, right: int | None, rows: int, columns: int) -> t
     return (j < i - (math.inf if left is None else left)) | (j > i + (math.inf if right is None else right))
 
 
-def seeded(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(5))
-
-
-SEEN = seeded(B, 1, SQ, SK) > -0.5
-SEEN[:, :, 20:40] = False  # rows that see nothing: a whole block of them and parts of others
-PADDING = torch.ones(B, 1, 1, SK, dtype=torch.bool)
-PADDING[0, ..., :25] = False  # with causality, its first rows see nothing
-SLOPES, ADDED = torch.tensor([0.5, 0.25, 0.125, 0.0625]), seeded(1, 4, SQ, SK)
-CASES = {  # "trained" ones are formed a gradient of, and that of sinks
-    "mask": {"attn_mask": SEEN, "window_size": (9, 0)},
-    "causal, padding": {"attn_mask": PADDING, "window_size": (-1, 0)},
-    "added, transposed": {"attn_mask": ADDED.mT.contiguous().mT, "window_size": (14, 4)},
-    "softcap": {"softcap": 2.0, "is_causal": True},
-    "dropout, window": {"dropout_p": P, "window_size": (40, 0)},
-    "trained mask": {"attn_mask": ADDED, "window_size": (-1, 0)},
-    "trained slopes": {"alibi_slopes": SLOPES, "softcap": 3.0},
-    "sinks, dropout": {"sinks": SLOPES + 1, "window_size": (9, 0), "dropout_p": P, "softcap": 2.0},
+S, D, SLOPES = 1024, 6, torch.tensor([0.5, 0.25, 0.125, 0.0625])
+TRAINED = {name: SLOPES.clone().requires_grad_() for name in ("alibi_slopes", "sinks")}
+WITHOUT_SCORES = {
+    "mask": {
+        "attn_mask": torch.rand(1, 1, S, S, generator=torch.Generator().manual_seed(5)) > 0.3,
+        "window_size": (9, 0),
+    },
+    "causal, padding": {"attn_mask": torch.arange(S).view(1, 1, 1, S) > 24, "window_size": (-1, 0)},
+    "alibi, softcap": {"alibi_slopes": SLOPES, "softcap": 2.0, "is_causal": True},
+    "dropout, window": {"dropout_p": 0.3, "window_size": (40, 0)},
+    "trained": TRAINED | {"window_size": (9, 0), "dropout_p": 0.3, "softcap": 2.0},
 }
 
 
-def inputs(name, kv_heads=2, rows=SQ, columns=SK, batch=B):
-    """query, key, value and what else a case trains."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = {"query": (batch, 4, rows, D)} | dict.fromkeys(("key", "value"), (batch, kv_heads, columns, D))
-    tensors = {one: torch.randn(shape, generator=generator) for one, shape in shapes.items()}
-    trained = {"attn_mask", "alibi_slopes"} if "trained" in name else {"sinks"}
-    tensors |= {one: value.clone() for one, value in CASES[name].items() if one in trained}
-    return {one: t.requires_grad_() for one, t in tensors.items()}
-
-
-def attend(options, workspace, function=ckptkern.scaled_dot_product_attention):
-    def run(t):
-        torch.manual_seed(SEED)
-        return function(**options | t, enable_gqa=True, workspace=workspace)
-
-    return run
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_of_16_rows(name, monkeypatch):
-    """Output and every gradient: odd sizes, rows that see nothing, fewer kv heads, one dropout mask. Masks, windows and slopes
-    go to torch's flash attention; softcap, dropout and what trains are written out."""
-    by_scores, own = [], attention._scores_bwd
-    monkeypatch.setattr(attention, "_scores_bwd", lambda *args, **more: by_scores.append(1) or own(*args, **more))
-    tensors, oracle = inputs(name), ORACLES["scaled_dot_product_attention"]
-    found = gradients(attend(CASES[name], LEAST), tensors)
-    assert_same_within_rounding(found, gradients(attend(CASES[name], None, oracle), tensors))
-    assert bool(by_scores) == any(word in name for word in ("softcap", "dropout", "trained"))
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("added, transposed", "trained mask")])
+@pytest.mark.parametrize("name", WITHOUT_SCORES)
 def test_scores_are_never_written_out(name):
     """Above what the caller holds: the output, the logsumexp, the gradients, and 1 MiB, where one [B, H, Sq, Sk] has 16."""
-    S, options = 1024, dict(CASES[name])
-    tensors = inputs(name, 4, rows=S, columns=S, batch=1)
-    for given in (options, tensors):
-        if "attn_mask" in given:
-            mask = given["attn_mask"].detach()
-            grown = mask.repeat(1, 1, 20 if mask.shape[2] > 1 else 1, 20)[:1, :, :S, :S]
-            given["attn_mask"] = grown.requires_grad_(given is tensors)
-    threads, call, dy = torch.get_num_threads(), attend(options, "1MiB"), torch.ones(1, 4, S, D)
+    leaves, dy, threads = torch.randn(3, 1, 4, S, D).requires_grad_(), torch.ones(1, 4, S, D), torch.get_num_threads()
+
+    def step():
+        y = ckptkern.scaled_dot_product_attention(*leaves.unbind(), **WITHOUT_SCORES[name], workspace="1MiB")
+        torch.autograd.grad(y, [leaves, *TRAINED.values()], dy, allow_unused=True)
+
     torch.set_num_threads(1)  # torch's flash kernel for CPUs allocates a buffer for each
     try:
-        gradients(call, tensors, dy)  # first calls allocate for good
+        step()  # first calls allocate for good
         with peak_memory("cpu") as peak:
-            call(tensors).backward(dy)
+            step()
     finally:
         torch.set_num_threads(threads)
-    own = sum(t.nbytes for t in tensors.values()) + tensors["query"].nbytes + 4 * 4 * S
-    delta = 4 * 4 * S + 2 * tensors["query"].nbytes
-    assert peak.bytes <= own + delta + 2**20 + 2**17
+    gradients, output, lse, delta = 2 * leaves.nbytes, dy.nbytes, 4 * 4 * S, 4 * 4 * S + 2 * dy.nbytes
+    assert peak.bytes <= gradients + output + lse + delta + 2**20 + 2**17
 
 
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (30, 5), (7, None), (None, -20), (2, -1)], ids=str)
@@ -153,7 +107,7 @@ CORES = {  # of 83 rows; or of 128 rows of 32 columns, of which some blocks see 
 def test_blocks_of_sequences_and_blocks_without_a_column(case):
     """Forward and backward as at once; zeros and zero gradients where nothing is seen."""
     rows, columns, options = CORES[case]
-    q, k, v, do = (seeded(1, 4, S, D) * (n + 1) for n, S in enumerate((rows, columns, columns, rows)))
+    q, k, v, do = (torch.randn(1, 4, count, D) * (n + 1) for n, count in enumerate((rows, columns, columns, rows)))
     results = []
     for workspace in (None, 1024):
         core = eager.AttentionCore(0.4, "ieee", **options, workspace=workspace)

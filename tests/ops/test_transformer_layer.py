@@ -1,5 +1,6 @@
 """transformer_layer: parallel sublayers, and a recompute mode for each sublayer."""
 
+import functools
 import itertools
 
 import pytest
@@ -104,13 +105,12 @@ def test_a_pair_where_submodules_are_called(name, place):
 
 
 @pytest.mark.parametrize("make", [
-    lambda pair: NN.LlamaDecoderLayer(D, 4, intermediate_size=HIDDEN, recompute=pair),
-    lambda pair: NN.TransformerEncoderLayer(D, 4, HIDDEN, recompute=pair),
-    lambda pair: NN.TransformerDecoderLayer.from_torch(nn.TransformerDecoderLayer(D, 4, HIDDEN), recompute=pair),
+    functools.partial(NN.LlamaDecoderLayer, D, 4, intermediate_size=HIDDEN),
+    functools.partial(NN.TransformerEncoderLayer, D, 4, HIDDEN),
+    functools.partial(NN.TransformerDecoderLayer.from_torch, nn.TransformerDecoderLayer(D, 4, HIDDEN)),
 ])  # fmt: skip
 def test_constructors_take_a_pair(make):
-    layer = make(("selective", "none"))
-    assert layer.recompute == ("selective", "none")
-    assert layer.self_attn.recompute == "selective"
+    layer = make(recompute=("selective", "none"))
+    assert (layer.recompute, layer.self_attn.recompute) == (("selective", "none"), "selective")
     with pytest.raises(ValueError, match="recompute must be one of 'none', 'selective', 'full'"):
-        make(("selective", "most"))
+        make(recompute=("selective", "most"))
