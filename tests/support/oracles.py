@@ -154,9 +154,9 @@ def mlp_block(
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def hidden_by_window(Sq: int, Sk: int, window: tuple[int, int] | None, causal: bool) -> Tensor:
-    """[Sq, Sk], True = not seen: row i sees i - left <= j <= i + right, -1 is no bound."""
-    i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+def hidden_by_window(Sq: int, Sk: int, window: tuple[int, int] | None, causal: bool, first: int = 0) -> Tensor:
+    """[Sq, Sk], True = not seen: row i, counted from `first`, sees i - left <= j <= i + right, -1 is no bound."""
+    i, j = torch.arange(first, first + Sq)[:, None], torch.arange(Sk)
     left, right = window or (-1, -1)
     hidden = torch.zeros(Sq, Sk, dtype=torch.bool)
     hidden = hidden | (j < i - left) if left >= 0 else hidden
@@ -213,11 +213,8 @@ def core_of_sequences(q, k, v, ends, most, window, causal, **options):
     starts = [one.tolist() for one in ends]
     for n in range(len(starts[0]) - 1):
         rows, columns = (torch.arange(one[n], min(one[n + 1], one[n] + m)) for one, m in zip(starts, most, strict=True))
-        beside = len(columns) - len(rows)
-        left, right = window or (-1, -1)
-        own = (left - beside if left >= 0 else -1), (0 if causal else right) + beside if causal or right >= 0 else -1
         heads = (one.transpose(0, 1)[None] for one in (q[rows], k[columns], v[columns]))
-        hidden = hidden_by_window(len(rows), len(columns), own, False)
+        hidden = hidden_by_window(len(rows), len(columns), window, causal, len(columns) - len(rows))
         o = core(*heads, hidden, plane=n * q.shape[1], rows=most[0], **options)
         y = y.index_put((rows,), o[0].transpose(0, 1))
     return y
