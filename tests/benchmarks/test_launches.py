@@ -31,6 +31,7 @@ def report() -> list[str]:
     return out.splitlines()[1:]
 
 
+@pytest.mark.slow
 def test_every_step_is_measured_and_checked(report):
     found = {}
     for line in report:
@@ -45,6 +46,7 @@ def test_every_step_is_measured_and_checked(report):
     assert found == launches.STEPS
 
 
+@pytest.mark.slow
 def test_what_a_launch_passes(report):
     rows = [re.fullmatch(r" +[\d.]+ +(\d+) \+ +(\d+)  \d+ x (\w+)", line) for line in report if line.startswith(" ")]
     assert {name for *_, name in map(re.Match.groups, rows)} == MOST.keys()

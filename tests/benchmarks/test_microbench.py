@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkern import __main__
 from ckptkern.benchmarks import cases, compare, forecast, measure, micro, own
 from ckptkern.ops import catalog
 
@@ -30,16 +29,24 @@ def sized(op: str, **more) -> cases.Item:
     return item(op, **{name: value for name, value in SIZES.items() if name in micro.OPS[op].defaults}, **more)
 
 
-def bench(out: Path, *arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
-    status = __main__.main(["bench", "--device", "cpu", "--rounds", "1", "--out", str(out), *arguments])
-    if status == 2:
-        return status, {}
-    with open(out / "results.csv", newline="") as file:
-        return status, {row["variant"]: row for row in csv.DictReader(file)}
-
-
 def test_every_op_is_in_the_table():
     assert micro.OPS.keys() == catalog.OPS.keys()
+
+
+def double_run(model, x) -> tuple[int, int]:
+    """(bytes that the model saves in float64, the size of its output)."""
+    model = model.double()
+    with measure.saved_tensors(model) as saved:
+        y = model(x.detach().double().requires_grad_())
+    return saved.bytes, y.numel()
+
+
+SHAPES = {  # weights of some ops at SIZES
+    "linear_act": {(16, 32)}, "mlp": {(40, 32), (32, 40)}, "moe_mlp": {(3, 80, 32), (3, 32, 40)},
+    "attention_block": {(64, 32)},  # 4 heads of queries, and 2 each of keys and values, of 8
+    "latent_attention_block": {(48, 32), (36, 32), (64, 32)},  # 4 heads of 8 + 4 rotated dimensions, a latent of 32
+    "transformer_layer": {(64, 32), (40, 32), (32, 40)},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", micro.OPS)
@@ -54,47 +61,31 @@ def test_ours_are_right_at_any_sizes(op, variant):
     checker = measure.Checker(made, model, x, dy)
     for mode in made.case.modes:
         assert checker.ratio(made.case.ours(model, mode))[0] <= 2
-    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() > 1}
-    if "experts" in micro.OPS[op].defaults:
-        assert {(3, 80, 32), (3, 32, 40)} <= shapes
-    elif "hidden" in micro.OPS[op].defaults:
-        assert {(40, 32), (32, 40)} <= shapes
-    if op == "linear_act":
-        assert shapes == {(16, 32)}
-    if op == "linear_stack":
-        assert len(list(model.parameters())) == 6
-    if op == "latent_attention_block":
-        assert {
-            (48, 32),
-            (36, 32),
-            (64, 32),
-        } <= shapes  # 4 heads of 8 dimensions and 4 rotated ones, and a latent of 32
-    elif "heads" in micro.OPS[op].defaults and "features" in micro.OPS[op].defaults:
-        assert (64, 32) in shapes  # 4 heads of queries, and 2 each of keys and values, of 8
+    if not variant:
+        assert SHAPES.get(op, set()) <= {tuple(p.shape) for p in model.parameters()}
+        assert op != "linear_stack" or len(list(model.parameters())) == 6
     assert x.numel() == 24 * made.size.width
 
 
-def test_dropout_is_drawn_where_it_is_timed():
-    for op in (
-        "mlp",
-        "gated_mlp",
-        "mlp_block",
-        "attention_block",
-        "latent_attention_block",
-        "transformer_layer",
-        "scaled_dot_product_attention",
-    ):
-        made = sized(op, dropout=0.5)
-        model, x, _ = cases.build(made, CPU)
-        for function in (model, made.case.ours(model, made.case.modes[0])):
-            for training in (False, True):
-                model.train(training)
-                assert torch.equal(function(x), function(x)) != training, op
+@pytest.mark.parametrize(
+    "op", ["baseline", *(op for op in micro.OPS if op != "dropout" and "dropout" in micro.OPS[op].defaults)]
+)
+def test_dropout_is_drawn_where_it_is_timed(op):
+    made = sized("mlp" if op == "baseline" else op, dropout=0.5)
+    model, x, _ = cases.build(made, CPU)
+    if op == "baseline":  # the model itself, as a module of one's own
+        functions = [own.baseline_of("copy:copy")[1](model, x)]
+        assert next(own.shared(model).parameters()) is next(model.parameters())
+    else:
+        functions = [model, made.case.ours(model, made.case.modes[0])]
+    for training in (False, True):
+        model.train(training)
+        assert [torch.equal(f(x), f(x)) for f in functions] == [not training] * len(functions)
 
 
-def test_an_op_from_the_command_line(tmp_path, capsys):
+def test_an_op_from_the_command_line(bench, tmp_path):
     arguments = "--op mlp --features 16 --hidden 24 --tokens 8 --activation relu --dtype bf16 --modes selective,full"
-    status, rows = bench(tmp_path, *arguments.split())
+    status, rows, printed = bench(*arguments.split())
     assert status == 0
     assert {"eager", *cases.CHECKPOINTS, "ckptkern selective", "ckptkern full"} <= set(rows)
     assert "ckptkern none" not in rows
@@ -102,8 +93,8 @@ def test_an_op_from_the_command_line(tmp_path, capsys):
     assert int(rows["ckptkern full"]["saved_bytes"]) == 8 * 16 * 2
     assert int(rows["ckptkern selective"]["saved_bytes"]) == 8 * (16 + 24) * 2
     assert rows["flash-attn FusedMLP"]["status"] == "missing"
-    assert "| ckptkern full |" in capsys.readouterr().out
-    assert (tmp_path / "report.md").exists()
+    assert "| ckptkern full |" in printed
+    assert (tmp_path / "out" / "report.md").exists()
 
 
 @pytest.mark.parametrize(
@@ -139,9 +130,10 @@ def test_an_op_from_the_command_line(tmp_path, capsys):
         ("--op mlp --compare nowhere.csv", "--compare: cannot read nowhere.csv"),
     ],
 )
-def test_what_is_wrong_is_said(arguments, message, tmp_path, capsys):
-    assert bench(tmp_path / "out", *arguments.split())[0] == 2
-    assert message in capsys.readouterr().err
+def test_what_is_wrong_is_said(bench, arguments, message, tmp_path):
+    status, _, printed = bench(*arguments.split())
+    assert status == 2
+    assert message in printed
     assert not (tmp_path / "out").exists()
 
 
@@ -159,12 +151,10 @@ def test_the_least_that_is_needed_is_no_more_than_what_is_used(op):
     saved once, and counted for each row."""
     made = sized(op)
     model, x, _ = cases.build(made, CPU)
-    double = model.double()
-    with measure.saved_tensors(double) as saved:
-        double(x.detach().double().requires_grad_())
-    weights = 2 * sum(p.numel() for p in model.parameters()) * (8 + 4)
-    ends = 2 * (x.numel() + double(x.detach().double()).numel()) * (8 + 4)
-    least, used = forecast.counted(made, torch.float32)[0], weights + saved.bytes + ends
+    saved, outputs = double_run(model, x)
+    weights = sum(p.numel() for p in model.parameters())
+    used = saved + 2 * (8 + 4) * (weights + x.numel() + outputs)
+    least = forecast.counted(made, torch.float32)[0]
     assert used / 2 < least <= 1.001 * used
     assert op != "attention_block" or least == used
 
@@ -220,54 +210,43 @@ def own_dispatch():
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "a_module.py"
     path.write_text(MODEL)
     return path
 
 
-def test_a_module_of_ones_own(file, tmp_path):
+@pytest.mark.slow
+def test_a_module_of_ones_own(bench, file):
     """Dropout, batch statistics, a loss, an input that is no x, an unused parameter: each variant is right."""
-    status, rows = bench(tmp_path / "out", "--case", f"{file}:build")
+    status, rows, _ = bench("--case", f"{file}:build")
     assert status == 0, rows
-    variants = {"eager", *cases.CHECKPOINTS, *(f"ckptkern {mode}" for mode in (*cases.MODES, "checkpoint"))}
-    assert {variant: row["status"] for variant, row in rows.items()} == dict.fromkeys(variants, "ok")
-    assert {row["note"] for row in rows.values()} == {measure.DROPS}
-    assert {row["case"] for row in rows.values()} == {"a_module.build/8"}
+    assert rows.keys() == {"eager", *cases.CHECKPOINTS, *(f"ckptkern {mode}" for mode in (*cases.MODES, "checkpoint"))}
+    assert {(row["case"], row["status"], row["note"]) for row in rows.values()} == {
+        ("a_module.build/8", "ok", measure.DROPS)
+    }
     assert int(rows["ckptkern full"]["saved_bytes"]) < int(rows["ckptkern none"]["saved_bytes"])
 
-    _, rows = bench(tmp_path / "out", "--case", f"{file}:plain", "--modes", "full", "--dtype", "bf16")
+    rows = bench("--case", f"{file}:plain", "--modes=full", "--dtype=bf16").rows
     assert (rows["ckptkern full"]["saved_bytes"], rows["ckptkern full"]["dtype"]) == (str(4 * 8 * 2), "bfloat16")
     assert "ckptkern none" not in rows
 
 
-def test_a_function_of_ones_own_is_a_variant(file, tmp_path, capsys):
+@pytest.mark.slow
+def test_a_function_of_ones_own_is_a_variant(bench, file):
     """Of a user's module and of an op, with a dictionary of inputs and dropout, as a function and as a module."""
-    status, rows = bench(tmp_path / "out", "--case", f"{file}:build", "--baseline", f"{file}:fused", "--modes", "full")
+    status, rows, printed = bench("--case", f"{file}:build", "--baseline", f"{file}:fused", "--modes=full")
     assert status == 0
     assert rows["your fused"]["status"] == rows["ckptkern full"]["status"] == "ok"
     assert rows["your fused"]["saved_bytes"] == rows["eager"]["saved_bytes"]
-    assert "| your fused |" in capsys.readouterr().out
+    assert "| your fused |" in printed
 
-    functions = [f"--baseline={file}:{name}" for name in ("module", "halved", "nothing")]
-    status, rows = bench(tmp_path / "out", "--op", "linear_act", "--features", "8", "--tokens", "4", *functions)
+    expected = {"module": "ok", "halved": "wrong", "nothing": "failed"}
+    functions = [f"--baseline={file}:{name}" for name in expected]
+    status, rows, _ = bench("--op=linear_act", "--features=8", "--tokens=4", *functions)
     assert status == 0
-    assert rows["your module"]["status"] == "ok"
-    assert rows["your halved"]["status"] == "wrong"
-    assert rows["your nothing"]["status"] == "failed"
+    assert {name: rows[f"your {name}"]["status"] for name in expected} == expected
     assert "FUNCTION must return what is called as the model is, not NoneType" in rows["your nothing"]["note"]
-
-
-def test_a_baseline_has_dropout_where_it_is_timed_alone():
-    made = sized("mlp", dropout=0.5)
-    model, x, _ = cases.build(made, CPU)
-    own_copy = own.shared(model)
-    assert next(own_copy.parameters()) is next(model.parameters())
-    _, maker = own.baseline_of("copy:copy")  # the model itself, as a module
-    function = maker(model, x)
-    for training in (False, True):
-        model.train(training)
-        assert torch.equal(function(x), function(x)) != training
 
 
 def test_what_a_case_needs_is_counted_beforehand(file):
@@ -277,10 +256,7 @@ def test_what_a_case_needs_is_counted_beforehand(file):
     assert flops == 3 * 2 * 16 * (8 * 32 + 32 * 8)
     model, x, _ = cases.build(made, CPU)
     assert all(p.device == CPU and p.dtype == torch.float32 for p in model.parameters())
-    double = model.double()
-    with measure.saved_tensors(double) as saved:
-        double(x)
-    assert held > 2 * 12 * sum(p.numel() for p in model.parameters()) + saved.bytes
+    assert held > 2 * 12 * sum(p.numel() for p in model.parameters()) + double_run(model, x)[0]
 
     rates = forecast.Rates(CPU)
     rates.known = {torch.float32: 2.0**20, torch.float64: 2.0**19}
@@ -293,17 +269,17 @@ def test_what_a_case_needs_is_counted_beforehand(file):
         assert needed.seconds == pytest.approx(once + 4 * timed * measure.CPU_BATCH * step)
 
 
-def test_a_model_that_cannot_be_counted_is_measured_all_the_same(file, tmp_path, capsys):
-    status, rows = bench(tmp_path / "out", "--case", f"{file}:reads")
+def test_a_model_that_cannot_be_counted_is_measured_all_the_same(bench, file):
+    status, rows, printed = bench("--case", f"{file}:reads")
     assert (status, rows["eager"]["status"]) == (0, "ok")
-    assert "neither its time nor its memory is known beforehand: " in capsys.readouterr().err
+    assert "neither its time nor its memory is known beforehand: " in printed
 
 
-def test_a_module_in_which_nothing_is_fused(file, tmp_path, capsys):
-    status, rows = bench(tmp_path / "out", "--case", f"{file}:own_dispatch")
+def test_a_module_in_which_nothing_is_fused(bench, file):
+    status, rows, printed = bench("--case", f"{file}:own_dispatch")
     assert status == 0
     assert [variant for variant in rows if variant.startswith("ckptkern")] == ["ckptkern checkpoint"]
-    assert "convert fuses nothing of it" in capsys.readouterr().err
+    assert "convert fuses nothing of it" in printed
 
 
 def test_a_replica_follows_its_model(file):
@@ -367,15 +343,15 @@ def test_times_of_another_torch_are_not_compared_and_bytes_are(tmp_path):
     assert "device: unknown, now cpu" in compare.compare(compare.read(tmp_path / "old" / "results.csv"), new)
 
 
-def test_compare_reads_before_it_writes(tmp_path, capsys):
-    arguments = ["--op", "linear_act", "--features", "8", "--tokens", "4", "--modes", "full"]
-    bench(tmp_path, *arguments)
-    path = tmp_path / "results.csv"
+def test_compare_reads_before_it_writes(bench, tmp_path):
+    path = tmp_path / "out" / "results.csv"
+    arguments = ["--op=linear_act", "--features=8", "--tokens=4", "--modes=full"]
+    bench(*arguments)
     path.write_text(path.read_text().replace("ckptkern full", "ckptkern old"))
-    capsys.readouterr()
-    assert bench(tmp_path, *arguments, "--compare", str(path))[0] == 0
-    printed = capsys.readouterr().out
+    status, _, printed = bench(*arguments, "--compare", str(path))
+    assert status == 0
     assert "ckptkern old: only in the old file" in printed
     path.write_text("a,b\n1,2\n")
-    assert bench(tmp_path, *arguments, "--compare", str(path))[0] == 2
-    assert "is not a results.csv of this command: it lacks case, dtype" in capsys.readouterr().err
+    status, _, printed = bench(*arguments, "--compare", str(path))
+    assert status == 2
+    assert "is not a results.csv of this command: it lacks case, dtype" in printed

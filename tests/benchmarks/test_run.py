@@ -405,6 +405,7 @@ def test_runs_on_the_gpu(bench):
     assert float(rows["ckptkern full"]["graph_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_trade_writes_its_table_and_figure(tmp_path):
     """The figure of docs/concepts/segments.md: more regions save less, until their inputs outweigh the rest."""
     arguments = f"--out {tmp_path} --device cpu --width 16 --rows 64 --rounds 1"

@@ -189,7 +189,9 @@ class Minutes:
         self.said.append(text)
 
 
-@pytest.mark.parametrize("minutes", [1, 3, len(_impls.OF_KERNELS), len(_impls.OF_KERNELS) + 2])
+@pytest.mark.parametrize(
+    "minutes", [1, pytest.param(3, marks=pytest.mark.long), len(_impls.OF_KERNELS), len(_impls.OF_KERNELS) + 2]
+)
 def test_no_candidate_after_the_deadline(minutes, monkeypatch):
     """It is looked at before each, whether implementation or tiles. The default comes first, since all are compared with it."""
     monkeypatch.setattr(_choices, "default_impl", lambda *key: "dual")

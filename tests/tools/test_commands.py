@@ -1,7 +1,6 @@
 """python -m ckptkern convert, report and frontier, of a user's model."""
 
 import csv
-from pathlib import Path
 
 import pytest
 
@@ -44,14 +43,14 @@ def nothing():
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "ROUNDS", 1)
     path = tmp_path / "a_model.py"
     path.write_text(MODEL)
     return path
 
 
-def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_convert(file, tmp_path, capsys):
     out = tmp_path / "rows.csv"
     assert main(["convert", f"{file}:build", "--recompute", "full", "--csv", str(out)]) == 0
     text = capsys.readouterr().out
@@ -66,7 +65,7 @@ def test_convert(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     ("arguments", "checkpoints"),
     [("keywords", False), ("encoder", False), ("layers", True), ("layers --otherwise leave", False)],
 )
-def test_convert_of_other_inputs_and_layers(arguments, checkpoints, file: Path, capsys) -> None:
+def test_convert_of_other_inputs_and_layers(arguments, checkpoints, file, capsys):
     function, *options = arguments.split()
     assert main(["convert", f"{file}:{function}", *options]) == 0
     text = capsys.readouterr().out
@@ -74,7 +73,7 @@ def test_convert_of_other_inputs_and_layers(arguments, checkpoints, file: Path, 
     assert ("checkpoint" in text) == checkpoints
 
 
-def test_report(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_report(file, tmp_path, capsys):
     pytest.importorskip("scipy")
     out, figure = tmp_path / "rows.csv", tmp_path / "memory.png"
     given = ["report", f"{file}:build", "--csv", str(out), "--figure", str(figure), "--saved", "256B"]
@@ -87,7 +86,7 @@ def test_report(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> No
     assert figure.stat().st_size > 1000
 
 
-def test_frontier(file: Path, capsys: pytest.CaptureFixture) -> None:
+def test_frontier(file, capsys):
     pytest.importorskip("scipy")
     assert main(["frontier", f"{file}:of_sizes", "--budget", "256KiB", "--multiple", "8"]) == 0
     text = capsys.readouterr().out
@@ -114,6 +113,6 @@ def test_frontier(file: Path, capsys: pytest.CaptureFixture) -> None:
         ("frontier {file}:of_sizes --budget some", "budget must be a number of bytes"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: str, message: str, file: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_wrong_is_said(arguments, message, file, capsys):
     assert main([word.format(file=file) for word in arguments.split()]) == 2
     assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -32,16 +33,31 @@ def _read_once():
         yield
 
 
-def run_demo(out, *arguments):
-    return __main__.main(["demo", *TINY.split(), "--out", str(out), *arguments])
+class Ran(NamedTuple):
+    """losses: by variant; printed: without line ends; written: of results.json."""
+
+    status: int
+    losses: dict[str, list[float]]
+    printed: str
+    written: dict
 
 
-def losses_by_variant(out):
-    losses = {}
-    with (out / "losses.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            losses.setdefault(row["variant"], []).append(float(row["loss"]))
-    return losses
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(arguments) of the demo, into tmp_path / "out"."""
+
+    def ran(arguments=""):
+        capsys.readouterr()
+        out = tmp_path / "out"
+        status = __main__.main(["demo", *TINY.split(), f"--out={out}", *arguments.split()])
+        losses = collections.defaultdict(list)
+        if out.exists():
+            for row in csv.DictReader((out / "losses.csv").read_text().splitlines()):
+                losses[row["variant"]].append(float(row["loss"]))
+        written = json.loads((out / "results.json").read_text()) if losses else {}
+        return Ran(status, losses, "".join(capsys.readouterr()).replace("\n", " "), written)
+
+    return ran
 
 
 def tiny(**changes):
@@ -54,27 +70,22 @@ def tiny(**changes):
 
 
 @pytest.mark.slow
-def test_end_to_end(tmp_path, capsys):
+def test_end_to_end(run, tmp_path):
     """At a size at which activations outweigh what is the same in all variants, each peaks below the one before it."""
-    arguments = ("--d-model=32", "--layers=4", "--seq-len=256", "--vocabulary=600")
-    assert run_demo(tmp_path / "out", *arguments) == 0
-    printed = capsys.readouterr().out
-    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    status, losses, printed, written = run("--d-model=32 --layers=4 --seq-len=256 --vocabulary=600")
+    assert status == 0
     report = (tmp_path / "out" / "report.md").read_text()
     labels = [row["label"] for row in written["table"]]
     assert labels[3:] == ["ckptkern", 'ckptkern, "full", 16KiB']
-    for text in ("loss", "saved", "peak", "ratio", "p20–p80", *labels):
+    for text in ("loss", "saved", "peak", "ratio", "p20–p80", written["gain"], *labels):
         assert text in printed
         assert text in report
-    assert written["gain"] in printed.replace("\n", " ")
-    assert written["gain"] in report
 
-    losses = losses_by_variant(tmp_path / "out")
     assert tuple(losses) == tuple(config.VARIANTS)
-    for variant in config.VARIANTS:
-        assert len(losses[variant]) == 4
-        assert losses[variant][-1] < losses[variant][0] < 1.1 * math.log(600)
-        torch.testing.assert_close(losses[variant], losses["eager"], rtol=results.AGREEMENT, atol=0.0)
+    for one in losses.values():
+        assert len(one) == 4
+        assert one[-1] < one[0] < 1.1 * math.log(600)
+        torch.testing.assert_close(one, losses["eager"], rtol=results.AGREEMENT, atol=0.0)
     assert all(agreement["limited"] for agreement in written["agreement"])
     assert written["environment"]["versions"]["torch"] == torch.__version__
 
@@ -84,12 +95,10 @@ def test_end_to_end(tmp_path, capsys):
     assert bounded["saved_bytes"] <= 1.02 * chunked["saved_bytes"] < convert["saved_bytes"] < eager["saved_bytes"] / 3
     assert eager["ratio"] == eager["p20_ratio"] == eager["p80_ratio"] == 1.0
 
-    docs = tmp_path / "docs"
-    docs.mkdir()
-    (docs / "index.md").write_text("before\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nafter\n")
-    page.refresh(tmp_path / "out", docs)
-    assert (docs / "index.md").read_text() == f"before\n<!-- demo:begin -->\n{report}<!-- demo:end -->\nafter\n"
-    png = (docs / "demo.png").read_bytes()
+    (tmp_path / "index.md").write_text("before\n<!-- demo:begin -->\nold\n<!-- demo:end -->\nafter\n")
+    page.refresh(tmp_path / "out", tmp_path)
+    assert (tmp_path / "index.md").read_text() == f"before\n<!-- demo:begin -->\n{report}<!-- demo:end -->\nafter\n"
+    png = (tmp_path / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 20_000
 
@@ -105,18 +114,21 @@ def wrong_from_the_second(forward):
     return wrong
 
 
-def test_losses_that_disagree_fail(tmp_path, capsys, monkeypatch):
+def test_losses_that_disagree_fail(run, monkeypatch):
     chunked = model.chunked_loss
     monkeypatch.setattr(model, "chunked_loss", lambda *tensors: 1.002 * chunked(*tensors))
     monkeypatch.setattr(model.MoE, "forward", wrong_from_the_second(model.MoE.forward))
-    assert run_demo(tmp_path, "--variants", "eager", "checkpointing", "chunked") == 1
-    captured = capsys.readouterr()
-    assert "the losses do not agree" in captured.err
-    out = captured.out.replace("\n", " ")
-    assert "gradient checkpointing against eager: equal bit for bit (within" in out
-    assert "(more than the limit of 0.001)" in out
-    assert run_demo(tmp_path, "--experts", "4", "--variants", "eager", "checkpointing", "--lr", "0.01") == 1
-    assert "the losses do not agree" in capsys.readouterr().err
+    for arguments, messages in (
+        (
+            "--variants eager checkpointing chunked",
+            ("checkpointing against eager: equal bit for bit (within", "(more than the limit of 0.001)"),
+        ),
+        ("--experts=4 --variants eager checkpointing --lr=0.01", ()),
+    ):
+        status, _, printed, _ = run(arguments)
+        assert status == 1
+        for message in ("the losses do not agree", *messages):
+            assert message in printed
 
 
 def one_run(variant, losses, milliseconds=(1.0,), peak=0):
@@ -127,9 +139,7 @@ def one_run(variant, losses, milliseconds=(1.0,), peak=0):
 
 def test_a_loss_that_is_not_a_number_fails():
     runs = [one_run("eager", (1.0, 2.0)), one_run("chunked", (1.0, 2.0)), one_run("convert", (1.0, math.nan))]
-    same, broken = results.agreements(tiny(), runs)
-    assert not same.failed
-    assert broken.failed
+    assert [one.failed for one in results.agreements(tiny(), runs)] == [False, True]
 
 
 def test_ratios_are_of_a_steps_own_times_and_warm_up_is_left_out():
@@ -139,60 +149,49 @@ def test_ratios_are_of_a_steps_own_times_and_warm_up_is_left_out():
         one_run("convert", [1.0] * 6, [1.0] * 3 + [20.0, 30.0, 250.0]),
     ]
     _, row = results.summarize(tiny(steps=6), runs)
-    assert (row.ms, row.ratio) == (30.0, 2.5)
-    assert (row.p20_ratio, row.p80_ratio) == (2.0, 3.0)
+    assert (row.ms, row.ratio, row.p20_ratio, row.p80_ratio) == (30.0, 2.5, 2.0, 3.0)
 
 
 def test_the_gain_in_words():
-    peaks = {"eager": 800, "checkpointing": 400, "chunked": 100, "convert": 120, "bounded": 50}
-    times = {"eager": 10.0, "checkpointing": 14.0, "chunked": 15.0, "convert": 12.0, "bounded": 12.0}
-    runs = [one_run(variant, (1.0,), (times[variant],), peaks[variant] << 20) for variant in peaks]
-    settings = tiny(steps=1)
+    settings, made = tiny(steps=1), zip(config.VARIANTS, (10, 14, 15, 12, 12), (800, 400, 100, 120, 50), strict=True)
+    runs = [one_run(variant, (1.0,), (float(ms),), mib << 20) for variant, ms, mib in made]
     assert results.gain(results.summarize(settings, runs)) == (
         'A step of ckptkern, "full", 1MiB peaks at 50 MiB, where eager takes 800 MiB (16×) and checkpointing, chunked loss, '
         "the lowest of the others, 100 MiB (2×); it takes 1.20 of eager's time and 0.80 of that one's."
     )
-    assert results.gain(results.summarize(settings, runs[1:])) is None  # without eager
-    assert results.gain(results.summarize(settings, runs[:3])) is None
-    assert results.gain(results.summarize(settings, [runs[0], runs[4]])) is None
+    for some in (runs[1:], runs[:3], [runs[0], runs[4]]):  # without eager, ours, the others
+        assert results.gain(results.summarize(settings, some)) is None
 
 
-def test_dropout_is_replayed(tmp_path, capsys):
-    losses = {}
-    for mode in ("full", "none"):
-        assert run_demo(tmp_path / mode, "--dropout", "0.2", "--recompute", mode) == 0
-        losses[mode] = losses_by_variant(tmp_path / mode)
-    assert "no limit: their dropout masks come from different random streams" in capsys.readouterr().out.replace(
-        "\n", " "
-    )
-    assert losses["full"]["eager"] == losses["full"]["checkpointing"] != losses["full"]["bounded"]
+def test_dropout_is_replayed(run):
+    none = run("--dropout=0.2 --recompute=none").losses["bounded"]
+    _, losses, printed, _ = run("--dropout=0.2 --recompute=full")
+    assert "no limit: their dropout masks come from different random streams" in printed
+    assert losses["eager"] == losses["checkpointing"] != losses["bounded"]
     # a mask that backward drew anew would give other gradients, so other losses from the second step on
-    torch.testing.assert_close(losses["full"]["bounded"], losses["none"]["bounded"], rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(losses["full"]["bounded"], losses["full"]["convert"], rtol=1e-5, atol=0.0)
+    for other in (none, losses["convert"]):
+        torch.testing.assert_close(losses["bounded"], other, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         "--experts=4 --dtype=fp16",
-        *(
-            pytest.param(one, marks=pytest.mark.long)
-            for one in ("--dtype=bf16", "--experts=4 --top-k=1 --activation=relu2")
-        ),
+        pytest.param("--dtype=bf16", marks=pytest.mark.long),
+        pytest.param("--experts=4 --top-k=1 --activation=relu2", marks=pytest.mark.long),
     ],
 )
-def test_precisions_and_experts_train_alike(tmp_path, capsys, arguments):
+def test_precisions_and_experts_train_alike(run, arguments):
     """Torch's grouped matmuls, the same in a checkpoint, and ckptkern's experts, on the choice of experts of the first."""
     low = "dtype" in arguments
-    assert run_demo(tmp_path, *arguments.split()) == 0
-    losses, out = losses_by_variant(tmp_path), capsys.readouterr().out.replace("\n", " ")
-    assert ("no limit: only fp32 on a CPU has one" in out) == low
+    status, losses, printed, written = run(arguments)
+    assert status == 0
+    assert ("no limit: only fp32 on a CPU has one" in printed) == low
     for one in losses.values():
         assert all(map(math.isfinite, one))
         torch.testing.assert_close(one, losses["eager"], rtol=0.02 if low else 1e-5, atol=0.0)
     if "experts" in arguments:
-        assert f"of 4 experts, {1 if 'top-k' in arguments else 2} a token" in out
-        written = json.loads((tmp_path / "results.json").read_text())
+        assert f"of 4 experts, {1 if 'top-k' in arguments else 2} a token" in printed
         assert written["settings"]["lr"] == pytest.approx(1e-3 / 3)
         eager, *_, ours = written["table"]
         assert ours["saved_bytes"] < eager["saved_bytes"] * 0.4
@@ -224,14 +223,16 @@ def grouped_by_turns(a, b, offs):
     return torch.cat([a[i:j] @ w for i, j, w in zip(starts, starts[1:], b, strict=False)])
 
 
-def test_imbalance_is_one_for_equal_shares_and_all_experts_for_one():
-    even = torch.full((8, 4), 0.25)
-    assert moe.imbalance(even, torch.arange(16).view(8, 2) % 4).item() == pytest.approx(1.0)
-    alone = torch.eye(4)[[2]].expand(8, 4)
-    assert moe.imbalance(alone, torch.full((8, 1), 2)).item() == pytest.approx(4.0)
-    skewed = torch.tensor([[0.7, 0.1, 0.1, 0.1]]).expand(8, 4)
-    index = torch.tensor([[0, 1]]).expand(8, 2)
-    assert moe.imbalance(skewed, index).item() == pytest.approx(4 * (0.5 * 0.7 + 0.5 * 0.1))
+@pytest.mark.parametrize(
+    ("shares", "chosen", "expected"),
+    [
+        ([0.25] * 4, [[0, 1], [2, 3]], 1.0),
+        ([0.0, 0.0, 1.0, 0.0], [[2], [2]], 4.0),
+        ([0.7, 0.1, 0.1, 0.1], [[0, 1], [0, 1]], 4 * (0.5 * 0.7 + 0.5 * 0.1)),
+    ],
+)
+def test_imbalance_is_one_for_equal_shares_and_all_experts_for_one(shares, chosen, expected):
+    assert moe.imbalance(torch.tensor([shares, shares]), torch.tensor(chosen)).item() == pytest.approx(expected)
 
 
 def test_the_router_is_trained_by_loss_and_imbalance():
@@ -286,22 +287,27 @@ def test_variants_follow_one_choice_of_experts_in_training_alone():
         ("--workspace much", '--workspace: wanted a size like "4MiB" but got much'),
     ],
 )
-def test_arguments_that_make_no_sense(tmp_path, capsys, arguments, message):
-    assert run_demo(tmp_path / "out", *arguments.split()) == 2
-    assert message in capsys.readouterr().err
+def test_arguments_that_make_no_sense(run, tmp_path, arguments, message):
+    status, _, printed, _ = run(arguments)
+    assert status == 2
+    assert message in printed
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_too_small_and_a_missing_gpu_are_named(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "--vocabulary: the text has only 290 tokens: take more --text-mib"),
+        ("--device=cuda", "--device: wanted cuda but torch sees no CUDA device"),
+    ],
+)
+def test_a_text_too_small_and_a_missing_gpu_are_named(run, monkeypatch, arguments, message):
     few = data.Corpus(torch.arange(200), [b"a"] * 290, 200, 1)
     monkeypatch.setattr(demo, "load_corpus", lambda vocabulary, max_bytes: few)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, message in (
-        ([], "--vocabulary: the text has only 290 tokens: take more --text-mib"),
-        (["--device", "cuda"], "--device: wanted cuda but torch sees no CUDA device"),
-    ):
-        assert run_demo(tmp_path, *arguments) == 2
-        assert message in capsys.readouterr().err
+    status, _, printed, _ = run(arguments)
+    assert status == 2
+    assert message in printed
 
 
 def test_quick_is_a_smaller_preset_under_what_is_given(monkeypatch):
@@ -400,7 +406,7 @@ def test_learning_rate_warms_up_and_decays():
     (run,) = training.start_runs(tiny(steps=100, variants=("eager",)))
     rates = []
     for _ in range(100):
-        rates.append(run.optimizer.param_groups[0]["lr"])
+        rates += run.schedule.get_last_lr()[:1]
         run.optimizer.step()
         run.schedule.step()
     assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
@@ -409,26 +415,20 @@ def test_learning_rate_warms_up_and_decays():
 
 
 def test_threads_are_chosen_and_given_back(monkeypatch):
-    outer = torch.get_num_threads()
+    def spinning(*tensors):  # as if a second thread had no core to run on
+        clock[0] += torch.get_num_threads() ** 2
+        return linear(*tensors)
+
+    clock, linear, outer = [0.0], F.linear, torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        with training.cpu_threads(None, tiny()) as threads:
-            assert threads in (1, 2)
-            assert torch.get_num_threads() == threads
-        assert torch.get_num_threads() == 2
-        with training.cpu_threads(1, tiny()) as threads:
-            assert torch.get_num_threads() == threads == 1
-        assert torch.get_num_threads() == 2
-
-        clock, linear = [0.0], F.linear
-
-        def spinning(*tensors):  # as if a second thread had no core to run on
-            clock[0] += torch.get_num_threads() ** 2
-            return linear(*tensors)
-
-        monkeypatch.setattr(F, "linear", spinning)
-        monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-        with training.cpu_threads(None, tiny()) as threads:
-            assert threads == 1
+        for wanted, found in ((None, {1, 2}), (1, {1}), (None, {1})):
+            with training.cpu_threads(wanted, tiny()) as threads:
+                assert threads in found
+                assert torch.get_num_threads() == threads
+            assert torch.get_num_threads() == 2
+            if wanted:
+                monkeypatch.setattr(F, "linear", spinning)
+                monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     finally:
         torch.set_num_threads(outer)

@@ -3,7 +3,6 @@
 import csv
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +27,14 @@ LLAMA = {
 }  # fmt: skip
 
 
-def file_of(folder: Path, fields: object) -> Path:
+def file_of(folder, fields):
     path = folder / "config.json"
     path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
     return path
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory):
+def config(tmp_path_factory):
     return models.read_config(str(file_of(tmp_path_factory.mktemp("llama"), LLAMA)))
 
 
@@ -53,7 +52,7 @@ SHORT = ("checkpoint", "sac-chunks", "ckptkern", "ckptkern-bounded")
 @pytest.mark.parametrize(
     "key", [pytest.param(key, marks=() if key in SHORT else pytest.mark.long) for key in variants.VARIANTS]
 )
-def test_counted_peaks_are_measured_ones(key: str, config, on_meta) -> None:
+def test_counted_peaks_are_measured_ones(key: str, config, on_meta):
     variant = variants.VARIANTS[key]
     first = models.kinds_of(on_meta[variant.is_ours])
     assert first == [0] * 5
@@ -74,7 +73,7 @@ def test_counted_peaks_are_measured_ones(key: str, config, on_meta) -> None:
     assert not models.original_of(on_meta[True])
 
 
-def test_selective_checkpoints_save_attention_and_do_not_run_it_again(on_meta) -> None:
+def test_selective_checkpoints_save_attention_and_do_not_run_it_again(on_meta):
     rates = RATES["h100"]
     full, selective = (
         variants.count_all(on_meta[False], [0] * 5, variants.VARIANTS[key], 1, TOKENS, WORKSPACE, rates)
@@ -86,7 +85,7 @@ def test_selective_checkpoints_save_attention_and_do_not_run_it_again(on_meta) -
     assert selective.seconds < full.seconds
 
 
-def test_modules_of_a_kind_have_the_forward_of_the_narrow_one(on_meta) -> None:
+def test_modules_of_a_kind_have_the_forward_of_the_narrow_one(on_meta):
     """What is bound is of the real model alone: no tensor, module or configuration of the narrow one."""
     real = on_meta[True]
     assert [one.module for one in models.forwards_of(real)] == [*real.model.layers, real.model.norm, real.lm_head]
@@ -97,7 +96,7 @@ def test_modules_of_a_kind_have_the_forward_of_the_narrow_one(on_meta) -> None:
         assert layer.forward.form.module is layer
 
 
-def test_layers_of_each_kind_are_counted_as_often_as_they_are() -> None:
+def test_layers_of_each_kind_are_counted_as_often_as_they_are():
     assert variants.depths([0] * 32, 1) == ([0, 1], [([2], 30)])
     assert variants.depths([0, 0, 2, 0, 0, 2, 0], 1) == ([0, 1, 2], [([3], 3), ([5], 1)])
     assert variants.depths([0] * 32, 4) == ([*range(8)], [([8, 9, 10, 11], 6)])
@@ -107,32 +106,33 @@ def test_layers_of_each_kind_are_counted_as_often_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("budget", "expected"), [(1100, (100, False)), (2000, (190, False)), (10**6, (1600, True)), (50, (0, False))]
 )
-def test_the_longest_lies_on_a_line(budget: int, expected: tuple[int, bool]) -> None:
+def test_the_longest_lies_on_a_line(budget: int, expected: tuple[int, bool]):
     assert variants.longest(lambda n: 100 + 10 * n, 100, 1100, budget) == expected
 
 
-def test_states() -> None:
+def test_states():
     assert estimate.states_of(10, torch.bfloat16, "adamw", 1) == (20, 20, 40)
     assert estimate.states_of(10, torch.float32, "adamw", 2) == (20, 20, 40)
     assert estimate.states_of(10, torch.bfloat16, "adamw-float32", 4) == (5, 5, 30)
     assert estimate.states_of(10, torch.bfloat16, "sgd", 1).all == 40
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_command(tmp_path, capsys):
     file_of(tmp_path, LLAMA)
     table, picture = tmp_path / "rows.csv", tmp_path / "picture.png"
     given = ["estimate", str(tmp_path), "--tokens", "128", "--memory", "24MiB", "--variants", "checkpoint,ckptkern"]
     assert main([*given, "--layers", "2", "--csv", str(table), "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
-    assert "llama: 0.00 billion parameters, 2 layers" in text
-    assert "estimated, not measured" in text
-    assert "over checkpointing" in text
-    assert "ckptkern replaces LlamaDecoderLayer by transformer_layer" in text
+    for line in (
+        "llama: 0.00 billion parameters, 2 layers", "estimated, not measured", "over checkpointing",
+        "ckptkern replaces LlamaDecoderLayer by transformer_layer",
+    ):  # fmt: skip
+        assert line in text
     assert max(map(len, text.splitlines())) <= 80
-    with table.open(newline="") as file:
-        rows = {row["key"]: row for row in csv.DictReader(file)}
-    assert int(rows["ckptkern"]["peak"]) < int(rows["checkpoint"]["peak"])
-    assert int(rows["ckptkern"]["longest"]) > int(rows["checkpoint"]["longest"]) > 0
+    rows = {row["key"]: row for row in csv.DictReader(table.read_text().splitlines())}
+    ours, theirs = ({name: int(rows[key][name]) for name in ("peak", "longest")} for key in ("ckptkern", "checkpoint"))
+    assert ours["peak"] < theirs["peak"]
+    assert ours["longest"] > theirs["longest"] > 0
     assert int(rows["ckptkern"]["optimizer_bytes"]) == 2 * int(rows["ckptkern"]["parameters_bytes"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -152,20 +152,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (LLAMA, ("--tokens", "0"), "--tokens: wanted a positive number but got 0"),
     ],
 )
-def test_what_it_refuses(fields, options, message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_it_refuses(fields, options, message: str, tmp_path, capsys):
     path = tmp_path / "config.json" if fields is None else file_of(tmp_path, fields)
     assert main(["estimate", str(path), *options]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
 
 
-def test_a_model_without_its_list_of_layers(on_meta) -> None:
-    bare = without_list(on_meta[False])
+def test_a_model_without_its_list_of_layers(on_meta):
+    bare = torch.nn.Linear(1, 1)
+    bare.config = on_meta[False].config
     with pytest.raises(ValueError, match="Linear has no list of its 5 layers: use"):
         models.layers_of(bare)
-
-
-def without_list(model: torch.nn.Module) -> torch.nn.Module:
-    bare = torch.nn.Linear(1, 1)
-    bare.config = model.config
-    return bare
