@@ -128,15 +128,6 @@ def test_parallel_branches_have_dropouts_of_their_own():
     assert fused_of(ckptkern.convert(layer, x, **with_part_of_tables(x))) == LAYER
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_modes_save_less_and_less(recompute):
-    ours, theirs, _ = pair(llama()[1], ids(), recompute=recompute)
-    assert_same(step(ours, ids()), step(theirs, ids()))
-    layers = {"full": X, "selective": 2 * X + ids().numel() * HEADS * 4, "none": 10**9}[recompute]
-    tables = 2 * 6 * 8 * 4  # cos and sin [1, 6, 8], shared
-    assert saved(ours, ids()) <= 2 * layers + tables + 2 * X, "the head saves its input, and ids are saved"
-
-
 def test_dropout_is_where_it_was():
     """The mean over many masks is the result without dropout only if every p, and its place, is right: the variances tell."""
     layer, x = ARCHITECTURES["gpt"].layer().train(), tokens(4)
@@ -338,7 +329,6 @@ def test_a_weight_in_two_places_that_is_one_no_more():
 
 
 BEFORE = {
-    "adapters with a bias": (lambda layer: adapted(layer, "q_proj", bias=True), "as with adapters"),
     "a quantized weight": (quantized, "is a Scaled"),
     "a parametrized weight": (LATER["a parametrized weight"], "a weight is parametrized"),
     "a hook inside": (LATER["a hook inside"], "there are hooks inside"),

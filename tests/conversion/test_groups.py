@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from conversion.steps import assert_same, saved, step, variant
-from support.architectures import GPT, WIDTH, B, Choosing, Llama, S, Scaled, Stack, ids, nothing, with_tables
+from support.architectures import GPT, WIDTH, B, Choosing, Llama, Noisy, S, Scaled, Stack, ids, nothing, with_tables
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -20,11 +20,6 @@ from ckptkern.memory import saved_tensors
 
 X = B * S * WIDTH * 4  # bytes of a layer's input
 LAYERS = 7
-
-
-class Noisy(Scaled):
-    def forward(self, x, tables=None, attention_mask=None):
-        return nn.functional.dropout(super().forward(x, tables, attention_mask), 0.3, self.training)
 
 
 class Frame(Stack):
@@ -233,11 +228,9 @@ def test_torchs_encoder_layers_are_grouped():
 
 def test_transformers_hidden_states_and_caches():
     transformers = pytest.importorskip("transformers", minversion="5.0")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4
-    )
-    model = transformers.LlamaForCausalLM(config).train()
+    from conversion.test_language_models import model_of
+
+    model = model_of(num_hidden_layers=LAYERS)
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
     def loss_of(out):
@@ -245,7 +238,7 @@ def test_transformers_hidden_states_and_caches():
 
     def filled():
         """A prompt's keys and values, to which each layer adds its own."""
-        cache = transformers.DynamicCache(config=config)
+        cache = transformers.DynamicCache(config=model.config)
         with torch.no_grad():
             model(tokens, past_key_values=cache)
         return cache

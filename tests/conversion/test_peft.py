@@ -8,19 +8,11 @@ import pytest
 import torch
 from conversion import steps
 from conversion.steps import assert_same
+from conversion.test_language_models import model_of
 from peft import LoHaConfig, LoraConfig, VeraConfig, get_peft_model
-from peft.optimizers import create_loraplus_optimizer
 from support.architectures import fused_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
 
 import ckptkern
 
@@ -29,12 +21,7 @@ SMALL = dict(
     vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=20)
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
-    "qwen": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL, **MOE)),
-}
+MODELS = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen": "Qwen2MoeForCausalLM"}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LAYER, CHECKPOINT, HEAD = "transformer_layer", "checkpoint", "linear_cross_entropy"
@@ -51,9 +38,9 @@ def randomized(model, std=0.4):
 
 
 def adapted(name, config=LoraConfig, **options):
-    torch.manual_seed(0)
+    model = model_of(MODELS[name], **SMALL)
     options = ({"lora_alpha": 6} if config is LoraConfig else {}) | {"r": 3, "target_modules": []} | options
-    return randomized(get_peft_model(MODELS[name](), config(**options)).train())
+    return randomized(get_peft_model(model, config(**options)).train())
 
 
 def step(model, seed=2, **more):
@@ -92,18 +79,6 @@ def test_adapters_are_part_of_the_fused_ops(what):
     if what == "rsLoRA":
         scales = {m.scaling["default"] for m in model.modules() if isinstance(getattr(m, "scaling", None), dict)}
         assert scales == {6 / 3**0.5}
-
-
-@pytest.mark.parametrize("kind", ["pissa", "olora"])
-def test_what_only_begins_otherwise_is_a_low_rank_update(kind):
-    """A part of the weight is in the adapter."""
-    torch.manual_seed(0)
-    model = MODELS["llama"]()
-    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
-    config = LoraConfig(r=3, lora_alpha=6, target_modules=[*ATTENTION, "up_proj"], init_lora_weights=kind)
-    model = get_peft_model(model, config).train()
-    assert not torch.allclose(model.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight, before)
-    assert_converted(model, LAYER, HEAD)
 
 
 NAMED = {
@@ -191,19 +166,6 @@ def test_what_changes_in_an_adapter_of_the_head_later_counts():
         assert_same(step(ours), step(theirs), 1e-4)
 
 
-def test_adapters_that_come_later_are_not_bypassed():
-    ours, theirs = MODELS["llama"](), MODELS["llama"]()
-    ours.load_state_dict(theirs.state_dict())
-    convert(ours)
-    found = []
-    for one in (ours, theirs):
-        torch.manual_seed(1)
-        found.append(
-            step(randomized(get_peft_model(one, LoraConfig(r=2, target_modules=["q_proj", "lm_head"])).train()))
-        )
-    assert_same(*found, 1e-4)
-
-
 MIXED = ["default", "other"]  # the adapter of each sample
 
 
@@ -227,16 +189,3 @@ def test_each_sample_has_its_adapter_in_a_mixed_batch(fuses):
     assert_same(step(ours, adapter_names=MIXED), want, 1e-4)
     assert_same(step(ours), step(theirs), 1e-4)
     assert conversion.calls["checkpointed"] > 0
-
-
-def test_groups_of_an_optimizer_step_as_without_conversion():
-    """LoRA+ gives B another rate than A."""
-    model = adapted("llama", target_modules=ATTENTION)
-    models = [model, copy.deepcopy(model)]
-    convert(model)
-    for one in models:
-        optimizer = create_loraplus_optimizer(one, torch.optim.SGD, lr=0.1, loraplus_lr_ratio=4.0)
-        assert {0.1, 0.4} <= {group["lr"] for group in optimizer.param_groups}
-        one(**CALL).loss.backward()
-        optimizer.step()
-    assert_same(*({path: p.detach() for path, p in one.named_parameters() if p.requires_grad} for one in models), 1e-4)

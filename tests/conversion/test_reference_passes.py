@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from conversion.steps import calls_of
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,12 +54,6 @@ def as_reference(model):
         yield
 
 
-def calls(model):
-    """Of all layers, by what ran."""
-    found = [m.forward.calls for m in model.modules() if isinstance(m.__dict__.get("forward"), binding.Fused)]
-    return {name: sum(one[name] for one in found) for name in ("fused", "checkpointed", "original")}
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_both_passes_of_one_model(training):
     """Each step's two passes are the unconverted model's; the reference saves nothing, samples nothing, and stays fused however
@@ -67,7 +62,7 @@ def test_both_passes_of_one_model(training):
     model = converted(copy.deepcopy(plain)).train(training)
     plain.train(training)
     tokens, layers = ids(), [m.forward for m in model.modules() if isinstance(m.__dict__.get("forward"), binding.Fused)]
-    before = calls(model)
+    before = calls_of(model)
     with mock.patch.object(fuse, "trace", side_effect=AssertionError("a layer was traced again")):
         for step in range(3):
             policy = log_probs(model, tokens)
@@ -79,7 +74,7 @@ def test_both_passes_of_one_model(training):
             if step == 0:
                 patterns = [len(one.segments) for one in layers]
     assert [len(one.segments) for one in layers] == patterns
-    after = calls(model)
+    after = calls_of(model)
     passes = 6 if training else 3  # of a pass without gradients in evaluation nothing is counted
     assert {name: after[name] - before[name] for name in after} == dict(
         fused=passes * LAYERS, checkpointed=0, original=0
@@ -141,14 +136,14 @@ def test_a_model_converted_while_adapters_are_off():
     model = copy.deepcopy(plain)
     with model.disable_adapter():
         converted(model)
-        fused = calls(model)["fused"]
+        fused = calls_of(model)["fused"]
         with torch.no_grad():
             reference = log_probs(model, tokens)
-        assert calls(model)["fused"] == fused + LAYERS
+        assert calls_of(model)["fused"] == fused + LAYERS
     with as_reference(plain):
         torch.testing.assert_close(reference, log_probs(plain, tokens))
     torch.testing.assert_close(log_probs(model, tokens), log_probs(plain, tokens))
-    assert calls(model)["checkpointed"] >= LAYERS
+    assert calls_of(model)["checkpointed"] >= LAYERS
 
 
 def traced(layer, x):
