@@ -92,8 +92,6 @@ class Watch:
         self.structure = [
             (m, type(m), tuple(m._modules.items()), self.settings(path, m, live)) for path, m in module.named_modules()
         ]
-        # noted here and not in the first call, before which a copy may have changed
-        self.counts = [len(m.__dict__) for m, *_ in self.structure[1:]]
         objects = objects_of(module)
         # another container that holds the same is as good: libraries replace them
         self.containers = [one for one in objects if is_container(one[2])]
@@ -105,6 +103,7 @@ class Watch:
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p))
         self.compared: Compared | None = None
+        self.counts: list[int] | None = None  # in a copy, those of its original: it may change before its first call
 
     @staticmethod
     def settings(path: str, module: nn.Module, live: Collection[tuple[str, str]]) -> dict[str, Any]:
@@ -115,7 +114,7 @@ class Watch:
         return {name: value for name, value in plain_attributes(module).items() if name not in others}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"compared": None}
+        return self.__dict__ | {"compared": None, "counts": self.compared and list(self.compared.counts)}
 
     def prepared(self) -> Compared:
         modules = [m for m, *_ in self.structure]
@@ -140,7 +139,7 @@ class Watch:
             parameters=[m._parameters.values() for m in modules if m._parameters],
             modes=[m.__dict__ for m, _, children, _ in self.structure[1:] if children],
             attributes=attributes,
-            counts=list(self.counts),
+            counts=self.counts or list(map(len, attributes)),
             objects=[(m.__dict__, name, value) for m, name, value in self.objects],
             containers=[(m.__dict__, name) for m, name, _ in self.containers],
             were=self.were,
