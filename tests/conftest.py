@@ -41,9 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="only the first case of every test function that is not marked `slow` or `long`",
     )
     parser.addoption("--all", action="store_true", help="the tests marked `long` too, as `make test-all` runs them")
-    parser.addoption(
-        "--sample", action="store_true", help="of the default tiles, what CI runs on the emulator"
-    )
+    parser.addoption("--sample", action="store_true", help="of the default tiles, what CI runs on the emulator")
     parser.addoption(
         "--device",
         choices=("interpreted", "emulated"),

@@ -1,4 +1,4 @@
-"""The ops, declared once for every test: how inputs are made, how each is called, and what it is in eager PyTorch."""
+"""Comparisons of results and gradients, layouts of tensors, and what watches the ops that run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import gc
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ckptkern import eager, state
-from ckptkern.ops import catalog
 
 MODES = ("none", "selective", "full")
-LAYERS = ("linear_act", "linear_stack", "mlp", "gated_mlp")  # ops with parameters
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = {name: activation.act for name, activation in eager.ACTIVATIONS.items()}
 SEED = 17
@@ -31,145 +26,11 @@ P = 0.3
 Tensors = dict[str, Tensor]
 
 
-class Sizes(NamedTuple):
-    """Shape of an input without its features, and the widths of the layers."""
-
-    lead: tuple[int, ...] = (3, 5)
-    features: int = 7
-    hidden: int = 12
-    out: int = 10
-
-    @property
-    def tokens(self) -> int:
-        return torch.Size(self.lead).numel()
-
-
-@dataclass(frozen=True)
-class Op:
-    """One op of the catalogue with the tests' own copy of what it computes. `tensors` below are its inputs by name, x first;
-    biases may be missing.
-
-    unfused     (tensors, act, drop) -> y in PyTorch ops
-    masked      width of the tensor that dropout acts on, from (features, hidden, out); None: no dropout
-    """
-
-    name: str
-    unfused: Callable[..., Tensor]
-    masked: Callable[[int, int, int], int] | None = None
-
-    def __post_init__(self):  # once, because torch.compile traces no signature
-        arguments = catalog.OPS[self.name].parameters
-        options = [name for name in ("activation", "recompute", "dropout_p", "workspace") if name in arguments]
-        object.__setattr__(self, "options", options or ["dropout_p"])
-
-    def parameters(self, features: int, hidden: int, out: int) -> dict[str, tuple[int, ...]]:
-        """(features, hidden, out) -> shapes by name."""
-        shapes = catalog.input_shapes(self.inputs((), features, hidden, out))
-        return {name: shape for name, shape in shapes.items() if name != "x"}
-
-    def inputs(self, *sizes) -> dict:
-        return catalog.OPS[self.name].inputs(catalog.Sizes(*sizes))
-
-    def call(self, tensors: Tensors, **options) -> Tensor:
-        given = self.inputs()
-        if "biases" in given and "biases.0" not in tensors:
-            given["biases"] = None
-        if self.name == "dropout":
-            options = {"p": options["dropout_p"]}
-        return catalog.call(catalog.OPS[self.name], given, tensors, **options)
-
-
-def _linear(t: Tensors, name: str, x: Tensor) -> Tensor:
-    return F.linear(x, t[f"{name}weight"], t.get(f"{name}bias"))
-
-
-def _stack_unfused(t: Tensors, act: Callable, drop: Callable) -> Tensor:
-    h = t["x"]
-    for i in range(3):
-        h = act(F.linear(h, t[f"weights.{i}"], t.get(f"biases.{i}")))
-    return h
-
-
-def _gated_plain(t: Tensors, act: Callable, drop: Callable) -> Tensor:
-    return _linear(t, "down_", drop(act(_linear(t, "gate_", t["x"])) * _linear(t, "up_", t["x"])))
-
-
-OPS = (
-    Op(
-        "linear_act",
-        unfused=lambda t, act, drop: act(_linear(t, "", t["x"])),
-    ),
-    Op(
-        "linear_stack",
-        unfused=_stack_unfused,
-    ),
-    Op(
-        "mlp",
-        unfused=lambda t, act, drop: _linear(t, "fc2_", drop(act(_linear(t, "fc1_", t["x"])))),
-        masked=lambda d, h, e: h,
-    ),
-    Op(
-        "gated_mlp",
-        unfused=_gated_plain,
-        masked=lambda d, h, e: h,
-    ),
-    Op(
-        "dropout",
-        unfused=lambda t, act, drop: drop(t["x"]),
-        masked=lambda d, h, e: d,
-    ),
-)
-
-
 def expected_mask(p: float, rows: int, cols: int, seed: int = SEED, device: torch.device | str = "cpu") -> Tensor:
     """The mask of the first draw after torch.manual_seed(seed), whose definition tests/test_state.py tests."""
     generator = torch.Generator(device).manual_seed(seed)
     drawn = torch.randint(-(2**63), 2**63 - 1, (2,), generator=generator, device=device)
     return state.keep_mask(drawn, p, rows, cols)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """An op and its options."""
-
-    op: Op
-    activation: str = "relu"
-    recompute: str = "full"
-    dropout_p: float = 0.0
-    workspace: int | None = None
-
-    def __str__(self) -> str:
-        parts = [self.op.name]
-        if "activation" in self.op.options:
-            parts += [self.activation, self.recompute]
-        return "-".join([*parts, *(["dropout"] if self.dropout_p else [])])
-
-    @property
-    def op_name(self) -> str:
-        return self.op.name
-
-    def with_(self, **options) -> Setup:
-        return replace(self, **options)
-
-    def call(self, tensors: Tensors) -> Tensor:
-        """The op, drawing from torch's generator as it stands."""
-        return self.op.call(tensors, **{name: getattr(self, name) for name in self.op.options})
-
-    def fused(self, tensors: Tensors) -> Tensor:
-        """The op, its mask `expected_mask`."""
-        torch.manual_seed(SEED)
-        return self.call(tensors)
-
-    def unfused(self, tensors: Tensors) -> Tensor:
-        """The same in PyTorch ops, with the same mask."""
-
-        def drop(h: Tensor) -> Tensor:
-            if not self.dropout_p:
-                return h
-            mask = expected_mask(self.dropout_p, h.shape[:-1].numel(), h.shape[-1], device=h.device).view(h.shape)
-            return h * state.threshold_scale(self.dropout_p)[1] * mask
-
-        return self.op.unfused(tensors, ACTIVATIONS[self.activation], drop)
 
 
 def seeded(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]:
@@ -180,54 +41,6 @@ def seeded(function: Callable[[Tensors], Tensor]) -> Callable[[Tensors], Tensor]
         return function(tensors)
 
     return run
-
-
-def setups(
-    activations: Iterable[str] = ("relu", "gelu"),
-    modes: Iterable[str] | None = None,
-    dropout: Sequence[float] = (0.0,),
-    ops: Iterable[str] | None = None,
-) -> list:
-    """pytest parameters: every op × activation × mode (by default all that there are) × dropout. The op dropout comes once,
-    with a probability."""
-
-    def each() -> Iterator[Setup]:
-        for op in OPS:
-            if ops is not None and op.name not in ops:
-                continue
-            if "activation" not in op.options:
-                yield Setup(op, dropout_p=max(dropout) or P)
-                continue
-            for activation in activations:
-                for mode in MODES if modes is None else modes:
-                    for p in dropout if op.masked else (0.0,):
-                        yield Setup(op, activation, mode, p)
-
-    return [pytest.param(setup, id=str(setup)) for setup in each()]
-
-
-def make(
-    setup: Setup,
-    sizes: Sizes = Sizes(),  # noqa: B008  (a frozen value)
-    dtype: torch.dtype = torch.float32,
-    *,
-    bias: bool = True,
-    frozen: Iterable[str] = (),
-    seed: int = 0,
-    device: str = "cpu",
-) -> Tensors:
-    """Inputs by name, x first. All need a gradient except those in `frozen`."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {"x": (*sizes.lead, sizes.features), **setup.op.parameters(*sizes[1:])}
-    tensors = {}
-    for name, shape in shapes.items():
-        if "bias" in name and not bias:
-            continue
-        value = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if "weight" in name and shape[1]:
-            value = value * (2 / shape[1]) ** 0.5  # He: activations keep their size from layer to layer
-        tensors[name] = value.to(device, dtype).requires_grad_(name not in frozen)
-    return tensors
 
 
 def clone(tensors: Tensors, dtype: torch.dtype | None = None) -> Tensors:
@@ -349,11 +162,6 @@ def check_exactness(
     except AssertionError:
         samples = [tensors, *(resampled(tensors, seed) for seed in range(1, SAMPLES))]
         assert_as_exact(*over_samples(ours, unfused, samples, dy))
-
-
-def check_against_float64(setup: Setup, tensors: Tensors, dy: Tensor | None = None) -> None:
-    """Output and gradients of `setup` on `tensors` by the rule of `assert_as_exact`."""
-    check_exactness(setup.fused, setup.unfused, tensors, dy)
 
 
 def whole_numbers(tensors: Tensors) -> Tensors:

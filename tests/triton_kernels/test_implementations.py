@@ -8,20 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from support.cases import (
-    P,
-    Sizes,
-    check_against_float64,
-    expected_mask,
-    make,
-    output_gradient,
-    setups,
-    whole_numbers,
-)
+from support.cases import P, check_exactness, expected_mask, output_gradient, whole_numbers
+from support.properties import OF_OPS, Case, joined
 
 import ckptkern
 from ckptkern import eager, triton_kernels
 from ckptkern.memory import peak_memory
+from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.mlp import branch as mlp_branch
@@ -32,6 +25,12 @@ from ckptkern.triton_kernels.tile import INTERPRETED_TILE, INTERPRETED_VARIANT, 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 
 
+def full(name: str, sizes: Sizes = Sizes()) -> Case:  # noqa: B008
+    """The op at "full", with the hidden layer's dropout where it has one."""
+    entry = OF_OPS[name]
+    return Case(entry, ("dropout_p",) if "dropout_p" in entry.parameters else (), "full", sizes)
+
+
 @pytest.fixture(autouse=True)
 def _triton(device):
     with ckptkern.backend("triton"):
@@ -39,12 +38,15 @@ def _triton(device):
     _choices._impl.cache_clear()
 
 
-@pytest.mark.parametrize("setup", setups(("gelu", "silu"), ("full",), (P,), OPS))
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("impl", ["triton", "library"])
-def test_gradients_are_as_exact_as_torchs(impl, setup):
+def test_gradients_are_as_exact_as_torchs(impl, name, activation):
     """`dual`, which is the table's for float32 of sizes as small, in test_ops.py."""
+    case = full(name)
+    ours, theirs = (lambda t, run=run: joined(run(t, activation=activation)) for run in (case.results, case.oracle))
     with _choices.forced_impl(impl):
-        check_against_float64(setup, make(setup, dtype=torch.bfloat16))
+        check_exactness(ours, theirs, case.make(torch.bfloat16))
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
@@ -67,11 +69,12 @@ def test_masks_do_not_depend_on_the_implementation(impl, mode):
     assert torch.equal((db * (1 - P)).round(), saved.sum(0).float())
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("mlp", "gated_mlp", "mlp_block")))
-def test_backward_takes_the_implementation_of_forward(setup):
-    tensors = make(setup)
+@pytest.mark.parametrize("name", OPS[1:])
+def test_backward_takes_the_implementation_of_forward(name):
+    case = full(name)
+    tensors = case.make(torch.float32)
     with _choices.forced_impl("library"):
-        y = setup.fused(tensors)
+        y = case.function(tensors)
     fails = mock.Mock(side_effect=AssertionError("another implementation"))
     names = ("linear_fwd", "act_grad", "mlp_bwd", "gated_bwd", "gated_act_grad")
     with (
@@ -96,28 +99,28 @@ def tiles(monkeypatch) -> set[tuple]:
     return found
 
 
-@pytest.mark.parametrize("setup", setups(("gelu",), ("full",), (P,), ops=("linear_act", "mlp", "gated_mlp")))
+@pytest.mark.parametrize("name", OPS[:3])
 @pytest.mark.parametrize("impl", ["triton:128x128", "dual:128x64", "persistent:128x256"])
-def test_backward_takes_the_tiles_of_forward(impl, setup, device, architecture, tiles):
+def test_backward_takes_the_tiles_of_forward(impl, name, device, architecture, tiles):
     """Where another implementation is forced meanwhile. Results are those of the implementation "triton"."""
     if architecture or device == "cuda":
         pytest.skip("wants the interpreter's tiles")
-    tensors = whole_numbers(make(setup, Sizes((140,), 32, 48, 64), torch.bfloat16))
-    dy, results = torch.ones(140, 64, dtype=torch.bfloat16), {}
+    case = full(name, Sizes((140,), 32, 48, 64))
+    tensors, results = whole_numbers(case.make(torch.bfloat16)), {}
     base = impl.partition(":")[0]
-    for name in dict.fromkeys(("triton", base, impl)):
+    for one in dict.fromkeys(("triton", base, impl)):
         tiles.clear()
-        torch.manual_seed(0)
-        with _choices.forced_impl(name):
-            y = setup.fused(tensors)
+        with _choices.forced_impl(one):
+            (y,) = case.results(tensors, activation="relu")
         with _choices.forced_impl("library"):
-            results[name] = y, *torch.autograd.grad(y, list(tensors.values()), dy)
-        shape = INTERPRETED_VARIANT[:2] if name == impl else INTERPRETED_TILE[:2]
-        assert {one[1:] for one in tiles} == {shape}, tiles
-        assert any("persistent" in one[0] for one in tiles) == (base == name.partition(":")[0] == "persistent"), tiles
-        assert len(tiles) > (setup.op.name != "linear_act")  # forward's kernels and backward's
-    for name, result in results.items():
-        assert all(map(torch.equal, result, results["triton"])), name
+            results[one] = y, *torch.autograd.grad(y, list(tensors.values()), torch.ones_like(y))
+        shape = INTERPRETED_VARIANT[:2] if one == impl else INTERPRETED_TILE[:2]
+        assert {launched[1:] for launched in tiles} == {shape}, tiles
+        persistent_ones = any("persistent" in launched[0] for launched in tiles)
+        assert persistent_ones == (base == one.partition(":")[0] == "persistent"), tiles
+        assert len(tiles) > (name != "linear_act")  # forward's kernels and backward's
+    for one, result in results.items():
+        assert all(map(torch.equal, result, results["triton"])), one
 
 
 def test_a_compiled_graph_follows_the_implementation():
@@ -136,15 +139,15 @@ def test_a_compiled_graph_follows_the_implementation():
 @pytest.mark.parametrize(("name", "hidden"), [("mlp", 4), ("gated_mlp", 6)])
 def test_workspace_bounds_the_library_too(name, hidden):
     """`hidden` tensors of the hidden layer at once, in chunks of 128 rows. Without kernels: the interpreter copies tensors."""
-    setup = setups(("relu",), ("full",), ops=(name,))[0].values[0]
-    tensors = make(setup, Sizes(lead=(640,), features=8, hidden=64, out=8))
+    case = Case(OF_OPS[name], (), "full", Sizes((640,), 8, 64, 8))
+    tensors = case.make(torch.float32)
     workspace = 128 * hidden * 64 * 4
     with (
         _choices.forced_impl("library"),
         mock.patch.object(_choices.primitives("library"), "kernels", eager),
         mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy,
     ):
-        y = setup.with_(workspace=workspace).fused(tensors)
+        y = case.function(tensors, workspace=workspace, activation="relu")
         dy = output_gradient(y)
         with peak_memory("cpu") as peak:
             grads = torch.autograd.grad(y, list(tensors.values()), dy)
