@@ -18,7 +18,9 @@ from ..frozen import Frozen, why_not
 from ..subclasses import own_dispatch
 
 LIBRARIES = ("bitsandbytes", "torchao")
-REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' layers: may a call without gradients pack the weight for inference?
+REPACKS = (
+    "support_avx512bf16_for_cpu"  # of bitsandbytes' layers: may a call without gradients pack the weight for inference?
+)
 LIKE_TORCH = 0.02  # relative error of a 16-bit forward that rounds elsewhere; a wrong scale or layout differs by more
 
 
