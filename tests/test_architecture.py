@@ -213,6 +213,7 @@ def circle(tree: dict[str, tuple[bool, str]]) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_through_others():
     assert circle(sources(INSTALLED | OWN)) == []
 
@@ -240,6 +241,7 @@ def lengths(tree: dict[str, tuple[bool, str]]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_files_and_functions_are_short():
     assert lengths(sources(INSTALLED | OWN)) == {}
 
@@ -254,6 +256,7 @@ def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_imports_no_kernels_and_no_extras_and_runs_without_triton(tmp_path):
     code = """
 import sys

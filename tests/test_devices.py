@@ -143,6 +143,7 @@ def replayed(step: Callable[[], tuple[Tensor, ...]], device: str) -> Callable[[]
     return replay
 
 
+@pytest.mark.slow
 def test_replays_draw_anew_and_masks_agree_within_one(device):
     """The last weight [I; 0] makes y begin with h;  dy = I makes its gradient spell h, as backward recomputed it."""
     n, features, hidden = 140, 9, 24

@@ -105,6 +105,7 @@ def test_parameters_and_names_stay_and_revert_gives_back_the_original(name):
 COMPILED = ("gpt", "adaptive by a table")  # which returns a tuple, and what is computed of an argument
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in COMPILED else pytest.mark.long) for name in ARCHITECTURES]
 )

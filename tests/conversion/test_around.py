@@ -268,6 +268,7 @@ def test_what_may_not_be_converted_is_no_checkpoint():
         assert "forward" not in converted(**which)[0].layers[0].__dict__
 
 
+@pytest.mark.slow
 def test_a_compiled_checkpoint():
     ours, theirs, _ = converted()
     torch._dynamo.reset()

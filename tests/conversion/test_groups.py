@@ -172,6 +172,7 @@ def test_frozen_layers_and_a_second_backward():
     assert_as_alone(model, run=twice)
 
 
+@pytest.mark.slow
 def test_a_router_decides_in_a_region_as_in_forward():
     """Its recompute rounds otherwise, by an injected difference."""
     model = model_of(Choosing)
@@ -206,6 +207,7 @@ def test_threads_share_a_model():
         assert_same(found[seed], one, 1e-6)
 
 
+@pytest.mark.slow
 def test_calls_without_gradients_and_compiled_ones_run_as_they_are():
     model = model_of()
     model.layers, model.order = model.layers[:3], range(3)
@@ -226,6 +228,7 @@ def test_torchs_encoder_layers_are_grouped():
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.slow
 def test_transformers_hidden_states_and_caches():
     transformers = pytest.importorskip("transformers", minversion="5.0")
     from conversion.test_language_models import model_of

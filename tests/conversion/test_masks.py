@@ -72,6 +72,7 @@ def test_no_square_is_written():
 COMPILED = [(name, True) for name in ("LlamaForCausalLM", *WITH_SINKS[1:])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "padded"),
     [("LlamaForCausalLM", False), *(pytest.param(*one, marks=pytest.mark.long) for one in COMPILED)],
@@ -201,6 +202,7 @@ def test_a_model_that_cannot_take_it_is_converted_all_the_same(monkeypatch):
     assert_same(step(ours, **PADDED), step(theirs, **PADDED))
 
 
+@pytest.mark.slow
 def test_saved_and_in_another_process(tmp_path):
     """The name is not in a saved configuration, and a pickled model knows its implementation where nothing was converted."""
     ours, _ = converted()

@@ -434,6 +434,7 @@ def test_a_later_change_of_a_router_counts(what):
     assert_same_steps(ours, theirs)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_break():
     ours, theirs = converted(of(shared=Shared, gated=True))
     ours = torch.compile(ours, fullgraph=True, backend="aot_eager")

@@ -42,6 +42,7 @@ def forms_logits(run, parameters):
     return any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [INSIDE, READ], ids=" ".join)
 def test_losses_inside_of_the_graph(names):
     def loss(model, logits, targets):
@@ -81,6 +82,7 @@ class Statistics(nn.Module):
         return torch.cat([use(self.model(x)[0], t).float().flatten() for use in self.uses])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses", [STATISTICS, VALUES], ids=["lazy", "values"])
 def test_statistics_inside_of_the_graph(uses):
     ours, theirs = (Statistics(model, uses) for model in converted_pair(bias=True))
@@ -96,6 +98,7 @@ def steps_of(run):
     return {"output": y.detach()} | dict(zip(parameters, grads, strict=True))
 
 
+@pytest.mark.slow
 def test_bfloat16_under_autocast_and_as_a_model():
     for model, context in (
         (model_of(COVERED["viewed"]), torch.autocast("cpu", torch.bfloat16)),

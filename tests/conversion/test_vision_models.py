@@ -64,6 +64,7 @@ def model_of(name, **changes):
     return model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_gradients(name):
     """At other batches than the example's, in a copy in another dtype, which what is computed follows."""
@@ -80,6 +81,7 @@ def test_results_and_gradients(name):
     assert_same(step(low, **kwargs), step(theirs.bfloat16(), **kwargs), 0.1)
 
 
+@pytest.mark.slow
 def test_attention_over_many_windows_is_replaced():
     """Whose key bias has a gradient of rounding alone, that of 6,272 tokens in float32."""
     sizes = dict(image_size=112, patch_size=4, embed_dim=96, depths=[2], num_heads=[3], window_size=7)

@@ -330,6 +330,7 @@ def test_compiled(name):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["MLP", pytest.param("LlamaAttention", marks=pytest.mark.long)])
 def test_compiled_for_any_shape_and_probability(name):
     """With dynamic=True a module's numbers are symbolic too: dropout's probability and theta."""

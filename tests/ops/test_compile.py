@@ -139,6 +139,7 @@ def test_a_transform_breaks_the_graph_and_says_so():
         compiled(of)(tensors)
 
 
+@pytest.mark.slow
 def test_stacks_deeper_than_an_int64_has_bits():
     """A stack of 33 layers has 67 inputs; every one gets its gradient, in every form."""
     layers = {name: [catalog.Normal(shape)] * 33 for name, shape in (("weights", (4, 4)), ("biases", (4,)))}

@@ -75,6 +75,7 @@ def test_the_backend_of_forward_runs_backward(name):
     assert "triton" not in watch.strings
 
 
+@pytest.mark.slow
 def test_environment_variable(monkeypatch):
     """It is read once, when the package is imported."""
 

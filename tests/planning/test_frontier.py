@@ -45,6 +45,7 @@ def test_it_ends_at_the_limit() -> None:
     assert search(lambda n: n, 10**9, 1, 1, 10)[0] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_longest_sequence(device: str) -> None:
     model = layers(3, device)

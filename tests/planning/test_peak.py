@@ -211,6 +211,7 @@ def test_live_counts_each_storage_once_and_until_it_is_gone() -> None:
     assert [(one.bytes, one.op, one.shape) for one in live.at_peak] == [(40, "add.Tensor", (10,))]
 
 
+@pytest.mark.slow
 def test_adapting_follows_the_room_and_stores_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [2**30]
     monkeypatch.setattr(memory, "free_memory", lambda device: free[0])

@@ -29,6 +29,7 @@ def llama() -> ckptkern.Plan:
     return ckptkern.plan(model_of("llama"), ids(), saved="1GiB", stores=[ckptkern.storage.offload(min_bytes=0)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plan", "report", "certify"])
 def test_what_is_measured_is_as_before(name: str) -> None:
     model = model_of("llama").eval()

@@ -32,6 +32,7 @@ def gradients(model: nn.Module, inputs: tuple) -> tuple[Tensor, ...]:
     return torch.autograd.grad(loss_of(model.train()(*inputs)), list(model.parameters()), allow_unused=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "there"), STEPS)
 def test_a_model_in_every_strategy(name: str, there: bool) -> None:
     """there: gradients are there when the step begins."""

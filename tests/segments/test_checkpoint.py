@@ -117,6 +117,7 @@ def test_recomputed_tensors_are_let_go():
         gc.enable()
 
 
+@pytest.mark.slow
 def test_memory_is_flat_without_the_garbage_collector():
     """No cycle through hooks, placeholders or exceptions; every tenth recompute raises (pytorch#84413)."""
     model, failing = mlp(p=0.5), []
@@ -343,6 +344,7 @@ sys.last = Last()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_thread_that_python_ends_inside_of_a_region(runs):
     """The thread is unwound without a thread state, so nothing on its stack may need one. Not every run would crash."""

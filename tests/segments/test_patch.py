@@ -216,6 +216,7 @@ with ckptkern.patch_torch():
 """
 
 
+@pytest.mark.slow
 def test_torchs_has_run_before_ours_was_imported():
     """From its first call on, torch keeps on the function itself what it calls in the function's place."""
     command = [sys.executable, "-c", AFTER_A_CALL]

@@ -178,6 +178,7 @@ def test_figures_of_the_docs(activation):
     assert len({error for name, error in errors.items() if "int8" in name}) == 1
 
 
+@pytest.mark.slow
 def test_peaks_of_the_docs():
     module = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.GELU())])
     x, peaks = torch.randn(1024, 512), []

@@ -16,6 +16,7 @@ from ckptkern.storage import offload, store
 from ckptkern.storage.offload import Flight, _Copy, _Lane
 
 
+@pytest.mark.slow
 def test_buffers_are_reused_and_nothing_is_left_behind():
     keep, module, x = offload(min_bytes=0), unfused(), torch.randn(40, 16)
 

@@ -247,6 +247,7 @@ def test_gradient_of_a_mask(pattern, case, device):
         assert not ours[core.mask == -math.inf].any()
 
 
+@pytest.mark.slow
 def test_gradient_of_one_of_several_masks(device, repeats):
     """The core's mask is the sum of one that samples share and one of their own. Runs are equal, tiles within rounding."""
     case = Case(torch.float32, 24, (2, 1), (37, 41), dropout=0.3)
