@@ -26,6 +26,7 @@ sys.path.append(
 
 STARTED = pytest.StashKey[float]()
 ALL = pytest.StashKey[bool]()
+PROGRAMS = "tests/benchmarks", "tests/tools"  # seconds each: --quick leaves them out, unless they are named
 
 
 def runs_all(config: pytest.Config) -> bool:
@@ -114,9 +115,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list({*items} - {*chosen}))
         items[:] = chosen
     if config.option.quick:
-        first = {
-            item.nodeid.partition("[")[0]: item for item in reversed(items) if not {"slow", "long"} & {*item.keywords}
-        }
+        others = tuple(one for one in PROGRAMS if not any(one in str(named) for named in config.args))
+        fast = [one for one in items if not {"slow", "long"} & {*one.keywords} and not one.nodeid.startswith(others)]
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(fast)}
         left_out = {*items} - {*first.values()}
     else:
         left_out = set() if config.stash[ALL] else {item for item in items if "long" in item.keywords}
