@@ -8,27 +8,26 @@ from unittest import mock
 import pytest
 import torch
 from conversion.steps import calls_of
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptkern
 from ckptkern.conversion import binding, fuse
 from ckptkern.memory import peak_memory, saved_tensors
 
+peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers", minversion="5.0")
 LAYERS, WORKSPACE = 2, 2**18
 
 
 def model_of(dropout=0.0):
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=512, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=200, use_cache=False,
     )  # fmt: skip
-    lora = LoraConfig(
+    lora = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=False,
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    return get_peft_model(LlamaForCausalLM(config), lora).train()
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora).train()
 
 
 def ids(length=64):

@@ -262,7 +262,7 @@ OPS = [
         "ckptkern/ops/registration/gradients.py",
         "self.part = bias.dtype «if chunks == 1 else True»",
         "",
-        (f"{PRECISION} -k 'as_exact and ([linear_stack or [mlp)'",),
+        (f"{PRECISION} -k 'grow and ([linear_stack or [mlp)'",),
     ),
     Fault(
         "gradients: a hook of a weight does not see what is added in place",
