@@ -68,8 +68,8 @@ def test_a_forward_that_does_not_run_shows():
 
 
 def test_the_files(tmp_path, capsys):
-    pytest.importorskip("transformers")
     """Layers that a run leaves out stay as they were; one that fails is named and makes the run fail."""
+    pytest.importorskip("transformers")
 
     def broken(tokens: int) -> shapes.Layer:
         raise RuntimeError("broken")
