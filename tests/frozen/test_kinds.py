@@ -83,8 +83,8 @@ def test_raw_tensors_by_the_formula(kind, make, lead, monkeypatch):
     assert frozen.shape == wanted.shape
     for at_once in (kinds.AT_ONCE, 1):
         monkeypatch.setattr(kinds, "AT_ONCE", at_once)
-        assert torch.equal(frozen.dequantize(torch.float32), wanted.float())
-        assert torch.equal(frozen.dequantize(), wanted.float().bfloat16())
+        torch.testing.assert_close(frozen.dequantize(torch.float32), wanted.float(), rtol=0, atol=0)
+        torch.testing.assert_close(frozen.dequantize(), wanted.float().bfloat16(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", [*LIBRARIES, "block_fp8", "mxfp4"])
