@@ -100,6 +100,9 @@ def pytest_configure_node(node) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    place = collection_path.as_posix().removeprefix(f"{ROOT.as_posix()}/")
+    if config.option.quick and place in PROGRAMS and not any(place in str(named) for named in config.args):
+        return True
     is_test = collection_path.suffix == ".py" and collection_path.name.startswith("test_")
     return (
         True if is_test and gpu_runs.is_gpu_run(config) and not gpu_runs.may_have_gpu_tests(collection_path) else None
@@ -115,8 +118,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=list({*items} - {*chosen}))
         items[:] = chosen
     if config.option.quick:
-        others = tuple(one for one in PROGRAMS if not any(one in str(named) for named in config.args))
-        fast = [one for one in items if not {"slow", "long"} & {*one.keywords} and not one.nodeid.startswith(others)]
+        fast = [item for item in items if not {"slow", "long"} & {*item.keywords}]
         first = {item.nodeid.partition("[")[0]: item for item in reversed(fast)}
         left_out = {*items} - {*first.values()}
     else:

@@ -166,6 +166,7 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_imports_keep_to_the_layers():
     tree = sources()
     assert {part(module) for module in tree} >= {"ckptkern", "state", "ops", "nn", "triton_kernels", "benchmarks"}
@@ -302,6 +303,7 @@ def test_without_torch_the_build_says_to_install_it_first(tree):
     assert "pip install --no-build-isolation ." in result.stderr
 
 
+@pytest.mark.slow
 def test_sdist_holds_all_that_a_build_needs(tree):
     result = run_python(WITHOUT_TORCH.format(argv=["setup.py", "--quiet", "sdist", "--dist-dir", "sdist"]), tree)
     assert result.returncode == 0, result.stderr

@@ -157,6 +157,7 @@ def test_a_mode_may_change_before_backward(layer):
     assert_as_alone(model_of(layer), run=run)
 
 
+@pytest.mark.slow
 def test_frozen_layers_and_a_second_backward():
     model = model_of()
     for one in (model.embed, *model.layers[:4]):

@@ -64,6 +64,7 @@ def llama(quantise, adapts=True, dtype=torch.float32):
     return model.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("quantise", "adapts"),
     [(linear4bit, True), (functools.partial(linear4bit, repacks=False), True), (of_torchao, False)],

@@ -142,6 +142,7 @@ def test_parameters_that_are_given_back_before_backward(name):
     torch.testing.assert_close(made, torch.autograd.grad(module(*inputs).square().sum(), [*module.parameters()]))
 
 
+@pytest.mark.slow
 def test_where_saved_tensors_cannot_be_hooked():
     module, x = build("LlamaDecoderLayer", "LoRA", "full").eval(), torch.randn(B, T, E)
     parameters = dict(module.named_parameters())

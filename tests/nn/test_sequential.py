@@ -149,6 +149,7 @@ def test_keywords_are_the_layers():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_a_stack_is_a_module_list_that_compiles_and_nests():
     layers = [ckptkern.nn.MLP(D) for _ in range(4)]
     stack = LayerStack(layers, 3, determinism_check="none")

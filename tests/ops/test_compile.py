@@ -91,6 +91,7 @@ def test_another_backend_compiles_again_and_reaches_its_kernels():
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 def test_the_workspace(monkeypatch):
     """Another workspace compiles again, one that was seen does not, and none is a symbol."""
     call, counter, backward, taken = (
@@ -129,6 +130,7 @@ def test_every_precision_of_a_graph_is_read(way, monkeypatch):
     assert seen == ["ieee", "ieee"]
 
 
+@pytest.mark.slow
 def test_a_transform_breaks_the_graph_and_says_so():
     call = call_of("mlp")
     tensors = {name: t.detach() for name, t in call.make().items()}

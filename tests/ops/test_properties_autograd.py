@@ -286,6 +286,7 @@ def test_compiled_equals_eager(entry: Entry, options):
     assert_equal_to_rounding(ours, theirs, f"{case}, compiled", "the call as it is")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", each(["mlp", "attention_block", "linear_cross_entropy"]))
 def test_one_graph_for_all_sizes_and_modes_of_autograd(entry: Entry):
     """Sizes compile once, dynamically, and seeds compile nothing; evaluation has a graph of its own, which saves nothing."""

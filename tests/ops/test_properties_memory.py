@@ -234,6 +234,7 @@ def test_ops_with_a_workspace_are_bounded():
     assert BOUNDED.keys() == {name for name, one in OF_OPS.items() if "workspace" in one.parameters} - of_its_own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 @pytest.mark.parametrize("entry", each(name for name in BOUNDED))
 def test_the_workspace_counts_what_a_pass_holds(entry: Entry, backend: str, monkeypatch):

@@ -66,6 +66,7 @@ def test_a_causal_bias_is_the_mask_that_it_stands_for(make_bias, lengths, option
     assert_same_within_rounding(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_causal_bias_compiled(dynamic):
     """With symbols too, without which every length compiles anew."""

@@ -63,6 +63,7 @@ def test_the_longest_sequence(device: str) -> None:
     assert f"largest size within 1 MiB: {found.size}" in str(found)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_converted_and_a_batch() -> None:
     def batch(size: int) -> Tensor:
         return torch.randint(0, 20, (size, 12))

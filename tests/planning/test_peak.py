@@ -20,6 +20,7 @@ from ckptkern.planning.timing import RATES, estimated
 pytest.importorskip("scipy")
 
 
+@pytest.mark.slow
 def test_the_choice_is_the_cheapest_of_all() -> None:
     """Against every mixture of the modes of two layers."""
     plan = ckptkern.plan(layers(2), sequence(), budget="1GiB")
@@ -84,6 +85,7 @@ def test_a_model_that_convert_replaced_gets_its_workspace_back() -> None:
     assert [vars(m).keys() for m in model.modules()] == [one.keys() for one in before]
 
 
+@pytest.mark.slow
 def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPatch) -> None:
     predicted = Table.peak
     monkeypatch.setattr(Table, "peak", lambda self, chosen: int(0.8 * predicted(self, chosen)))
@@ -96,6 +98,7 @@ def test_a_prediction_that_is_too_low_is_corrected(monkeypatch: pytest.MonkeyPat
         assert peak_of(model, (x,)) <= factor * least
 
 
+@pytest.mark.slow
 def test_on_the_meta_device_as_on_the_cpu() -> None:
     """Where matmuls are what a choice costs."""
     found = []
@@ -183,6 +186,7 @@ def test_grouped_matmuls_count() -> None:
     assert transposed == pytest.approx(forward), "each column of x has one weight"
 
 
+@pytest.mark.slow
 def test_what_stands_at_the_peak() -> None:
     plan = ckptkern.plan(layers(), sequence(), budget="1GiB")
     lines = str(plan).splitlines()

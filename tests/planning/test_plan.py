@@ -70,6 +70,7 @@ def test_measuring_holds_nothing() -> None:
     assert y.requires_grad
 
 
+@pytest.mark.slow
 def test_the_least_that_would_fit(llama: ckptkern.Plan) -> None:
     llama.replan("1GiB")
     strategies = llama.strategies

@@ -71,6 +71,7 @@ def test_a_model_in_every_strategy(name: str, there: bool) -> None:
     assert sorted(costs, reverse=True) == costs, "more memory costs no more time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ("llama", "ours") else pytest.mark.long) for name in CASES]
 )

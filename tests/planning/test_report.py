@@ -40,6 +40,7 @@ def hooked(model: nn.Module, *inputs: Tensor) -> int:
     return sum(nbytes for _, nbytes in saved.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

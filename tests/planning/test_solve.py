@@ -45,6 +45,7 @@ def of(strategies: Sequence[int], costs, held, rest: Held) -> tuple[int, float]:
     )
 
 
+@pytest.mark.slow
 def test_no_choice_is_cheaper() -> None:
     for seed in range(100):
         costs, held, rest = problem(seed)

@@ -124,6 +124,7 @@ def of_another_tensor(fn, x, chunks):
     return tiled(lambda x: x @ derived, x, chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "dtype", "autocast"), [
     (compiled, torch.bfloat16, False), (of_another_tensor, torch.bfloat16, False), (tiled, torch.bfloat16, False),
     (tiled, torch.float32, True), (of_another_tensor, torch.float32, True),

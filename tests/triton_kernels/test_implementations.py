@@ -220,6 +220,7 @@ def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch):
         assert (impls == {"library"}) == (math.prod(lead) <= 6), (lead, asked)
 
 
+@pytest.mark.slow
 def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypatch):
     """One graph, and one that torch.export makes for every batch; a fixed number of rows has its own."""
     monkeypatch.setattr(_impls, "few_rows", lambda *key: 16)

@@ -329,6 +329,7 @@ def test_angles_broadcast(device):
         assert_equal(other, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 @each_backend
 def test_in_place(backend, interleaved, device):
