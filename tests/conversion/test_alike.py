@@ -68,6 +68,7 @@ def test_the_second_layer_is_compared_once(name, attempts):
     assert attempts(model) == once
 
 
+@pytest.mark.slow
 def test_numbered_layers_and_adapters_are_alike(attempts):
     layers = [adapted(Numbered(i)) for i in range(3)]
     ours, theirs, conversion = pair(stack(*layers), ids())

@@ -225,6 +225,7 @@ def test_a_16_bit_layer_is_compared_in_float32():
     assert all(p.dtype is torch.bfloat16 for p in ours.parameters())
 
 
+@pytest.mark.slow
 def test_a_plan_and_a_report_of_checkpoints_around_fused_ops():
     ours, _, _ = converted()
     assert "checkpoint" in str(ckptkern.report(ours, ids()))
@@ -232,6 +233,7 @@ def test_a_plan_and_a_report_of_checkpoints_around_fused_ops():
     assert set(map(str, plan.strategies.values())) <= {"none", "full"}
 
 
+@pytest.mark.slow
 def test_the_innermost_layers_are_checkpoints_but_for_marked_ones():
     """As T5's layers are marked, whose sublayers are a list, and MobileBERT's."""
     for kind, of, inside in (

@@ -149,6 +149,7 @@ def test_a_wrong_workspace_is_found_before_the_model_runs():
         ckptkern.convert(nn.Linear(2, 2), torch.ones(3, 5), workspace="much")
 
 
+@pytest.mark.slow
 def test_a_pair_of_modes(model):
     bytes_ = {}
     for modes in (("full", "none"), ("none", "full"), ("full", "full"), "full", "none"):
@@ -240,6 +241,7 @@ def test_a_call_for_hidden_states_leaves_all_fused(language_model):
     assert {row.replaced_by for row in again.converted} == {"transformer_layer"}
 
 
+@pytest.mark.slow
 def test_padding_that_the_example_had_not_under_a_cache(language_model):
     mask = torch.ones_like(TOKENS)
     mask[1, :4] = 0

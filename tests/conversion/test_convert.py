@@ -128,6 +128,7 @@ def test_parallel_branches_have_dropouts_of_their_own():
     assert fused_of(ckptkern.convert(layer, x, **with_part_of_tables(x))) == LAYER
 
 
+@pytest.mark.slow
 def test_dropout_is_where_it_was():
     """The mean over many masks is the result without dropout only if every p, and its place, is right: the variances tell."""
     layer, x = ARCHITECTURES["gpt"].layer().train(), tokens(4)

@@ -196,6 +196,7 @@ def test_copies_have_regions_of_their_own():
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.slow
 def test_threads_share_a_model():
     grouped(model := model_of())
     expected, found = {seed: step(model, ids(seed)) for seed in range(4)}, {}
@@ -260,6 +261,7 @@ def test_transformers_hidden_states_and_caches():
         assert model.eval().generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 12)
 
 
+@pytest.mark.slow
 def test_what_is_refused():
     class Changing(Stack):
         def forward(self, given, **kwargs):

@@ -159,6 +159,7 @@ def test_loss_gradients_bytes_and_masks(name, masks_of_layers):
 ROUTED = batch(1) | {"output_router_logits": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "asked"),
     [
@@ -188,6 +189,7 @@ def test_an_auxiliary_loss_of_the_routers_logits(name, asked):
     assert all(row.calls["fused"] == 4 and not row.calls["checkpointed"] for row in layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", ("selective", "full"), ("full", "none")], ids=str)
 def test_a_layer_with_experts_in_each_mode(recompute):
     ours, theirs, conversion = pair(model_of("Qwen2MoeForCausalLM"), **batch(), recompute=recompute)
@@ -197,6 +199,7 @@ def test_a_layer_with_experts_in_each_mode(recompute):
         templates_of(ours.model.layers[0])
 
 
+@pytest.mark.slow
 def test_other_hooks_and_other_experts():
     """What the fused call does not do runs as an activation checkpoint of the layer."""
     ours, theirs = converted("MixtralForCausalLM")

@@ -70,6 +70,7 @@ FUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", FUSED)
 def test_adapters_are_part_of_the_fused_ops(what):
     name, options = FUSED[what]
@@ -100,6 +101,7 @@ def test_a_router_with_an_adapter_is_named():
     assert "an adapter of an MoE's router or gate (mlp.gate)" in conversion.converted[0].reason
 
 
+@pytest.mark.slow
 def test_what_changes_in_adapters_of_experts_later_counts():
     """Without them, merged, and with another scale the converted model is what the model is."""
     ours = adapted("mixtral", target_parameters=EXPERTS)

@@ -94,6 +94,7 @@ def kbit():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "autocast"), [(functools.partial(llama, linear4bit, dtype=torch.bfloat16), False), (kbit, True)]
 )

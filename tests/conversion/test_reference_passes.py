@@ -53,6 +53,7 @@ def as_reference(model):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_both_passes_of_one_model(training):
     """Each step's two passes are the unconverted model's; the reference saves nothing, samples nothing, and stays fused however
@@ -91,6 +92,7 @@ def test_both_passes_of_one_model(training):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False])
 def test_a_reference_pass_takes_no_more_than_the_workspace(training):
     """Beside what has the size of hidden states: those between layers, rotary tables, o of attention."""

@@ -123,6 +123,7 @@ def peak_of(run):
     return peak.bytes
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_eager_step():
     """The logits of 2 x 512 tokens take 16 MiB, of which a step with logits holds several at once."""
     theirs = model_of(COVERED["viewed"], tied=False)
@@ -155,6 +156,7 @@ def test_logits_and_losses_outside_of_the_graph():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.slow
 def test_what_would_be_wrong_raises():
     for change in (lambda z: z.div_(2.0), lambda z: operator.itruediv(z, 2.0)):
         ours, _ = converted_pair(lambda m, z, t, change=change: flat(m, change(z), t))
