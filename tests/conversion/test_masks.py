@@ -80,6 +80,7 @@ COMPILED = [(name, True) for name in ("LlamaForCausalLM", *WITH_SINKS[1:])]
 def test_compiled(name, padded, masks_of_layers):
     """Whole graphs. Where no mask is given, transformers makes one [B, 1, S, S] of what may be packed; here it is [B, S]."""
     ours, theirs = converted(name)
+    masks_of_layers.clear()  # of the conversion
     torch._dynamo.reset()
     ours, kwargs = torch.compile(ours, fullgraph=True, backend="aot_eager"), batch(1, padded=padded)
     assert_same(step(ours, **kwargs), step(theirs, **kwargs))
