@@ -40,7 +40,7 @@ def test_a_collective_without_a_time():
 
 
 def _launches(text: str) -> list[trace.Launch]:
-    """Of "C0 1.5 W0": collective 0 starts, a matmul of 1.5 ms runs, collective 0 is waited for."""
+    """Reads "C0 1.5 W0": collective 0 starts, a matmul of 1.5 ms runs, collective 0 is waited for."""
     made = []
     for word in text.split():
         if word[0] == "C":

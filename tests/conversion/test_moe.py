@@ -81,7 +81,7 @@ class Biased(Router):
 
 
 class Grouped(Biased):
-    """Of the best of some groups by their two best scores."""
+    """Chooses the best of some groups by their two best scores."""
 
     taken = 4, 2
 

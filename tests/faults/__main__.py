@@ -1,4 +1,4 @@
-"""Are all faults found? `python -m tests.faults`, from the repository's root; `make faults`.
+"""Says whether all faults are found. `python -m tests.faults`, from the repository's root; `make faults`.
 
 Each fault is put in a copy of the tree, where the smallest part of the suite that should see it is run, without tests that are
 marked long. Exit status 1 if one is not found, or a fault's text is no longer in its file.

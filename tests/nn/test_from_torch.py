@@ -59,7 +59,7 @@ def test_results_and_parameters_are_the_modules(name):
 
 
 def test_settings():
-    """Those of the module and of its parts, and those that from_torch is given."""
+    """Returns those of the module and of its parts, and those that from_torch is given."""
     mlp = ours.MLP.from_torch(nn.Sequential(fc(), nn.SiLU(), nn.Dropout(0.25), fc()), "none", "1MiB")
     assert (mlp.activation, mlp.dropout, mlp.recompute, mlp.workspace) == ("silu", 0.25, "none", "1MiB")
     theirs = nn.TransformerEncoderLayer(E, H, 20, 0.5)
