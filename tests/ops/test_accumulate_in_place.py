@@ -38,7 +38,7 @@ OPS = [
 @pytest.mark.parametrize("workspace", [None, 1])
 @pytest.mark.parametrize("named", OPS, ids="-".join)
 def test_sums_are_not_rounded(named, workspace):
-    """Of bfloat16 weights, in one part and in many: few sums are bfloat16 numbers, and rounded they are what .grad would be."""
+    """Takes bfloat16 weights, in one part and in many: few sums are bfloat16 numbers; rounded they are what .grad would be."""
     more = {} if named[0] == "linear_act" else {"workspace": workspace}
     call = call_of(*named, sizes=Sizes((2, 150), experts=4), **more)
     expected, tensors = gradients(call, call.make(BF16)), call.make(BF16)
