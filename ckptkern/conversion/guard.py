@@ -120,7 +120,7 @@ class Watch:
         modules = [m for m, *_ in self.structure]
         inner = modules[1:]
         below = [child for _, _, children, _ in self.structure for _, child in children]
-        kinds = {id(m): kind for m, kind, *_ in self.structure}
+        kinds = {id(None): type(None), **{id(m): kind for m, kind, *_ in self.structure}}  # a child may be None
         plain = [(m.__dict__, settings) for m, _, _, settings in self.structure if settings]
         settings = [(operator.itemgetter(*names), d) for d, names in plain]
         attributes = [m.__dict__ for m in inner]
@@ -163,7 +163,9 @@ class Watch:
         ) = self.compared or self.prepared()  # fmt: skip
         training, flat = self.module.training, itertools.chain.from_iterable
         if list(map(len, attributes)) != counts:
-            if not all(map(untouched, below)) or any(names.keys() - m.__dict__ for m, *_, names in self.structure):
+            if not all(untouched(m) for m, *_ in self.structure[1:]) or any(
+                names.keys() - m.__dict__ for m, *_, names in self.structure
+            ):
                 return False
             counts[:] = map(len, attributes)
         live = list(flat(children))

@@ -58,6 +58,16 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: f
         )
 
 
+def assert_same_steps(ours: nn.Module, theirs: nn.Module, *args: Any, tolerance: float = 2e-5, **kwargs: Any) -> None:
+    assert_same(*(step(model, *args, **kwargs) for model in (ours, theirs)), tolerance)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Returns the model as one graph."""
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
 def pair(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[nn.Module, nn.Module, ckptkern.Conversion]:
     """Returns (a converted copy, the model, the conversion)."""
     ours = copy.deepcopy(model)

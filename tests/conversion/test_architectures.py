@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from conversion.steps import assert_same, by_deepcopy, by_pickle, calls_of, saved, step
+from conversion.steps import assert_same, assert_same_steps, by_deepcopy, by_pickle, calls_of, compiled, saved, step
 from support.architectures import ARCHITECTURES, fused_of, ids
 
 import ckptkern
@@ -47,9 +47,11 @@ def test_the_step_is_that_of_the_original(name):
     assert fused_of(conversion) == [*ARCHITECTURES[name].replaced_by] * 2, str(conversion)
     assert all(row.error < 2e-5 for row in conversion.converted), str(conversion)
     assert_same(step(ours, ids(2)), exact(name), 1e-9)
-    both = torch.cat((ids(3), ids(4)))
-    assert_same(step(ours, both), step(copy.deepcopy(original(name)).double(), both), 1e-9)
+    theirs, both = copy.deepcopy(original(name)).double(), torch.cat((ids(3), ids(4)))
+    assert_same_steps(ours, theirs, both, tolerance=1e-9)
     assert calls_of(ours) == {"fused": 2 * len(conversion.converted), "checkpointed": 0, "original": 0}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(both), theirs(both))
 
 
 @by_architecture
@@ -99,7 +101,7 @@ def test_parameters_and_names_stay_and_revert_gives_back_the_original(name):
     copied = converted(name)
     assert ckptkern.revert(copied) is copied
     assert [set(vars(m)) for m in copied.modules()] == [set(vars(m)) for m in original(name).modules()]
-    assert_same(step(copied, ids(2)), step(original(name), ids(2)), 1e-6)
+    assert_same_steps(copied, original(name), ids(2), tolerance=1e-6)
 
 
 COMPILED = ("gpt", "adaptive by a table")  # which returns a tuple, and what is computed of an argument
@@ -110,6 +112,4 @@ COMPILED = ("gpt", "adaptive by a table")  # which returns a tuple, and what is 
     "name", [pytest.param(name, marks=[] if name in COMPILED else pytest.mark.long) for name in ARCHITECTURES]
 )
 def test_it_compiles_without_a_break(name):
-    torch._dynamo.reset()
-    ours = torch.compile(converted(name), fullgraph=True, backend="aot_eager")
-    assert_same(step(ours, ids(2)), step(original(name), ids(2)))
+    assert_same_steps(compiled(converted(name)), original(name), ids(2))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
-from conversion.steps import assert_same, saved, step, variant
+from conversion.steps import assert_same, assert_same_steps, saved, step, variant
 from support.architectures import GPT, WIDTH, B, Choosing, Llama, Noisy, S, Scaled, Stack, ids, nothing, with_tables
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
@@ -58,11 +59,15 @@ def samples(self, i, x, found):
 
 def model_of(layer=Llama, kind=Frame):
     torch.manual_seed(0)
-    return kind(layer, nothing if layer is with_tuple else with_tables, LAYERS).train()
+    return kind(layer, nothing if layer in (with_tuple, torchs) else with_tables, LAYERS).train()
 
 
 def with_tuple():
     return GPT(0.25)
+
+
+def torchs():
+    return nn.TransformerEncoderLayer(WIDTH, 4, 48, 0.0, batch_first=True)
 
 
 def grouped(model, every=3):
@@ -84,6 +89,7 @@ CASES = {
     "threes": (Llama, Frame, 3, THREES),
     "all": (Llama, Frame, LAYERS, []),
     "checkpoints": (Scaled, Frame, 3, THREES),
+    "torch's": (torchs, Frame, 3, THREES),
     "tuples, with dropout": (with_tuple, Frame, 3, THREES),  # whose masks recompute samples again
     "numbers sampled between layers": (Noisy, variant(Frame, between=samples), 3, THREES),
     "collecting": (Llama, variant(Frame, between=collects), 3, THREES),
@@ -168,7 +174,7 @@ def test_frozen_layers_and_a_second_backward():
         loss = model(given).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
-        return {"output": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
     assert_as_alone(model, run=twice)
 
@@ -192,21 +198,16 @@ def test_copies_have_regions_of_their_own():
         assert groups[0] is groups[1] is groups[2] is not groups[3]
         assert groups[0] is not model.layers[0].forward.group[0]
     assert_same(step(copy.deepcopy(model), ids()), expected, 1e-6)
-    ckptkern.revert(model)
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert not any("forward" in vars(m) for m in ckptkern.revert(model).modules())
 
 
 @pytest.mark.slow
 def test_threads_share_a_model():
     grouped(model := model_of())
-    expected, found = {seed: step(model, ids(seed)) for seed in range(4)}, {}
-    threads = [threading.Thread(target=lambda n=n: found.update({n: step(model, ids(n))})) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, one in expected.items():
-        assert_same(found[seed], one, 1e-6)
+    expected = [step(model, ids(seed)) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for ours, alone in zip(pool.map(lambda seed: step(model, ids(seed)), range(4)), expected, strict=True):
+            assert_same(ours, alone, 1e-6)
 
 
 @pytest.mark.slow
@@ -217,17 +218,7 @@ def test_calls_without_gradients_and_compiled_ones_run_as_they_are():
     with torch.no_grad():
         torch.testing.assert_close(model(ids()), model(ids()))
     torch._dynamo.reset()
-    assert_same(step(torch.compile(model, backend="aot_eager"), ids()), step(model, ids()))
-
-
-def test_torchs_encoder_layers_are_grouped():
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, 0.0, batch_first=True)
-    model, x = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False).train(), torch.randn(B, S, WIDTH)
-    expected = step(model, x)
-    assert len(ckptkern.convert(model, x, recompute="full", every=3).groups) == 2
-    assert_same(step(model, x), expected)
-    ckptkern.revert(model)
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert_same_steps(torch.compile(model, backend="aot_eager"), model, ids())
 
 
 @pytest.mark.slow
@@ -237,41 +228,29 @@ def test_transformers_hidden_states_and_caches():
 
     model = model_of(num_hidden_layers=LAYERS)
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    run = partial(step, model, tokens, labels=tokens)
 
-    def loss_of(out):
-        return out.loss + sum(h.square().mean() for h in out.hidden_states or ())
-
-    def filled():
-        """A prompt's keys and values, to which each layer adds its own."""
+    def steps():
+        """With a cache, with all hidden states, and after a prompt, to whose keys and values each layer adds its own."""
         cache = transformers.DynamicCache(config=model.config)
         with torch.no_grad():
             model(tokens, past_key_values=cache)
-        return cache
+        states = run(of=lambda out: sum(h.square().mean() for h in out.hidden_states), output_hidden_states=True)
+        return run(), states, run(past_key_values=cache)
 
-    calls = [
-        lambda: {},
-        lambda: {"use_cache": False, "output_hidden_states": True},
-        lambda: {"past_key_values": filled()},
-    ]
-    expected = [step(model, tokens, labels=tokens, of=loss_of, **kwargs()) for kwargs in calls]
+    expected = steps()
     assert len(ckptkern.convert(model, tokens, labels=tokens, recompute="full", every=3).groups) == 2
-    for kwargs, theirs in zip(calls, expected, strict=True):
-        assert_same(step(model, tokens, labels=tokens, of=loss_of, **kwargs()), theirs)
+    for ours, theirs in zip(steps(), expected, strict=True):
+        assert_same(ours, theirs)
     with torch.no_grad():  # generation fills its cache
         assert model.eval().generate(tokens, max_new_tokens=3, do_sample=False).shape == (2, 12)
 
 
 @pytest.mark.slow
 def test_what_is_refused():
-    class Changing(Stack):
-        def forward(self, given, **kwargs):
-            x = self.embed(given)
-            for layer in self.layers:
-                x = layer(x + 0, **self.calls(x))
-            return self.head(x)
-
+    # between all layers something is computed
     with pytest.warns(UserWarning, match="every=2 forms no group of layers"):
-        conversion = grouped(Changing(Llama, with_tables, LAYERS), 2)
+        conversion = grouped(model_of(kind=variant(Frame, between=lambda self, i, x, found: x + 0)), 2)
     assert conversion.groups == []
     with pytest.raises(ValueError, match="convert: every must be an integer of at least 1, not 0"):
         grouped(model_of(), 0)
@@ -290,4 +269,3 @@ def test_a_stack_that_a_model_iterates_over_says_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(ids())  # once
-        assert len(list(model.layers)) == LAYERS

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conversion.steps import assert_same, by_pickle, calls_of, is_floating, pair, step
+from conversion.steps import assert_same_steps, by_pickle, calls_of, is_floating, pair
 
 import ckptkern
 
@@ -26,29 +24,17 @@ def images(B):
     return {"pixel_values": torch.randn(B, 3, 32, 32)}
 
 
-def noise(B):
-    return {"hidden_states": torch.randn(B, 4, 8, 8), "timestep": torch.arange(B) + 3, "return_dict": False}
-
-
 def labelled(B):
-    return noise(B) | {"class_labels": torch.arange(B) % 10}
+    steps = {"timestep": torch.arange(B) + 3, "class_labels": torch.arange(B) % 10, "return_dict": False}
+    return {"hidden_states": torch.randn(B, 4, 8, 8)} | steps
 
 
-class Model(NamedTuple):
-    """config: the class of its settings. replaced: the classes of the modules that ops replace, and how many."""
-
-    library: str
-    config: str
-    settings: dict[str, Any]
-    call: Callable[[int], dict[str, Any]]
-    replaced: dict[str, int]
-
-
+# a model's library, the class of its settings, these, its call, and how many modules of which classes ops replace
 MODELS = {
-    "DiTTransformer2DModel": Model(
+    "DiTTransformer2DModel": (
         "diffusers", "", DIFFUSION | dict(num_embeds_ada_norm=10), labelled, {"BasicTransformerBlock": 2}
     ),
-    "SwinModel": Model("transformers", "SwinConfig", SWIN, images, {"SwinAttention": 4, "SwinMLP": 4}),
+    "SwinModel": ("transformers", "SwinConfig", SWIN, images, {"SwinAttention": 4, "SwinMLP": 4}),
 }  # fmt: skip
 
 
@@ -68,17 +54,17 @@ def model_of(name, **changes):
 @pytest.mark.parametrize("name", MODELS)
 def test_results_and_gradients(name):
     """At other batches than the example's, in a copy in another dtype, which what is computed follows."""
-    call = MODELS[name].call
+    *_, call, replaced = MODELS[name]
     ours, theirs, conversion = pair(model_of(name), **call(2))
     found = Counter(row.kind for row in conversion.converted if row.replaced_by not in ("checkpoint", "linear_act"))
-    assert found == MODELS[name].replaced, str(conversion)
+    assert found == replaced, str(conversion)
     for B in (2, 5, 1):
         kwargs = call(B)
-        assert_same(step(ours, **kwargs), step(theirs, **kwargs))
+        assert_same_steps(ours, theirs, **kwargs)
     assert calls_of(ours)["original"] == 0
     kwargs = {key: value.bfloat16() if is_floating(value) else value for key, value in call(3).items()}
     low = by_pickle(ours).bfloat16()
-    assert_same(step(low, **kwargs), step(theirs.bfloat16(), **kwargs), 0.1)
+    assert_same_steps(low, theirs.bfloat16(), **kwargs, tolerance=0.1)
 
 
 @pytest.mark.slow

@@ -140,9 +140,9 @@ class Gated(nn.Module):
 class GatedByHalves(nn.Module):
     """One weight for gate and up; which half is the gate only the numbers tell."""
 
-    def __init__(self, gate):
+    def __init__(self, gate, bias=False):
         super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 2 * HIDDEN, False), nn.Linear(HIDDEN, WIDTH, False)
+        self.gate_up_proj, self.down_proj = nn.Linear(WIDTH, 2 * HIDDEN, bias), nn.Linear(HIDDEN, WIDTH, bias)
         self.gate = gate
 
     def forward(self, x):
@@ -205,33 +205,6 @@ class Bert(nn.Module):
         return self.out_norm(x + self.dropout(self.down(F.gelu(self.up(x)))))
 
 
-class Buffers(nn.Module):
-    """A causal mask and rotary tables in buffers of many rows, and attention written out."""
-
-    ROWS = 16
-
-    def __init__(self, window=16):
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH))
-        seen = torch.ones(self.ROWS, self.ROWS).tril().triu(1 - window)
-        self.register_buffer("seen", seen[None, None])
-        cos, sin = rotary(torch.empty(1, self.ROWS, 1))
-        self.register_buffer("cos", cos[0], persistent=False)
-        self.register_buffer("sin", sin[0], persistent=False)
-
-    def forward(self, x):
-        S = x.shape[1]
-        q, k, v = self.c_attn(self.ln_1(x)).split(WIDTH, -1)
-        q, k, v = (t.view(x.shape[0], S, HEADS, D).transpose(1, 2) for t in (q, k, v))
-        q, k = (t * self.cos[:S] + rotated(t) * self.sin[:S] for t in (q, k))
-        scores = (q @ k.transpose(-2, -1)) * D**-0.5
-        scores = scores.masked_fill(self.seen[:, :, :S, :S] == 0, float("-inf"))
-        x = x + self.c_proj((F.softmax(scores, -1) @ v).transpose(1, 2).contiguous().view(x.shape))
-        return x + self.mlp(self.ln_2(x))
-
-
 class Torchs(nn.Module):
     """nn.MultiheadAttention inside a layer of another's."""
 
@@ -254,9 +227,12 @@ class Decoder(Llama):
         super().__init__()
         self.cross_norm, self.cross = RMSNorm(WIDTH), Attention(kv_heads=2, bias=True)
 
+    def remembered(self, memory):
+        return memory
+
     def forward(self, x, memory, memory_mask=None):
         x = x + self.self_attn(self.input_layernorm(x))[0]
-        cross, h = self.cross, self.cross_norm(x)
+        cross, h, memory = self.cross, self.cross_norm(x), self.remembered(memory)
         heads = map(cross.heads, (cross.q_proj(h), cross.k_proj(memory), cross.v_proj(memory)))
         o = F.scaled_dot_product_attention(*heads, memory_mask, enable_gqa=True)
         x = x + cross.o_proj(o.transpose(1, 2).flatten(2))
@@ -335,12 +311,14 @@ class DropPath(nn.Module):
 class Vision(nn.Module):
     """A packed projection as [3, heads, D], layer scale and drop path."""
 
+    scale = Scale
+
     def __init__(self, p=0.0):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH, 1e-6), nn.LayerNorm(WIDTH, 1e-6)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.fc1, self.act, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)
-        self.ls1, self.ls2, self.drop_path1, self.drop_path2 = Scale(), Scale(), DropPath(p), DropPath(p)
+        self.ls1, self.ls2, self.drop_path1, self.drop_path2 = self.scale(), self.scale(), DropPath(p), DropPath(p)
 
     def split(self, x):
         """Returns q, k and v [B, heads, S, D]."""
@@ -357,19 +335,48 @@ class Vision(nn.Module):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
+class Buffers(Vision):
+    """A causal mask and rotary tables in buffers of many rows, and attention written out."""
+
+    scale = nn.Identity
+
+    def __init__(self, window=16):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(16, 16).tril().triu(1 - window)[None, None])
+        self.cos, self.sin = (nn.Buffer(table[0], persistent=False) for table in rotary(torch.empty(1, 16, 1)))
+
+    def attention(self, x):
+        S, (q, k, v) = x.shape[1], self.split(x)
+        q, k = (t * self.cos[:S] + rotated(t) * self.sin[:S] for t in (q, k))
+        scores = (q @ k.transpose(-2, -1)) * D**-0.5
+        scores = scores.masked_fill(self.seen[:, :, :S, :S] == 0, float("-inf"))
+        return self.proj((F.softmax(scores, -1) @ v).transpose(1, 2).contiguous().view(x.shape))
+
+
 class Adaptive(Vision):
     """DiT's layer: norms without weights, whose scale and shift, and gates of the branches, are computed of a condition."""
+
+    scale = nn.Identity
 
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, 1e-6, elementwise_affine=False) for _ in range(2))
-        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH))
-        del self.ls1, self.ls2
+        self.modulation, self.order = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 6 * WIDTH)), [*range(6)]
+
+    def of(self, condition, x):
+        return condition
+
+    def modulated(self, h, shift, scale):
+        return h * (1 + scale) + shift
+
+    def gated(self, gate, y):
+        return gate * y
 
     def forward(self, x, condition):
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, -1)
-        x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1)
-        return x + gate2 * self.mlp(shift2 + (scale2 + 1) * self.norm2(x))
+        parts = self.modulation(self.of(condition, x))[:, None].chunk(6, -1)
+        shift1, scale1, gate1, shift2, scale2, gate2 = (parts[i] for i in self.order)
+        x = x + self.gated(gate1, self.attention(self.modulated(self.norm1(x), shift1, scale1)))
+        return x + self.gated(gate2, self.mlp(self.modulated(self.norm2(x), shift2, scale2)))
 
 
 class AdaptiveTable(Adaptive):
@@ -379,16 +386,20 @@ class AdaptiveTable(Adaptive):
         super().__init__()
         self.modulation, self.table = nn.Identity(), nn.Parameter(torch.randn(6, WIDTH))
 
-    def forward(self, x, condition):
-        return super().forward(x, (self.table[None] + condition.repeat(1, 6).reshape(x.shape[0], 6, -1)).flatten(1))
+    def of(self, condition, x):
+        return (self.table[None] + condition.repeat(1, 6).reshape(x.shape[0], 6, -1)).flatten(1)
+
+    def modulated(self, h, shift, scale):
+        return shift + (scale + 1) * h
 
 
 class Windows(Vision):
     """Swin's attention, whose bias is looked up in a table of its own, and post-norms as Swin v2 has."""
 
+    scale = nn.Identity
+
     def __init__(self):
         super().__init__()
-        del self.ls1, self.ls2
         self.table = nn.Parameter(torch.randn(2 * S - 1, HEADS))
         self.register_buffer("index", torch.arange(S)[:, None] - torch.arange(S) + S - 1)
 
@@ -418,42 +429,47 @@ class Weighted(Windows):
         return x + self.mlp(self.norm2(x)), scores if self.scores else weights
 
 
-class Parallel(nn.Module):
+class Parallel(Vision):
     """Attention and MLP read one input, through two norms or one; q, k and v of a head lie side by side."""
+
+    scale = nn.Identity
 
     def __init__(self, norms):
         super().__init__()
-        self.norm_1 = nn.LayerNorm(WIDTH)
-        self.norm_2 = nn.LayerNorm(WIDTH) if norms == 2 else self.norm_1
-        self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        if norms == 1:
+            self.norm2 = self.norm1
+
+    def split(self, x):
+        return self.qkv(x).view(*x.shape[:2], HEADS, 3 * D).transpose(1, 2).chunk(3, -1)
 
     def forward(self, x, tables):
-        h = self.norm_1(x)
-        qkv = self.query_key_value(h).view(*x.shape[:2], HEADS, 3 * D).transpose(1, 2)
-        q, k, v = qkv.chunk(3, -1)
+        q, k, v = self.split(self.norm1(x))
         R = tables[0].shape[-1]
         q, k = (
             torch.cat((one[..., :R] * tables[0] + rotated(one[..., :R]) * tables[1], one[..., R:]), -1)
             for one in (q, k)
         )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        return self.down(F.gelu(self.up(self.norm_2(x)))) + self.dense(o) + x
+        return self.mlp(self.norm2(x)) + self.proj(o) + x
 
 
 class ParallelVision(Vision):
     """ViT-22B's layer: both sublayers read one norm, and queries and keys are normed."""
 
+    scale = nn.Identity
+
     def __init__(self):
         super().__init__()
-        del self.norm2, self.ls1, self.ls2
+        self.norm2 = None
         self.q_norm, self.k_norm = nn.LayerNorm(D), nn.LayerNorm(D)
+
+    def split(self, x):
+        q, k, v = super().split(x)
+        return self.q_norm(q), self.k_norm(k), v
 
     def forward(self, x):
         h = self.norm1(x)
-        q, k, v = self.split(h)
-        o = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
-        return x + self.proj(o.transpose(1, 2).reshape(x.shape)) + self.mlp(h)
+        return x + self.attention(h) + self.mlp(h)
 
 
 class LoRA(nn.Module):
@@ -490,14 +506,17 @@ def adapted(module, only="", **options):
 class Scaled(Llama):
     """A sum that no op has: only attention and MLP are read."""
 
+    def second(self, x):
+        return torch.tanh(self.mlp(self.post_attention_layernorm(x)))
+
     def forward(self, x, tables=None, attention_mask=None):
         x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
-        return x + torch.tanh(self.mlp(self.post_attention_layernorm(x)))
+        return x + self.second(x)
 
 
 class Noisy(Scaled):
-    def forward(self, x, tables=None, attention_mask=None):
-        return F.dropout(super().forward(x, tables, attention_mask), 0.3, self.training)
+    def second(self, x):
+        return F.dropout(super().second(x), 0.3, self.training)
 
 
 class Choosing(Scaled):
@@ -512,13 +531,12 @@ class Choosing(Scaled):
         nn.init.zeros_(self.router.bias)
         self.router.weight.data.mul_(1e-4)
 
-    def forward(self, x, tables=None, attention_mask=None):
-        x = x + torch.tanh(self.self_attn(self.input_layernorm(x), tables, attention_mask)[0])
+    def second(self, x):
         scores = self.router(x)
         if torch._C._current_graph_task_id() >= 0:  # inside of backward
             scores = scores + self.noise * torch.arange(scores.numel()).sin().view_as(scores)
         chosen = scores.topk(1, -1).indices
-        return x + sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
+        return sum((chosen == i) * scores[..., i : i + 1].exp() * one(x) for i, one in enumerate(self.mlp))
 
 
 def nothing(x):

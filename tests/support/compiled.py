@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.codegen import cases, sass
@@ -30,7 +30,6 @@ from ckptkern.ops import backend, catalog
 from ckptkern.ops.catalog import ACROSS_RANKS
 from ckptkern.tools import compiling, race
 from ckptkern.triton_kernels.attention import AttentionTile
-from ckptkern.triton_kernels.philox import philox
 from ckptkern.triton_kernels.tile import TILES, Tile
 
 
@@ -322,42 +321,9 @@ def cached() -> dict[str, list]:
     }
 
 
-COUNTER_AND_KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)  # Random123's third answer
-WORDS = (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)
-
-
-@triton.jit
-def _philox_kernel(
-    out_ptr, C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, R3: tl.constexpr,
-):  # fmt: skip
-    """Stores something if the words are R0..R3."""
-    zero = tl.zeros((1,), dtype=tl.uint32)
-    key = tl.full((), K0, tl.uint32), tl.full((), K1, tl.uint32)
-    r0, r1, r2, r3 = philox(zero + C0, zero + C1, zero + C2, zero + C3, *key)
-    tl.store(out_ptr + tl.arange(0, 1), 1, mask=((r0 ^ R0) | (r1 ^ R1) | (r2 ^ R2) | (r3 ^ R3)) == 0)
-
-
-def philox_words() -> dict[str, list[bool]]:
-    """Is a store left of _philox_kernel for the known words, and for the known words with one bit changed in each?
-
-    The assembler evaluates the whole kernel beforehand, so its arithmetic stands for the device's.
-    """
-    stores = {}
-    for arch in cases.ARCHS:
-        target, found = GPUTarget("cuda", arch, 32), stores.setdefault(f"sm_{arch}", [])
-        for wrong in (None, 0, 1, 2, 3):
-            words = [word ^ (i == wrong) for i, word in enumerate(WORDS)]
-            values = {(i,): value for i, value in enumerate((*COUNTER_AND_KEY, *words), 1)}
-            signature = dict.fromkeys(_philox_kernel.arg_names, "constexpr") | {"out_ptr": "*i32"}
-            compiled = triton.compile(ASTSource(_philox_kernel, signature, values), target, {"num_warps": 1})
-            found.append("STG" in sass.inspect_cubin(compiled.asm["cubin"], "nvdisasm", "-c"))
-    return stores
-
-
 def at_once() -> dict[str, object]:
     """The answers that take little longer than the process starts."""
-    return {answer.__name__: answer() for answer in (specialized, widths, options, uneven, maxima, philox_words)}
+    return {answer.__name__: answer() for answer in (specialized, widths, options, uneven, maxima)}
 
 
 if __name__ == "__main__":

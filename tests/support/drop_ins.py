@@ -7,21 +7,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.oracles import ACTIVATIONS, rotated
 from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.memory import saved_tensors
 
 E, H, HIDDEN, B, T, S = 12, 3, 20, 2, 5, 7  # width, heads, hidden width, samples, tokens, tokens of a memory
 
 
 def pairwise(valid=lambda case: True, **factors):
     """pytest parameters: dicts that together hold every pair of two factors' values that a valid case can hold."""
-    names = list(factors)
-    rows = list(itertools.product(*(range(len(values)) for values in factors.values())))
+    rows = list(itertools.product(*factors.values()))
     rows = random.Random(0).sample(rows, min(len(rows), 4000))  # any pair is in a hundred of them, and greed costs 1 s
-    cases = [(row, {name: factors[name][i] for name, i in zip(names, row, strict=True)}) for row in rows]
-    wanted = [(set(itertools.combinations(enumerate(row), 2)), case) for row, case in cases if valid(case)]
+    cases = filter(valid, (dict(zip(factors, row, strict=True)) for row in rows))
+    wanted = [(set(itertools.combinations(case.items(), 2)), case) for case in cases]
     missing, chosen = set().union(*(pairs for pairs, _ in wanted)), []
     while missing:
         pairs, case = max(wanted, key=lambda one: len(one[0] & missing))
@@ -32,13 +33,11 @@ def pairwise(valid=lambda case: True, **factors):
 
 
 def _word(value):
-    unfused = isinstance(value, str | bool | tuple | torch.dtype)
-    return str(value) if unfused else getattr(value, "__name__", type(value).__name__)
+    plain = isinstance(value, str | bool | tuple | torch.dtype)
+    return str(value) if plain else getattr(value, "__name__", type(value).__name__)
 
 
 # -- what ours replace, where torch has no class of the name -----------------------------------------------------------
-
-ACTIVATIONS = {"identity": lambda z: z, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 class Linear(nn.Linear):
@@ -83,14 +82,6 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotated(x, positions, theta):
-    """x [B, S, H, D]: (x_i, x_(i + D/2)) as a complex number, rotated by position · theta^(-2i/D)."""
-    D = x.shape[-1]
-    angles = positions.double()[:, None] * theta ** (-torch.arange(0, D, 2).double() / D)
-    z = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    return torch.cat((z.real, z.imag), -1).to(x.dtype)
-
-
 class LlamaAttention(nn.Module):
     """visible: bool, broadcastable to [B, H, S, S]."""
 
@@ -109,9 +100,7 @@ class LlamaAttention(nn.Module):
     def forward(self, x, visible=None):
         q, k, v = (one(x).unflatten(-1, (-1, self.head_dim)) for one in (self.q_proj, self.k_proj, self.v_proj))
         q, k = (one if norm is None else norm(one) for one, norm in ((q, self.q_norm), (k, self.k_norm)))
-        if self.rope_theta is not None:
-            q, k = (rotated(one, torch.arange(x.shape[1]), self.rope_theta) for one in (q, k))
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (one.transpose(1, 2) for one in (*(rotated(one, self.rope_theta, False) for one in (q, k)), v))
         visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril() if visible is None else visible
         o = F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)
         return self.o_proj(o.transpose(1, 2).flatten(2))
@@ -196,12 +185,36 @@ def inputs_of(name, layout="batch_first", grad=True):
     return {"x": tokens(layout, T, grad=grad)} | memory
 
 
-def call(module, x, memory=None, **options):
+def call(module, x, *others, memory=None, **options):
     """The output alone; attention without weights unless the options ask for them."""
+    others = others if memory is None else (memory,)
     if isinstance(module, nn.MultiheadAttention):
-        keys = x if memory is None else memory
+        keys = others[0] if others else x
         return module(x, keys, keys, **{"need_weights": False} | options)[0]
-    return module(*(x,) if memory is None else (x, memory), **options)
+    return module(x, *others, **options)
+
+
+def step(module, *inputs, function=call, held=()):
+    """([output, gradients of the inputs and parameters that need one], saved bytes besides parameters and `held`), from one
+    seed."""
+    torch.manual_seed(5)
+    parameters = [*module.parameters()]
+    with saved_tensors(exclude=[*parameters, *held]) as saved:
+        y = function(module, *inputs)
+    wanted = [t for t in (*inputs, *parameters) if t.requires_grad]
+    grads = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True) if y.requires_grad else []
+    return [y.detach(), *grads], saved.bytes
+
+
+class Adapter(nn.Module):
+    """Takes the place of a layer with weight and bias, and does more: LoRA."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.weight, self.bias = layer, layer.weight, getattr(layer, "bias", None)
+
+    def forward(self, x):
+        return 2 * self.layer(x)
 
 
 def raised(call):
@@ -226,13 +239,7 @@ def run(module, call, inputs):
     return {f"output {i}": y.detach() for i, y in enumerate(outputs)} | dict(zip(trained, grads, strict=True))
 
 
-def assert_drop_in(
-    ours,
-    theirs,
-    call,
-    inputs,
-    their_call=None,
-):
+def assert_drop_in(ours, theirs, call, inputs, their_call=None):
     """Outputs and gradients of both are equal within float64's rounding, or that of rotary angles, which is float32's."""
     rotates = any(getattr(one, "rope_theta", None) is not None for one in ours.modules())
     rtol, atol = (1e-5, 1e-6) if rotates else (1e-9, 1e-11)
@@ -251,11 +258,6 @@ def bool_mask(*shape, p=0.4):
     mask = torch.rand(shape) < p
     mask[..., 0] = False
     return mask
-
-
-def float_mask(*shape):
-    """Added to the scores, with some -inf."""
-    return torch.randn(shape, dtype=torch.float64).masked_fill(bool_mask(*shape), -torch.inf)
 
 
 def causal_mask(L, S):
@@ -278,4 +280,5 @@ def attention_mask(kind, B, H, L, S):
     if kind == "causal":
         return causal_mask(L, S)
     shape = (L, S) if kind.endswith("2") else (B * H, L, S)
-    return bool_mask(*shape) if kind.startswith("bool") else float_mask(*shape)
+    hidden = bool_mask(*shape)
+    return hidden if kind.startswith("bool") else torch.randn(shape).double().masked_fill(hidden, -torch.inf)

@@ -11,12 +11,14 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 import emulator
 import torch
 from emulator.emulated import emulated
 
 from ckptkern import eager, triton_kernels
+from ckptkern.triton_kernels import fences
 
 BF16 = torch.bfloat16
 
@@ -41,28 +43,55 @@ def attention() -> tuple:
 
 LAUNCHES = {"norm": norm, "linear": linear, "attention": attention}
 
-# name -> (what it is in the PTX, what is put in its place)
-BUGS: dict[str, tuple[str, Callable[[re.Match], str]]] = {
-    "barrier dropped": (r"\bbar\.sync[ \t]+0;", lambda found: ""),
-    "wait for copies dropped": (r"\bcp\.async\.wait_group[ \t]+\d+;", lambda found: ""),
-    "wait for copies too lax": (
-        r"\bcp\.async\.wait_group[ \t]+(\d+);", lambda found: f"cp.async.wait_group {int(found[1]) + 1};"
+EVERYWHERE = tuple(LAUNCHES)
+
+
+class Bug(NamedTuple):
+    """What it is in the PTX, and what is put in its place; the kinds of fault that it is; kernels in which it must be found.
+
+    In other places it may be covered: a barrier that another one makes redundant, a mask that is true everywhere, the last
+    group of copies, a loop that does not run.
+    """
+
+    pattern: str
+    replace: Callable[[re.Match], str]
+    kinds: frozenset[str]
+    kernels: tuple[str, ...] = EVERYWHERE
+
+
+def bug(pattern: str, replace: Callable[[re.Match], str] | str, kinds: str, *kernels: str) -> Bug:
+    change = (lambda found: replace) if isinstance(replace, str) else replace
+    return Bug(pattern, change, frozenset(kinds.split(", ")), kernels or EVERYWHERE)
+
+
+BUGS = {
+    "barrier dropped": bug(r"\bbar\.sync[ \t]+0;", "", "race"),
+    "wait for copies dropped": bug(r"\bcp\.async\.wait_group[ \t]+\d+;", "", "in flight"),
+    "wait for copies too lax": bug(
+        r"\bcp\.async\.wait_group[ \t]+(\d+);", lambda found: f"cp.async.wait_group {int(found[1]) + 1};", "in flight"
     ),
-    "group of copies not closed": (r"\bcp\.async\.commit_group;", lambda found: ""),
-    "store to shared memory dropped": (r"(?:@%p\d+ )?\bst\.shared[^;]*;", lambda found: ""),
-    "fence before wgmma dropped": (r"\bfence\.proxy\.async[^;]*;", lambda found: ""),
-    "wait for wgmma dropped": (r"\bwgmma\.wait_group[^;]*;", lambda found: ""),
-    "mask of a store dropped": (r"@%p\d+ (st\.global)", lambda found: found[1]),
-    "mask of a load dropped": (r"@%p\d+ (ld\.global)", lambda found: found[1]),
-    "mask of a copy dropped": (
-        r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x\w+), %r\d+;", lambda found: f"{found[1]};"
+    "group of copies not closed": bug(r"\bcp\.async\.commit_group;", "", "in flight"),
+    "store to shared memory dropped": bug(r"(?:@%p\d+ )?\bst\.shared[^;]*;", "", "uninitialised, results"),
+    # under Triton 3.6 the fences that we add behind the waits for copies cover attention's
+    "fence before wgmma dropped": bug(
+        r"\bfence\.proxy\.async[^;]*;", "", "proxy", "linear", *["attention"] * (not fences.MISSING)
     ),
-    "load 2 bytes further": (r"(ld\.global[^\[]*\[ %rd\d+ \+ )0", lambda found: f"{found[1]}2"),
-    "matrix read 16 bytes further": (
-        r"(ldmatrix[^\[]*\[%r\d+)(\+(\d+))?\]", lambda found: f"{found[1]}+{int(found[3] or 0) + 16}]"
+    "wait for wgmma dropped": bug(r"\bwgmma\.wait_group[^;]*;", "", "in flight, results", "linear", "attention"),
+    "mask of a store dropped": bug(r"@%p\d+ (st\.global)", lambda found: found[1], "bounds, race"),
+    "mask of a load dropped": bug(r"@%p\d+ (ld\.global)", lambda found: found[1], "bounds", "linear", "attention"),
+    "mask of a copy dropped": bug(
+        r"(cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x\w+), %r\d+;", lambda found: f"{found[1]};", "bounds"
     ),
-    "shuffle from another lane": (
-        r"(shfl\.sync\.bfly\.b32 [^,]*,[^,]*, )(\d+)", lambda found: found[1] + ("2" if found[2] == "1" else "1")
+    "load 2 bytes further": bug(
+        r"(ld\.global[^\[]*\[ %rd\d+ \+ )0", lambda found: f"{found[1]}2", "alignment, bounds", "norm", "attention"
+    ),
+    "matrix read 16 bytes further": bug(
+        r"(ldmatrix[^\[]*\[%r\d+)(\+(\d+))?\]", lambda found: f"{found[1]}+{int(found[3] or 0) + 16}]",
+        "bounds, uninitialised, race, in flight, results",
+    ),
+    "shuffle from another lane": bug(
+        r"(shfl\.sync\.bfly\.b32 [^,]*,[^,]*, )(\d+)", lambda found: found[1] + ("2" if found[2] == "1" else "1"),
+        "race, results", "norm", "attention",
     ),
 }  # fmt: skip
 PER_BUG = 3  # places at most, spread over the kernel
@@ -95,21 +124,31 @@ def seen(launch: Callable, arch: int, inject: Callable[[str], str], good: list[t
     return "nothing" if same else "results"
 
 
-def main() -> dict[str, Counter]:
-    """bug on sm_ARCH in kernel -> how often it was seen as what."""
-    answers: dict[str, Counter] = {}
+def is_wrong(name: str, kernel: str, arch: int, found: Counter) -> bool:
+    """Must the bug be seen in this kernel, and is not, or as what it is not?"""
+    bug = BUGS[name]
+    # sm_80 has no wgmma, which reads shared memory itself
+    absent = arch == 80 if name.endswith("wgmma dropped") else (name[:6], kernel, arch) == ("matrix", "linear", 90)
+    if absent or kernel not in bug.kernels:
+        return False
+    return not any(found[kind] for kind in bug.kinds) or bool(found.keys() - bug.kinds - {"nothing", "results"})
+
+
+def main() -> tuple[list[str], Counter]:
+    """(bugs that were not found as what they are, how often any was seen as what)."""
+    faults, total = [], Counter()
     for arch in (80, 90):
-        for name, launch in LAUNCHES.items():
+        for kernel, launch in LAUNCHES.items():
             texts: list[str] = []
             with emulated(arch, change=lambda ptx, texts=texts: texts.append(ptx) or ptx):
                 good = flat(launch())
-            for bug, (pattern, replace) in BUGS.items():
+            for name, (pattern, replace, *_) in BUGS.items():
                 count = len(re.findall(pattern, texts[0]))
                 places = sorted({round(n * (count - 1) / max(PER_BUG - 1, 1)) for n in range(PER_BUG)}) if count else []
-                kinds = Counter(seen(launch, arch, change(texts[0], pattern, replace, place), good) for place in places)
-                if places:
-                    answers[f"{bug}, {name}, sm_{arch}"] = kinds
-    return answers
+                found = Counter(seen(launch, arch, change(texts[0], pattern, replace, place), good) for place in places)
+                faults += [f"{name}, {kernel}, sm_{arch}: {dict(found)}"] if is_wrong(name, kernel, arch, found) else []
+                total += found
+    return faults, total
 
 
 if __name__ == "__main__":

@@ -24,12 +24,6 @@ from ckptkern import eager, state, triton_kernels
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# For what does not depend on the activation: one per set of saved tensors, in bf16, whose rounding shows most.
-ACTIVATIONS_AND_DTYPES = [
-    (activation, dtype)
-    for dtype in DTYPES
-    for activation in (("relu", "gelu", "identity") if dtype is torch.bfloat16 else ("relu", "gelu"))
-]
 STATE = (-0x1234_5678_9ABC_DEF0, 0x0FED_CBA9_8765_4321)  # signed 64-bit words with every 16-bit piece in use
 UNALIGNED = {"M": 37, "K": 45, "N": 41, "D": 35}  # two interpreter tiles each way, and none full
 

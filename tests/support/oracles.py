@@ -8,6 +8,7 @@ it rounds where eager PyTorch does.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -59,9 +60,9 @@ def updated(x: Tensor, weight: Tensor, bias: Tensor | None, lora=None, state: Te
     return (y + F.linear(F.linear(rows, lora.a), lora.b) * lora.scale).to(y.dtype)
 
 
-def state_of(lora: dict | None) -> Tensor | None:
+def state_of(lora: dict) -> Tensor | None:
     """All updates of a sublayer share one state, of which each has rows of its own."""
-    return draw() if any(one.dropout_p for one in (lora or {}).values()) else None
+    return draw() if any(one.dropout_p for one in lora.values()) else None
 
 
 def by_sample(vectors: Tensor, x: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def by_sample(vectors: Tensor, x: Tensor) -> Tensor:
 def around(
     x, branch, norm=None, norm_weight=None, norm_bias=None, norm_scale=None, norm_shift=None, norm_eps=1e-5, norm_first=True,
     post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, layer_scale=None, resid_dropout_p=0.0,
-    drop_path_p=0.0, residual=True, training=True,
+    drop_path_p=0.0, residual=True, training=True, **_,
 ) -> Tensor:  # fmt: skip
     """[x +] drop_path(layer_scale * post_norm(dropout(branch(h)))), and its norm if that is not before the branch."""
     h = normed(x, norm, norm_weight, norm_bias, norm_eps) if norm_first else x
@@ -98,55 +99,51 @@ def dropout(x, p=0.5, training=True):
     return dropped(x, p if training else 0.0)
 
 
-def linear_act(x, weight, bias=None, activation="relu", *, recompute=None):
+def linear_act(x, weight, bias=None, activation="relu", **_):
     return ACTIVATIONS[activation](F.linear(x, weight, bias))
 
 
-def linear_stack(x, weights, biases=None, activation="relu", *, recompute=None, workspace=None):
+def linear_stack(x, weights, biases=None, activation="relu", **_):
     for i, weight in enumerate(weights):
         x = linear_act(x, weight, None if biases is None else biases[i], activation)
     return x
 
 
-def mlp(
-    x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation="gelu", dropout_p=0.0, *, training=True, recompute=None,
-    workspace=None,
-):  # fmt: skip
-    h = linear_act(x, fc1_weight, fc1_bias, activation)
-    return F.linear(dropout(h, dropout_p, training), fc2_weight, fc2_bias)
+def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation="gelu", dropout_p=0.0, *, training=True, **_):
+    return mlp_branch(
+        x, (fc1_weight, fc1_bias), (fc2_weight, fc2_bias), (None, None), activation, dropout_p, None, training
+    )
 
 
 def gated_mlp(
     x, gate_weight, up_weight, down_weight, activation="silu", dropout_p=0.0, *, gate_bias=None, up_bias=None, down_bias=None,
-    training=True, recompute=None, workspace=None,
+    training=True, **_,
 ):  # fmt: skip
-    h = linear_act(x, gate_weight, gate_bias, activation) * F.linear(x, up_weight, up_bias)
-    return F.linear(dropout(h, dropout_p, training), down_weight, down_bias)
+    layers = (up_weight, up_bias), (down_weight, down_bias), (gate_weight, gate_bias)
+    return mlp_branch(x, *layers, activation, dropout_p, None, training)
 
 
-def mlp_branch(h, up, down, gate, activation, dropout_p, lora) -> Tensor:
+def mlp_branch(h, up, down, gate, activation, dropout_p, lora, training) -> Tensor:
     """up, down, gate: (weight, bias). The rows of an update's dropout begin after those of the layers before it."""
-    lora, rows = lora or {}, math.prod(h.shape[:-1])
+    lora, rows = without_dropout(lora, training), math.prod(h.shape[:-1])
     state = state_of(lora)
     z = updated(h, *up, lora.get("up"), state, rows)
-    if gate[0] is None:
-        hidden = ACTIVATIONS[activation](z)
-    else:
-        hidden = ACTIVATIONS[activation](updated(h, *gate, lora.get("gate"), state)) * z
-    return updated(dropped(hidden, dropout_p), *down, lora.get("down"), state, 2 * rows)
+    act = ACTIVATIONS[activation]
+    hidden = act(z) if gate[0] is None else act(updated(h, *gate, lora.get("gate"), state)) * z
+    return updated(dropout(hidden, dropout_p, training), *down, lora.get("down"), state, 2 * rows)
 
 
-def without_dropout(lora: dict | None, training: bool) -> dict | None:
-    return lora if training or lora is None else {name: one._replace(dropout_p=0.0) for name, one in lora.items()}
+def without_dropout(lora: dict | None, training: bool) -> dict:
+    return {name: one if training else one._replace(dropout_p=0.0) for name, one in (lora or {}).items()}
 
 
 def mlp_block(
     x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None, gate_bias=None,
-    lora=None, training=True, recompute=None, workspace=None, **others,
+    lora=None, training=True, **others,
 ):  # fmt: skip
     def branch(h):
         layers = (up_weight, up_bias), (down_weight, down_bias), (gate_weight, gate_bias)
-        return mlp_branch(h, *layers, activation, dropout_p if training else 0.0, without_dropout(lora, training))
+        return mlp_branch(h, *layers, activation, dropout_p, lora, training)
 
     return around(x, branch, training=training, **others)
 
@@ -165,21 +162,8 @@ def hidden_by_window(Sq: int, Sk: int, window: tuple[int, int] | None, causal: b
 
 
 def core(
-    q,
-    k,
-    v,
-    hidden,
-    *,
-    scale=None,
-    softcap=None,
-    slopes=None,
-    added=None,
-    sinks=None,
-    p=0.0,
-    state=None,
-    plane=0,
-    rows=0,
-):
+    q, k, v, hidden, *, scale=None, softcap=None, slopes=None, added=None, sinks=None, p=0.0, state=None, plane=0, rows=0
+):  # fmt: skip
     """Attention of q [B, H, Sq, D], k and v [B, H or fewer, Sk, D]. hidden: bool, True = not seen; added: to the scores.
 
     plane: of the dropout mask, which is the first; rows: that a plane of it has, if these are not Sq.
@@ -222,28 +206,15 @@ def core_of_sequences(q, k, v, ends, most, window, causal, **options):
 
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *, window_size=None,
-    alibi_slopes=None, softcap=None, sinks=None, workspace=None,
+    alibi_slopes=None, softcap=None, sinks=None, **_,
 ):  # fmt: skip
-    hidden = hidden_by_window(query.shape[-2], key.shape[-2], window_size, is_causal)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        hidden, attn_mask = hidden | ~attn_mask, None
-    options = dict(scale=scale, softcap=softcap, slopes=alibi_slopes, added=attn_mask, sinks=sinks, p=dropout_p)
-    return core(query, key, value, hidden, state=draw() if dropout_p else None, **options)
+    state = draw() if dropout_p else None
+    options = dict(scale=scale, softcap=softcap, slopes=alibi_slopes, sinks=sinks, p=dropout_p, state=state)
+    return masked_core(query, key, value, attn_mask, False, None, window_size, is_causal, **options)
 
 
 def varlen_attn(
-    query,
-    key,
-    value,
-    cu_seq_q,
-    cu_seq_k,
-    max_q,
-    max_k,
-    *,
-    is_causal=False,
-    scale=None,
-    window_size=None,
-    enable_gqa=False,
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, is_causal=False, scale=None, window_size=None, **_
 ):
     ends, most = (cu_seq_q, cu_seq_k), (max_q, max_k)
     return core_of_sequences(query, key, value, ends, most, window_size, is_causal, scale=scale)
@@ -273,9 +244,8 @@ def rotated(x: Tensor, rotary, interleaved: bool, ends: Tensor | None = None) ->
     return torch.cat((pairs, rest), -1)
 
 
-def masks_of(attn_mask, mask_is_exclusion: bool, key_padding_mask) -> tuple[Tensor | bool, Tensor | None]:
-    """(hidden, added) of [B, H, S, S_k]."""
-    hidden, added = torch.zeros((), dtype=torch.bool), None
+def masked_core(q, k, v, attn_mask, mask_is_exclusion, key_padding_mask, window, causal, **options) -> Tensor:
+    hidden, added = hidden_by_window(q.shape[2], k.shape[2], window, causal), None
     masks = attn_mask if isinstance(attn_mask, tuple) else (attn_mask,)
     padding = None if key_padding_mask is None else torch.atleast_2d(key_padding_mask)[:, None, None]
     for mask, hides in (*((one, mask_is_exclusion) for one in masks), (padding, True)):
@@ -283,7 +253,7 @@ def masks_of(attn_mask, mask_is_exclusion: bool, key_padding_mask) -> tuple[Tens
             hidden = hidden | (mask if hides else ~mask)
         elif mask is not None:
             added = mask if added is None else added + mask
-    return hidden, added
+    return core(q, k, v, hidden, added=added, **options)
 
 
 def attention_block(
@@ -291,10 +261,10 @@ def attention_block(
     qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
     mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
     scale=None, softcap=None, sinks=None, gate_weight=None, gate_bias=None, gate_in_query=False, dropout_p=0.0, lora=None,
-    residual=False, training=True, recompute=None, workspace=None, **others,
+    residual=False, training=True, **others,
 ):  # fmt: skip
     H, H_kv = num_heads, num_kv_heads or num_heads
-    lora, p = without_dropout(lora, training) or {}, dropout_p if training else 0.0
+    lora, p = without_dropout(lora, training), dropout_p if training else 0.0
 
     def project(h, memory, state):
         """q, k, v [B, S, heads, D], and what q's projection has of a gate."""
@@ -333,10 +303,9 @@ def attention_block(
         q, k = (rotated(one, rotary, rotary_interleaved, cu_seqlens) for one in (q, k))
         options = dict(scale=scale, softcap=softcap, slopes=alibi_slopes, sinks=sinks, p=p, state=state_of_core)
         if cu_seqlens is None:
-            hidden, added = masks_of(attn_mask, mask_is_exclusion, key_padding_mask)
-            hidden = hidden | hidden_by_window(q.shape[1], k.shape[1], window_size, is_causal)
             heads = (one.transpose(1, 2) for one in (q, k, v))
-            o = core(*heads, hidden, added=added, **options).transpose(1, 2)
+            masks = attn_mask, mask_is_exclusion, key_padding_mask, window_size, is_causal
+            o = masked_core(*heads, *masks, **options).transpose(1, 2)
         else:
             most = h.shape[1] if max_seqlen is None else max_seqlen
             ends = (cu_seqlens, cu_seqlens), (most, most), window_size, is_causal
@@ -355,8 +324,7 @@ def latent_attention_block(
     x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, *, q_bias=None, q_a_weight=None, q_a_bias=None,
     q_a_norm_weight=None, kv_a_bias=None, kv_a_norm_weight=None, kv_b_bias=None, out_bias=None, latent_norm_eps=1e-6,
     rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None, mask_is_exclusion=False, key_padding_mask=None,
-    window_size=None, scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, recompute=None, workspace=None,
-    **others,
+    window_size=None, scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, **others,
 ):  # fmt: skip
     rank, H = kv_b_weight.shape[1], num_heads
     rope, v_dim = kv_a_weight.shape[0] - rank, out_weight.shape[1] // H
@@ -376,11 +344,9 @@ def latent_attention_block(
         q = torch.cat((q[..., :nope], rotated(q[..., nope:], rotary, rotary_interleaved)), -1)
         shared = rotated(shared.unsqueeze(-2), rotary, rotary_interleaved)
         k = torch.cat((k, shared.expand(*k.shape[:-1], rope)), -1)
-        hidden, added = masks_of(attn_mask, mask_is_exclusion, key_padding_mask)
-        hidden = hidden | hidden_by_window(q.shape[1], k.shape[1], window_size, is_causal)
-        p = dropout_p if training else 0.0
-        options = dict(scale=scale, softcap=softcap, added=added, p=p, state=draw() if p else None)
-        o = core(*(one.transpose(1, 2) for one in (q, k, v)), hidden, **options).transpose(1, 2)
+        p, heads = dropout_p if training else 0.0, (one.transpose(1, 2) for one in (q, k, v))
+        masks = attn_mask, mask_is_exclusion, key_padding_mask, window_size, is_causal
+        o = masked_core(*heads, *masks, scale=scale, softcap=softcap, p=p, state=draw() if p else None).transpose(1, 2)
         return F.linear(o.flatten(-2), out_weight, out_bias)
 
     return around(x, branch, residual=residual, training=training, **others)
@@ -399,7 +365,7 @@ def of_expert(x, e, gate_up_weight, down_weight, activation, biases=(None, None)
 
 def moe_mlp(
     x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation="silu", *, gate_up_bias=None, down_bias=None,
-    lora=None, recompute=None, workspace=None,
+    lora=None, **_,
 ):  # fmt: skip
     """One expert after the other on its token-expert pairs, added up in float32 at least."""
     y = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
@@ -411,22 +377,11 @@ def moe_mlp(
     return y.to(x.dtype)
 
 
-def grouped_gated_mlp(
-    x,
-    offs,
-    gate_up_weight,
-    down_weight,
-    activation="silu",
-    *,
-    row_weights=None,
-    lora=None,
-    recompute=None,
-    workspace=None,
-):
+def grouped_gated_mlp(x, offs, gate_up_weight, down_weight, activation="silu", *, row_weights=None, lora=None, **_):
     bounds = [0, *offs.tolist()]
     parts = [
-        of_expert(x[bounds[e] : bounds[e + 1]], e, gate_up_weight, down_weight, activation, lora=lora)
-        for e in range(len(offs))
+        of_expert(x[start:stop], e, gate_up_weight, down_weight, activation, lora=lora)
+        for e, (start, stop) in enumerate(itertools.pairwise(bounds))
     ]
     y = torch.cat([*parts, x.new_zeros(len(x) - bounds[-1], x.shape[1])])
     return y if row_weights is None else y * row_weights[:, None].to(y.dtype)
@@ -447,10 +402,10 @@ def moe_block(
     score_bias=None, num_groups=1, top_groups=None, group_score="top2", routed_scaling_factor=1.0, router_bias=None,
     router_dtype=None, gate_up_bias=None, down_bias=None, shared_gate_weight=None, shared_gate_bias=None, shared_up_weight=None,
     shared_up_bias=None, shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None, lora=None, residual=True,
-    training=True, recompute=None, workspace=None, index=None, **others,
+    training=True, index=None, **others,
 ):  # fmt: skip
     """(y, router_logits). index: the choice of experts [tokens, k], where that of these logits is not asked for."""
-    lora, logits = without_dropout(lora, training) or {}, None
+    lora, logits = lora or {}, None
 
     def branch(h):
         nonlocal logits
@@ -459,10 +414,8 @@ def moe_block(
         logits = F.linear(h.to(wide), router_weight.to(wide), bias)
         scores = logits.to(torch.promote_types(wide, torch.float32))
         scores = scores.sigmoid() if scoring == "sigmoid" else scores.softmax(-1)
-        choice = index
-        if choice is None:
-            choice = chosen(scores, top_k, score_bias, num_groups, top_groups, group_score)
-        choice = choice.view(*h.shape[:-1], top_k)
+        own = chosen(scores, top_k, score_bias, num_groups, top_groups, group_score)
+        choice = (own if index is None else index).view(*h.shape[:-1], top_k)
         weights = scores.gather(-1, choice)
         weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
         experts = {name: lora[name] for name in ("gate_up", "down") if name in lora}
@@ -474,7 +427,7 @@ def moe_block(
             return f
         updates = {name.removeprefix("shared_"): one for name, one in lora.items() if name.startswith("shared_")}
         layers = (shared_up_weight, shared_up_bias), (shared_down_weight, shared_down_bias)
-        shared = mlp_branch(h, *layers, (shared_gate_weight, shared_gate_bias), activation, 0.0, updates)
+        shared = mlp_branch(h, *layers, (shared_gate_weight, shared_gate_bias), activation, 0.0, updates, training)
         return f + (shared if shared_expert_gate is None else F.linear(h, shared_expert_gate).sigmoid() * shared)
 
     y = around(x, branch, residual=residual, training=training, **others)
@@ -485,16 +438,14 @@ def moe_block(
 
 
 def transformer_layer(
-    x, attention_arguments, mlp_arguments, *, cross_attention_arguments=None, parallel=False, training=True, recompute=None,
-    workspace=None,
+    x, attention_arguments, mlp_arguments, *, cross_attention_arguments=None, parallel=False, training=True, **_
 ):  # fmt: skip
     attend = latent_attention_block if "kv_a_weight" in attention_arguments else attention_block
     feed = moe_block if "router_weight" in mlp_arguments else mlp_block
+    mid = attend(x, training=training, **{"residual": True} | attention_arguments)
     if parallel:
-        mid = attend(x, training=training, **{"residual": True} | attention_arguments)
         f = feed(x, training=training, **mlp_arguments | {"residual": False})
         return (mid + f[0], f[1]) if isinstance(f, tuple) else mid + f
-    mid = attend(x, training=training, **{"residual": True} | attention_arguments)
     if cross_attention_arguments is not None:
         mid = attention_block(mid, training=training, **{"residual": True} | cross_attention_arguments)
     return feed(mid, training=training, **mlp_arguments)
@@ -519,25 +470,29 @@ def entropy_of(z: Tensor) -> Tensor:
 def linear_cross_entropy(
     input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0,
     logit_scale=1.0, softcap=None, z_loss=0.0, return_lse=False, return_log_probs=False, return_entropy=False,
-    return_accuracy=False, top_k=None, lora=None, recompute=None, workspace=None,
+    return_accuracy=False, top_k=None, lora=None, **_,
 ):  # fmt: skip
     """The loss alone, or with what else was asked for in the order of CrossEntropyOutput."""
     z = logits_of(input, linear_weight, linear_bias, scale=logit_scale, softcap=softcap, lora=lora)
-    V, lead, weights = z.shape[-1], z.shape[:-1], torch.ones(z.shape[-1], dtype=z.dtype)
-    weights = weights if weight is None else weight.to(z.dtype)
     classes = not target.is_floating_point()
-    counted = target != ignore_index if classes else torch.ones(lead, dtype=torch.bool)
-    shares = F.one_hot(target.masked_fill(~counted, 0), V).to(z.dtype) if classes else target.to(z.dtype)
+    counted = target != ignore_index if classes else torch.ones(z.shape[:-1], dtype=torch.bool)
     z = z.masked_fill(~counted[..., None], 0.0)
-    smooth = shares * (1 - label_smoothing) + label_smoothing / V
-    loss = -(weights * smooth * z.log_softmax(-1)).sum(-1) * counted
+
+    def classes_first(t):
+        return t.movedim(-1, min(1, t.dim() - 1))
+
+    shares = F.one_hot(target.masked_fill(~counted, 0), z.shape[-1]) if classes else target
+    shares, weight = shares.to(z.dtype), None if weight is None else weight.to(z.dtype)
+    loss = F.cross_entropy(
+        classes_first(z), target if classes else classes_first(shares), weight, reduction=reduction,
+        ignore_index=ignore_index, label_smoothing=label_smoothing,
+    )  # fmt: skip
     lse = torch.logsumexp(z, -1) * counted
-    total = (weights * shares).sum(-1)[counted].sum() if classes else counted.sum()
-
-    def reduced(tokens, divisor):
-        return tokens if reduction == "none" else tokens.sum() / divisor if reduction == "mean" else tokens.sum()
-
-    loss = reduced(loss, total) + (z_loss * reduced(lse.square(), counted.sum()) if z_loss else 0.0)
+    squares = z_loss * lse.square()
+    if z_loss:
+        loss = loss + (
+            squares if reduction == "none" else squares.sum() / (counted.sum() if reduction == "mean" else 1)
+        )
     results = [loss]
     results += [lse] if return_lse else []
     results += [(shares * z.log_softmax(-1)).sum(-1) * counted] if return_log_probs else []
@@ -553,8 +508,7 @@ def linear_cross_entropy(
 
 
 def selected_log_probs(
-    hidden, weight, tokens, *, bias=None, temperature=1.0, return_entropy=False, lora=None, ignore_index=-100, recompute=None,
-    workspace=None,
+    hidden, weight, tokens, *, bias=None, temperature=1.0, return_entropy=False, lora=None, ignore_index=-100, **_
 ):  # fmt: skip
     z = logits_of(hidden, weight, bias, scale=1 / temperature, lora=lora)
     candidates = tokens if tokens.dim() == z.dim() else tokens[..., None]
@@ -584,18 +538,17 @@ def reduced_divergence(losses, mask, reduction):
 
 def linear_distillation(
     student_input, student_weight, teacher_input, teacher_weight, *, student_bias=None, teacher_bias=None, beta=0.0,
-    temperature=1.0, softcap=None, teacher_softcap=None, mask=None, reduction="mean", workspace=None,
+    temperature=1.0, softcap=None, teacher_softcap=None, mask=None, reduction="mean", **_,
 ):  # fmt: skip
-    log_q = (logits_of(student_input, student_weight, student_bias, softcap=softcap) / temperature).log_softmax(-1)
-    log_p = (logits_of(teacher_input, teacher_weight, teacher_bias, softcap=teacher_softcap) / temperature).log_softmax(
-        -1
-    )
+    models = (student_input, student_weight, student_bias), (teacher_input, teacher_weight, teacher_bias)
+    logits = (logits_of(*one, softcap=cap) for one, cap in zip(models, (softcap, teacher_softcap), strict=True))
+    log_q, log_p = ((z / temperature).log_softmax(-1) for z in logits)
     return reduced_divergence(divergence(log_p.detach().to(log_q.dtype), log_q, beta), mask, reduction)
 
 
 def linear_topk_distillation(
     student_input, student_weight, teacher_log_probs, teacher_tokens, *, student_bias=None, beta=0.0, temperature=1.0,
-    add_tail_bucket=True, mask=None, reduction="mean", workspace=None,
+    add_tail_bucket=True, mask=None, reduction="mean", **_,
 ):  # fmt: skip
     """Of k classes and of all others as one, or of the k classes, whose probabilities are made to sum to one."""
     log_q = (logits_of(student_input, student_weight, student_bias) / temperature).log_softmax(-1)
@@ -606,13 +559,3 @@ def linear_topk_distillation(
     else:
         log_p, log_q = (one.log_softmax(-1) for one in both)
     return reduced_divergence(divergence(log_p, log_q, beta), mask, reduction)
-
-
-ORACLES = {
-    function.__name__: function
-    for function in (
-        linear_act, linear_stack, mlp, gated_mlp, mlp_block, attention_block, latent_attention_block, transformer_layer,
-        scaled_dot_product_attention, varlen_attn, moe_mlp, moe_block, grouped_gated_mlp, linear_cross_entropy,
-        selected_log_probs, linear_distillation, linear_topk_distillation, dropout,
-    )
-}  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 
 import torch
 from support.architectures import ARCHITECTURES, ids
@@ -16,7 +15,7 @@ from ckptkern.errors import BudgetError
 SCALARS = 256  # bytes that come and go between two runs
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name):
     torch.manual_seed(0)
     return ARCHITECTURES[name].model()
 
@@ -30,7 +29,7 @@ class Convolutions(nn.Module):
         self.blocks = nn.ModuleList(block)
         self.head = nn.Linear(6, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in (*self.blocks, self.blocks[0]):
             x = x + block(x)
         return self.head(x)
@@ -46,38 +45,38 @@ class Ours(nn.Module):
         self.mlp = ckptkern.nn.MLP(16, 32)
         self.encoder = ckptkern.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.1, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.encoder(self.mlp(self.act(self.layers(x))))
 
 
 class WithLoss(nn.Module):
     """Returns a loss, as a model of transformers with labels."""
 
-    def __init__(self, inner: nn.Module, vocabulary: int):
+    def __init__(self, inner, vocabulary):
         super().__init__()
         self.inner, self.head = inner, nn.Linear(16, vocabulary)
 
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(self, x, labels):
         logits = self.head(self.inner(x))
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
-def layers(count: int = 4, device: str = "cpu") -> nn.Sequential:
+def layers(count=4, device="cpu"):
     torch.manual_seed(0)
     kinds = [ckptkern.nn.LlamaDecoderLayer(16, 2, intermediate_size=48, device=device) for _ in range(count)]
     return nn.Sequential(*kinds)
 
 
-def sequence(tokens: int = 256, device: str = "cpu", batch: int = 2) -> Tensor:
+def sequence(tokens=256, device="cpu", batch=2):
     return torch.randn(batch, tokens, 16, device=device, requires_grad=True)
 
 
-def encoder() -> nn.Module:
+def encoder():
     layer = nn.TransformerEncoderLayer(16, 2, 48, 0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
-def with_loss(count: int, vocabulary: int) -> tuple[nn.Module, tuple]:
+def with_loss(count, vocabulary):
     return WithLoss(layers(count), vocabulary), (sequence(), torch.randint(0, vocabulary, (2, 256)))
 
 
@@ -93,20 +92,20 @@ CASES = {
 }  # fmt: skip
 
 
-def loss_of(output: Tensor | tuple | dict) -> Tensor:
+def loss_of(output):
     loss = output["loss"] if isinstance(output, dict) else output
     loss = loss if isinstance(loss, Tensor) else loss[0]
     return loss if loss.dim() == 0 else loss.float().sum()
 
 
-def counted(model: nn.Module, *inputs: Tensor) -> int:
+def counted(model, *inputs):
     """Bytes that a forward in training mode saves. The random state is as before."""
     with torch.random.fork_rng(), memory.saved_tensors(model) as found:
         model.train()(*inputs)
     return found.bytes
 
 
-def peak_of(model: nn.Module, inputs: Sequence) -> int:
+def peak_of(model, inputs):
     """Bytes that a step allocates at its peak, by the profiler."""
     with torch.random.fork_rng(), memory.peak_memory("cpu") as peak:
         output = model.train()(*inputs)  # stays in backward, as in most training loops
@@ -115,12 +114,12 @@ def peak_of(model: nn.Module, inputs: Sequence) -> int:
     return peak.bytes
 
 
-def forget_gradients(model: nn.Module, inputs: Sequence) -> None:
+def forget_gradients(model, inputs):
     for one in (*model.parameters(), *inputs):
         one.grad = None
 
 
-def least_of(plan: ckptkern.Plan) -> int:
+def least_of(plan):
     """The least budget that the plan can meet. The plan is afterwards as before, unless that is 0."""
     try:
         plan.replan(0)
@@ -129,14 +128,14 @@ def least_of(plan: ckptkern.Plan) -> int:
     return 0
 
 
-def mixtures(plan: ckptkern.Plan, count: int) -> Iterator[list[int]]:
+def mixtures(plan, count):
     """Chooses strategies at random, and runs the regions in them."""
     rows, draw = plan.table.rows, random.Random(0)
     for _ in range(count):
         yield apply(plan, [draw.randrange(len(row.strategies)) for row in rows])
 
 
-def apply(plan: ckptkern.Plan, chosen: list[int]) -> list[int]:
+def apply(plan, chosen):
     for row, strategy in zip(plan.table.rows, chosen, strict=True):
         row.segment.set(row.strategies[strategy])
     return chosen

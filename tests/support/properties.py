@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Container, Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.cases import SEED, output_gradient
-from support.oracles import ACTIVATIONS, ORACLES
+from support import oracles
+from support.cases import SEED, Tensors, every_other, output_gradient
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -30,22 +31,30 @@ REFUSALS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 class Case(NamedTuple):
-    """A call of an op: its options by name, at a recompute mode ("" for the op's default) and sizes."""
+    """A call of an op: its options by name, at a recompute mode ("" for the op's default) and sizes. It is a function of the
+    tensors that are trained, by name. fixed: its arguments, if they are not those of its options."""
 
     entry: Entry
     options: tuple[str, ...] = ()
     mode: str = ""
     sizes: Sizes = Sizes()
+    fixed: dict | None = None
 
     def __str__(self) -> str:
-        return " ".join(
-            [self.entry.name, "with", " and ".join(self.options) or "no option", self.mode and f"at {self.mode}"]
-        )
+        options = " and ".join(self.options) or "no option"
+        return f"{self.entry.name} with {options}{self.mode and f' at {self.mode}'}"
+
+    @property
+    def op(self) -> str:
+        """The name of the op, which several functions may share."""
+        return self.entry.op.name
 
     @property
     def arguments(self) -> dict:
         """Every option has its own value. Of what else options bring along, such as the norm of a norm's weight, the first
         option's counts."""
+        if self.fixed is not None:
+            return self.fixed
         chosen = values_of(self.entry.name, self.sizes)
         mode = {"recompute": self.mode} if self.mode else {}
         found = self.entry.inputs(self.sizes) | mode
@@ -53,59 +62,83 @@ class Case(NamedTuple):
             found |= chosen[name]
         return found | {name: chosen[name][name] for name in self.options if name in chosen[name]}
 
-    def make(self, dtype: torch.dtype = torch.float64, **more) -> dict[str, Tensor]:
-        return catalog.random_leaves(self.arguments, dtype, **more)
+    @property
+    def others(self) -> list[Tensor]:
+        """The tensors among the arguments that are not trained: masks, targets, bounds."""
+        return tensors_of(self.arguments)
 
-    def results(self, leaves: dict[str, Tensor], *, given: dict | None = None, **more) -> tuple[Tensor, ...]:
-        """What the op returns, without what was not asked for. given: `given`, if its tensors are looked at."""
-        torch.manual_seed(SEED)
-        return tensors_of(catalog.call(self.entry, self.given(leaves) if given is None else given, leaves, **more))
+    def with_(self, **arguments: Any) -> Case:
+        """The same call with other arguments, from then on fixed."""
+        return self._replace(fixed=self.arguments | arguments)
 
-    def bound(self, leaves: dict[str, Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
-        """The results that have a graph, as one tensor: a function of leaves that torch.compile may trace, and that draws from
-        the generator as it stands."""
-        given, graphs = self.given(leaves), [one.requires_grad for one in self.results(leaves)]
+    def make(self, dtype: torch.dtype = torch.float32, *, frozen: Container[str] = (), seed: int = 0) -> Tensors:
+        leaves = catalog.random_leaves(self.arguments, dtype, seed=seed)
+        return {name: t.requires_grad_(name not in frozen) for name, t in leaves.items()}
 
-        def run(leaves: dict[str, Tensor]) -> Tensor:
-            results = tensors_of(catalog.call(self.entry, given, leaves))
-            return torch.cat([one.reshape(-1) for one, graph in zip(results, graphs, strict=True) if graph])
-
-        return run
-
-    def oracle(self, leaves: dict[str, Tensor], **more) -> tuple[Tensor, ...]:
-        torch.manual_seed(SEED)
-        oracle = self.entry._replace(function=ORACLES[self.entry.function.__name__])
-        return tensors_of(catalog.call(oracle, self.given(leaves), leaves, **more))
-
-    def given(self, leaves: dict[str, Tensor]) -> dict:
+    def given(self, leaves: Tensors) -> dict:
         """Numbers that are not trained, such as a teacher's, are in float64 where everything is."""
         double = any(one.dtype == torch.float64 for one in leaves.values())
         return tree_map_only(Tensor, lambda t: t.double() if double and t.is_floating_point() else t, self.arguments)
 
-    def function(self, leaves: dict[str, Tensor], **more) -> Tensor:
+    def results(self, leaves: Tensors, **more) -> list[Tensor]:
+        """What the op returns, without what was not asked for."""
+        torch.manual_seed(SEED)
+        return tensors_of(catalog.call(self.entry, self.given(leaves), leaves, **more))
+
+    def oracle(self, leaves: Tensors, **more) -> list[Tensor]:
+        entry = self.entry._replace(function=getattr(oracles, self.entry.function.__name__))
+        return self._replace(entry=entry).results(leaves, **more)
+
+    def unseeded(self, leaves: Tensors) -> Tensor:
+        """`joined` results, drawing from the generator as it stands."""
+        return joined(tensors_of(catalog.call(self.entry, self.arguments, leaves)))
+
+    def __call__(self, leaves: Tensors, **more) -> Tensor:
         return joined(self.results(leaves, **more))
 
 
-def tensors_of(returned) -> tuple[Tensor, ...]:
-    return tuple(one for one in tree_leaves(returned) if one is not None)
+def call_of(name: str, *options: str, mode: int = 0, sizes: Sizes = Sizes(), **more: Any) -> Case:  # noqa: B008
+    """mode: the place of the recompute mode, the default's first."""
+    entry = OF_OPS[name]
+    return Case(entry, options, (entry.modes or [""])[mode], sizes).with_(**more)
 
 
-def joined(results) -> Tensor:
-    """Those that have a graph, as one tensor."""
-    return torch.cat([one.reshape(-1) for one in results if one.requires_grad])
+def dropping(name: str, **more: Any) -> Case:
+    """An op that drops what it can, which moves the generator."""
+    return call_of(name, *(one for one in OF_OPS[name].every_option() if one == "p" or one.endswith("_p")), **more)
 
 
-def outcome(results: tuple[Tensor, ...], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Results by number and gradients by name, of a random gradient of the results; zeros for an input that none reads."""
-    y = joined(results)
-    dy = output_gradient(y)
+def tensors_of(returned) -> list[Tensor]:
+    return [one for one in tree_leaves(returned) if isinstance(one, Tensor)]
+
+
+def joined(results: list[Tensor]) -> Tensor:
+    """The numbers among them, as one tensor."""
+    numbers = [one for one in results if one.is_floating_point()]
+    return numbers[0] if len(numbers) == 1 else torch.cat([one.reshape(-1) for one in numbers])
+
+
+def outcome(results: list[Tensor], leaves: Tensors, laid: Callable[[Tensor], Tensor] = Tensor.clone, **more) -> Tensors:
+    """Results by number and gradients by name, of random gradients of the results; zeros for an input that none reads.
+
+    laid: gives a result's gradient other strides.
+    """
+    graphs = [one for one in results if one.requires_grad]
+    sent = [laid(dy) if dy.dim() else dy for dy in map(output_gradient, graphs)]
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    grads = torch.autograd.grad(y, [leaves[name] for name in names], dy, allow_unused=True)
+    grads = torch.autograd.grad(graphs, [leaves[name] for name in names], sent, allow_unused=True, **more)
     found = {f"result {i}": one.detach() for i, one in enumerate(results)}
     return found | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, grads, strict=True)}
 
 
 # -- values of arguments that the catalogue has not ---------------------------------------------------------------------
+
+
+def tables(*shape: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of rotary tables [..., 2], or of interleaved ones [..., 4]: an angle for each pair of columns."""
+    rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
+    angles = rows * torch.tensor([1.0, 1.0, 0.1, 0.1])[: shape[-1]]
+    return angles.cos(), angles.sin()
 
 
 def _attention_variants(s: Sizes) -> dict[str, dict]:
@@ -117,11 +150,13 @@ def _attention_variants(s: Sizes) -> dict[str, dict]:
     memory = dict(key_value=normal(B, S + 1, 8), qkv_weight=[normal(rows[0], d), *(normal(n, 8) for n in rows[1:])])
     of_memory = update | {name: LoRA(normal(2, 8), normal(D, 2), 0.5, P) for name in "kv"}
     hidden = torch.ones(S, S, dtype=torch.bool).triu(3)
-    angles = torch.arange(B * S).view(B, S, 1) * torch.tensor([1.0, 1.0])
-    ends = torch.tensor([0, 1, 1, 3, 5], dtype=torch.int32) * (s.tokens // 6)
+    nothing = hidden.clone()  # for a row, and a column that no row sees
+    nothing[1:2], nothing[:, :1] = True, True
+    ends = every_other(cumulated(0, 1, 1, 3, 5) * (s.tokens // 6))
     packed = dict(
         x=normal(s.tokens, d), cu_seqlens=ends, rotary=100.0, is_causal=True, dropout_p=P, sinks=normal(s.heads)
     )
+    slopes = torch.tensor([[0.5, 0.25]])
     return {
         "three weights with updates": three | dict(lora=update, norm="rms"),
         "memory of other features": three
@@ -132,22 +167,29 @@ def _attention_variants(s: Sizes) -> dict[str, dict]:
         "a norm of all heads": three
         | dict(qk_norm=((gain(own), normal(own)), (gain(D), normal(D))), qk_norm_kind="layer"),
         "a norm for each head": dict(qk_norm=(gain(s.heads, D), gain(s.heads, D)), qkv_layout="heads"),
-        "tables of samples for half a head": dict(rotary=(angles.cos(), angles.sin())),
+        "tables and slopes of samples": dict(
+            rotary=tables(B, S, 2), alibi_slopes=slopes / torch.arange(1, B + 1)[:, None]
+        ),
+        "tables of any sample": dict(rotary=tables(1, S, 2)),
         "a bias of samples": dict(attn_mask=normal(B, s.heads, S, S), softcap=2.0, dropout_p=P),
         "a bias and a mask": dict(attn_mask=(normal(1, s.heads, S, S), hidden), mask_is_exclusion=True),
+        "a bias where nothing is seen": dict(attn_mask=(normal(B, s.heads, S, S), nothing), mask_is_exclusion=True),
         "padding that is added": dict(key_padding_mask=-torch.arange(B * S).view(B, S) / 10),
-        "sequences, of which one is empty, and tokens in none": packed | dict(alibi_slopes=torch.tensor([0.5, 0.25])),
+        "sequences, of which one is empty, and tokens in none": packed | dict(alibi_slopes=every_other(slopes[0])),
         "a number that scales the branch": dict(layer_scale=0.3, residual=True),
+        "a number that scales scores down to nothing": dict(is_causal=True, scale=0.0),
+        "a negative scale of causal scores": dict(is_causal=True, scale=-0.5),
     }
 
 
 def _latent_variants(s: Sizes) -> dict[str, dict]:
-    (B, S), wide, rows = s.lead, 9, [*range(s.tokens)]
-    angles = torch.tensor(rows).view(B, S, 1) * torch.tensor([1.0, 1.0, 0.1, 0.1])
+    (B, S), wide = s.lead, 9
     values = dict(kv_b_weight=normal(s.heads * (2 + wide), s.hidden), out_weight=normal(s.features, s.heads * wide))
     return {
         "values wider than keys": values,
-        "tables of samples": dict(rotary=(angles.cos(), angles.sin()), rotary_interleaved=True),
+        "tables of samples": dict(rotary=tables(B, S, 4), rotary_interleaved=True),
+        "tables of fewer columns": dict(rotary=tables(S, 2)),
+        "interleaved tables of fewer columns": dict(rotary=tables(S, 2), rotary_interleaved=True),
         "a bias of samples": dict(attn_mask=normal(B, s.heads, S, S), softcap=2.0, dropout_p=P),
     }
 
@@ -161,8 +203,9 @@ def _layer_variants(s: Sizes, name: str) -> dict[str, dict]:
     for i in range(2):
         parts = [Case(one, many(one.name)[i], "", s).arguments for one in (attention, feed)]
         parts = [{key: one for key, one in part.items() if key not in own} for part in parts]
-        label = f"many options {'before' if i else 'after'} a norm" if name else ""
-        found[label] = dict(attention_arguments=parts[0], mlp_arguments=parts[1] | {"residual": True})
+        found[f"many options {'before' if i else 'after'} a norm"] = dict(
+            attention_arguments=parts[0], mlp_arguments=parts[1] | {"residual": True}
+        )
     if name == "transformer_layer":
         memory = _attention_variants(s)["memory of other features"]
         plain = {key: one for key, one in attention.inputs(s).items() if key not in own}
@@ -173,6 +216,10 @@ def _layer_variants(s: Sizes, name: str) -> dict[str, dict]:
 def _without_biases(entry: Entry, s: Sizes) -> dict[str, dict]:
     names = [name for name in entry.inputs(s) if name.endswith(("bias", "biases"))]
     return {"no biases": dict.fromkeys(names)} if names else {}
+
+
+def cumulated(*ends: int) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
 
 
 @functools.cache
@@ -191,22 +238,38 @@ def variants_of(entry: Entry, s: Sizes) -> dict[str, dict]:
     elif name == "transformer_layer":
         found |= _layer_variants(s, entry.name)
     elif name == "scaled_dot_product_attention":
-        seen = torch.ones(s.lead[1], s.lead[1] + 1, dtype=torch.bool).tril(2)
+        (B, S), H = s.lead, s.heads
         found |= {
-            "a mask": dict(attn_mask=seen, dropout_p=P),
-            "values of other features": dict(value=normal(s.lead[0], s.heads, s.lead[1] + 1, 3)),
+            "a mask of keys": dict(attn_mask=torch.arange(B * (S + 1)).view(B, 1, 1, S + 1) % 3 > 0, dropout_p=P),
+            "values of other features": dict(value=normal(B, H, S + 1, 3)),
+            "rows after the last column": dict(query=normal(B, H, 3 * S, HEAD_DIM), window_size=(1, -1), dropout_p=P),
+        }
+    elif name == "varlen_attn":
+        packed = dict(
+            cu_seq_q=cumulated(0, 4, 4, 9), cu_seq_k=cumulated(0, 3, 5, 11), max_q=5, max_k=6, enable_gqa=True
+        )
+        packed |= dict(query=normal(11, 4, HEAD_DIM)) | dict.fromkeys(("key", "value"), normal(14, 2, HEAD_DIM))
+        found |= {
+            "other sequences of keys": packed,
+            "a negative scale of causal scores": packed | dict(is_causal=True, scale=-0.5),
+            "a window of other sequences of keys": packed | dict(window_size=(2, 1)),
         }
     elif name == "moe_mlp":
         index = torch.arange(2 * s.tokens).view(*s.lead, 2) % (s.experts + 2) - 1
         found["dropped pairs and an expert without tokens"] = dict(top_k_index=index.masked_fill(index == 1, 0))
     elif name == "moe_block":
-        plain = {
-            f"shared_{layer}_weight": one
-            for layer, one in (("up", normal(9, s.features)), ("down", normal(s.features, 9)))
-        }
+        plain = dict(shared_up_weight=normal(9, s.features), shared_down_weight=normal(s.features, 9))
         found["a shared expert without a gate"] = plain | dict(activation="relu", top_k=1)
+    elif name == "selected_log_probs":
+        tokens = torch.arange(s.tokens).view(s.lead) % s.out
+        several = torch.stack([tokens, tokens, tokens.roll(1), torch.full_like(tokens, s.out - 1)], -1)
+        several = dict(tokens=several.masked_fill(several % 3 == 0, -100), return_entropy=True)
+        found |= {
+            "several candidates": several,
+            "several candidates with an update": several | ALL[name].every_option(s)["lora"],
+        }
     if "activation" in parameters and name != "transformer_layer":
-        acts = ACTIVATIONS if "mlp" in name or "linear" in name else ("relu",)
+        acts = oracles.ACTIVATIONS if "mlp" in name or "linear" in name else ("relu",)
         found |= {f"activation {one}": {"activation": one} for one in acts}
     return found
 
@@ -228,36 +291,8 @@ def calls_of(case: Case, dtype: torch.dtype = torch.float32) -> list[tuple]:
     """Of forward and backward."""
     leaves = case.make(dtype)
     with Calls() as calls:
-        y = case.function(leaves)
-        y.backward(output_gradient(y))
+        outcome(case.results(leaves), leaves)
     return calls.found
-
-
-def assert_equal_to_rounding(ours: dict[str, Tensor], theirs: dict[str, Tensor], case: object, than: str) -> None:
-    """As `cases.assert_same_within_rounding`, which says why; `than` names what gave `theirs`."""
-    assert ours.keys() == theirs.keys(), f"{case}: {sorted(ours)} but {than} has {sorted(theirs)}"
-    largest = max(torch.linalg.vector_norm(t.double()).item() for t in theirs.values())
-    for name, theirs_ in theirs.items():
-        shapes = [(one.shape, one.dtype) for one in (ours[name], theirs_)]
-        assert shapes[0] == shapes[1], f"{case}: {name} is {shapes[0]}, but of {than} {shapes[1]}"
-        eps = torch.finfo(theirs_.dtype).eps if theirs_.is_floating_point() else 0.0
-        difference, norm = (
-            torch.linalg.vector_norm(t.double()).item() for t in (ours[name].double() - theirs_, theirs_)
-        )
-        allowed = max(eps ** (2 / 3) * norm, 16 * eps * largest)
-        assert difference <= allowed, (
-            f"{case}: {name} differs from that of {than} by {difference:.3g}, at a norm of {norm:.3g}; rounding explains "
-            f"{allowed:.3g}"
-        )
-
-
-def assert_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor], case: object, than: str) -> None:
-    assert ours.keys() == theirs.keys(), f"{case}: {sorted(ours)} but {than} has {sorted(theirs)}"
-    for name, theirs_ in theirs.items():
-        assert ours[name].dtype == theirs_.dtype, f"{case}: {name} is {ours[name].dtype}, but of {than} {theirs_.dtype}"
-        if not torch.equal(ours[name], theirs_):
-            most = (ours[name].double() - theirs_.double()).abs().max().item()
-            raise AssertionError(f"{case}: {name} has other bits than that of {than}: it differs by up to {most:.3g}")
 
 
 # -- which calls -------------------------------------------------------------------------------------------------------
@@ -320,6 +355,15 @@ def named(name: str) -> str:
 def each(names: Iterable[str] = ALL) -> list:
     """pytest parameters: entries."""
     return [pytest.param(ALL[name], id=named(name)) for name in names]
+
+
+def each_pair(names: Iterable[str] = ALL) -> list:
+    """pytest parameters: entries, and names of options, of which `in_pairs` has the pairs."""
+    return [
+        pytest.param(ALL[name], first, id=f"{named(name)}-{first or 'none'}")
+        for name in names
+        for first in in_pairs(ALL[name])
+    ]
 
 
 def each_call(names: Iterable[str] = ALL, calls: Callable[[str], list[tuple[str, ...]]] = many) -> list:

@@ -41,14 +41,14 @@ class RankError(AssertionError):
     """The errors of the ranks that failed first."""
 
 
-def on_ranks(size: int = 2, mesh: str | None = None) -> Callable:
+def on_ranks(size: int = 2, mesh: str | None = None, backend: str = "gloo") -> Callable:
     """Makes a test of a function that each rank runs with its rank, or with a mesh whose dimension has this name, and with the
     test's parameters. size: of the group, unless the test has a parameter n."""
 
     def decorate(function: Callable) -> Callable:
         def test(ranks: Ranks, **arguments: Any) -> None:
             __tracebackhide__ = True
-            ranks.run(arguments.get("n", size), test, mesh, arguments)
+            ranks.run(arguments.get("n", size), test, mesh, arguments, backend=backend)
 
         first, *others = inspect.signature(function).parameters.values()
         test.__signature__ = inspect.Signature([first.replace(name="ranks"), *others])

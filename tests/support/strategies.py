@@ -6,7 +6,7 @@ A strategy is "heads" or "rows" (TensorParallel, with all rows on each rank or i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -117,15 +117,15 @@ def step(
 
 def check_step(
     unfused: nn.Module, ours: nn.Module, mesh: DeviceMesh, strategy: str, what: str, *, length: int = S,
-    calls: tuple[Callable | None, Callable | None] = (None, None), part: Callable[[Tensor], Tensor] | None = None,
-    inputs: tuple[Tensor, Tensor] | None = None, tolerance: float = 1e-10, **close: float,
+    calls: Sequence[Callable | None] = (None, None), part: Callable[[Tensor], Tensor] | None = None,
+    inputs: Sequence[Tensor] | Tensor | None = None, tolerance: float = 1e-10, **close: float,
 ) -> tuple[SavedTensors, SavedTensors]:  # fmt: skip
     """Results and gradients of both. Returns what they have saved.
 
     calls: of both, if not they themselves. part: of rows, for this rank. inputs: x and what weighs the results.
     """
     drawn = torch.Generator().manual_seed(3)
-    x, weight = inputs or torch.randn(2, B, length, WIDTH, dtype=torch.float64, generator=drawn)
+    x, weight = inputs if inputs is not None else torch.randn(2, B, length, WIDTH, dtype=torch.float64, generator=drawn)
     part = part or (lambda rows: mine(rows, mesh, strategy))
     y, dx, saved_whole = step(unfused, x, weight, calls[0])
     z, dz, saved = step(ours, part(x), part(weight), calls[1])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from support.architectures import GPT, HEADS, HIDDEN, WIDTH, Bert, Stack, ids
@@ -90,31 +89,21 @@ class Cast(nn.Module):
 
     def __init__(self, network: nn.Module):
         super().__init__()
-        self.network, self.others = network, [copy.deepcopy(network).bfloat16()]
-        for low, wide in self.pairs():
-            low.register_post_accumulate_grad_hook(lambda low, wide=wide: self.hand_on(low, wide))
-
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return zip(self.others[0].parameters(), self.network.parameters(), strict=True)
-
-    @staticmethod
-    def hand_on(low: Tensor, wide: Tensor) -> None:
-        wide.grad = low.grad.float() if wide.grad is None else wide.grad + low.grad.float()
-        low.grad = None
+        self.network = network
 
     def forward(self, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            for low, wide in self.pairs():
-                low.copy_(wide)
-        return self.others[0](ids)
+        low = copy.deepcopy(self.network).bfloat16()
+        low.zero_grad()
+        for p, wide in zip(low.parameters(), self.network.parameters(), strict=True):
+
+            def hand_on(p: Tensor, wide: Tensor = wide) -> None:
+                wide.grad = p.grad.float() if wide.grad is None else wide.grad + p.grad.float()
+
+            p.register_post_accumulate_grad_hook(hand_on)
+        return low(ids)
 
 
 # -- training
-
-
-class Step(NamedTuple):
-    losses: dict[tuple[int, int], float]  # by micro-batch and rank
-    gradients: list[Tensor | None]
 
 
 def loss_of(network: nn.Module, step: int, micro: int, rank: int, skips: bool = False) -> Tensor:
@@ -129,23 +118,34 @@ def optimizer_of(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 
 
-def alone(network: nn.Module, size: int, micros: int = 1, skips: bool = False) -> Iterator[Step]:
-    """The steps of one process that computes all ranks' losses, each with its rank's masks, and averages them."""
+Step = tuple[dict[tuple[int, int], float], list[Tensor | None]]  # losses by micro-batch and rank, and gradients
+
+
+def steps(
+    network: nn.Module, ranks: Sequence[int], micros: int = 1, skips: bool = False,
+    accumulating: Callable[[bool], AbstractContextManager] = lambda last: contextlib.nullcontext(),
+) -> Iterator[Step]:  # fmt: skip
+    """Trains on the average of these ranks' losses, each with its rank's masks.
+
+    accumulating: makes the context of a micro-batch, given whether it is the step's last.
+    """
     optimizer = optimizer_of(network)
     for step in range(STEPS):
         losses = {}
         for micro in range(micros):
-            for rank in range(size):
-                loss = loss_of(network, step, micro, rank, skips)
-                losses[micro, rank] = loss.item()
-                (loss / size).backward()
-        yield Step(losses, gradients_of(network))
+            with accumulating(micro == micros - 1):
+                for rank in ranks:
+                    loss = loss_of(network, step, micro, rank, skips)
+                    losses[micro, rank] = loss.item()
+                    (loss / len(ranks)).backward()
+        yield losses, [p.grad if p.grad is None else whole(p.grad).clone() for p in network.parameters()]
         optimizer.step()
         optimizer.zero_grad()
 
 
-def gradients_of(network: nn.Module) -> list[Tensor | None]:
-    return [p.grad if p.grad is None else whole(p.grad).clone() for p in network.parameters()]
+def alone(network: nn.Module, size: int, *options, **more) -> Iterator[Step]:
+    """The steps of one process that computes all ranks' losses."""
+    return steps(network, range(size), *options, **more)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -153,25 +153,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def check(
-    network: nn.Module, expected: Iterator[Step], rank: int, micros: int = 1, skips: bool = False,
-    accumulating: Callable[[bool], AbstractContextManager] = lambda last: contextlib.nullcontext(), rtol: float = 1e-5,
-    atol: float = 1e-5,
+    network: nn.Module, expected: Iterator[Step], rank: int, *options, rtol: float = 1e-5, atol: float = 1e-5, **more
 ) -> None:  # fmt: skip
-    """Trains as `alone` did: losses, gradients and, through the steps, parameters are the same.
-
-    accumulating: makes the context of a micro-batch, given whether it is the step's last.
-    """
-    optimizer = optimizer_of(network)
-    for step, wanted in enumerate(expected):
-        for micro in range(micros):
-            with accumulating(micro == micros - 1):
-                loss = loss_of(network, step, micro, rank, skips)
-                loss.backward()
-            torch.testing.assert_close(loss.item(), wanted.losses[micro, rank], rtol=rtol, atol=atol)
-        for mine, theirs in zip(gradients_of(network), wanted.gradients, strict=True):
+    """Trains as `alone` did, with the options of `steps`: losses, gradients and, through the steps, parameters are the same."""
+    for (losses, grads), (of_all, wanted) in zip(steps(network, [rank], *options, **more), expected, strict=True):
+        torch.testing.assert_close(losses, {place: of_all[place] for place in losses}, rtol=rtol, atol=atol)
+        for mine, theirs in zip(grads, wanted, strict=True):
             if mine is None or theirs is None:
-                assert not any(one is not None and one.any() for one in (mine, theirs)), (step, mine, theirs)
+                assert not any(one is not None and one.any() for one in (mine, theirs)), (mine, theirs)
             else:
                 torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
-        optimizer.step()
-        optimizer.zero_grad()
