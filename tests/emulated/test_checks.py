@@ -5,7 +5,7 @@ import re
 import emulator
 import numpy as np
 import pytest
-from support.snippets import ptx_of, run
+from support.snippets import run
 
 # a thread's place in a tensor of 32 bits (%rd10) and in shared memory (%r10); that of the thread 32 further on (%r12)
 PLACE = """
@@ -213,11 +213,6 @@ def test_a_minimum_that_may_not_be_negative(modifier, least):
     """Thread t has min(t - 12, 9): Triton's windows of attention on sm_90."""
     x = launch(f"{PLACE}sub.s32 %r2, %r1, 12;\nmov.b32 %r3, 9;\nmin{modifier}.s32 %r21, %r2, %r3;\n{SAVE}")
     assert (x.view(np.int32) == (THREADS - 12).clip(least, 9)).all()
-
-
-def test_parameters_are_counted():
-    with pytest.raises(ValueError, match="kernel has 2 parameters; 1 were given"):
-        emulator.run(ptx_of("", 2), (1,), 0, [np.uint64(0)], [])
 
 
 def test_a_tensor_of_more_than_2_to_the_31_elements():

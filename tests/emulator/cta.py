@@ -262,12 +262,8 @@ class CTA:
     def shuffle(self, mode: str, value, lane, mask, at) -> np.ndarray:
         self.warps_of(mask, at)
         value, lane = self.full(value).reshape(-1, 32), self.full(lane).astype(np.int64).reshape(-1, 32)
-        source = {"bfly": LANES ^ lane, "idx": lane & 31, "up": LANES - lane, "down": LANES + lane}[mode]
-        return np.take_along_axis(value, np.where((source < 0) | (source > 31), LANES, source), 1).reshape(-1)
-
-    def warp_sum(self, value, mask, at) -> np.ndarray:
-        self.warps_of(mask, at)
-        return np.repeat(self.full(value).reshape(-1, 32).sum(1, dtype=np.uint32), 32)
+        source = {"bfly": LANES ^ lane, "idx": lane & 31, "up": LANES - lane}[mode]
+        return np.take_along_axis(value, np.where(source < 0, LANES, source), 1).reshape(-1)
 
     def elected(self, mask, at) -> np.ndarray:
         self.warps_of(mask, at)

@@ -47,11 +47,10 @@ class Strand:
 
 @dataclasses.dataclass
 class Counts:
-    """What a launch ran: CTAs, blocks, and of these under a mask."""
+    """What a launch ran."""
 
     ctas: int = 0
     blocks: int = 0
-    masked: int = 0
 
 
 def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
@@ -90,7 +89,6 @@ def _turn(program: Program, cta: CTA, strand: Strand, registers: list, ready: de
         if mask is None:
             taken = blocks[here](registers, cta, None)
         else:
-            counts.masked += 1
             before = [registers[n] for n in program.writes[here]]
             taken = blocks[here](registers, cta, mask)
             for n, old in zip(program.writes[here], before, strict=True):

@@ -100,21 +100,16 @@ class MBarriers:
         self.cta.shared.writing(index, threads, self.cta.order, at)
         self.cta.shared.note_write(index, threads, self.cta.order, fenced=True)
 
-    def expect(self, address, amount, mask, at) -> None:
-        for place, threads in self._places(address, mask):
-            self._expect(self.at(place, threads, at), amount, threads, at)
-
     def _expect(self, barrier: MBarrier, amount, threads: np.ndarray, at) -> None:
         barrier.bytes += int(self.cta.full(amount, threads).astype(np.int64).sum())
         if barrier.bytes > MOST:
             raise Fault("mbarrier", f"{barrier.bytes} bytes are expected, more than {MOST}", at)
 
-    def arrive(self, address, count, amount, mask, at) -> np.ndarray:
-        """Arrivals that expect `amount` bytes first (None: none); the phase that each thread arrives in."""
-        cta, phases = self.cta, np.zeros(self.cta.threads, np.uint64)
+    def arrive(self, address, count, amount, mask, at) -> None:
+        """Arrivals that expect `amount` bytes first (None: none)."""
+        cta = self.cta
         for place, threads in self._places(address, mask):
             barrier = self.at(place, threads, at)
-            phases[threads] = barrier.phase
             if amount is not None:
                 self._expect(barrier, amount, threads, at)
             arrivals = int(cta.full(count, threads).astype(np.int64).sum())
@@ -124,16 +119,14 @@ class MBarriers:
             barrier.learned = np.maximum(barrier.learned, cta.order.release(np.unique(threads >> 5)))
             cta.events += 1
             self._settle(barrier)
-        return phases
 
-    def wait(self, address, which, parity: bool, mask, at) -> np.ndarray:
-        """Is the phase complete of this parity, or of this number? If it is not yet, then not before one asks again."""
+    def wait(self, address, parity, mask, at) -> np.ndarray:
+        """Is the phase of this parity complete? If it is not yet, then not before one asks again."""
         cta = self.cta
         result, late = np.zeros(cta.threads, bool), None
         for place, threads in self._places(address, mask):
-            barrier, wanted = self.at(place, threads, at), cta.full(which, threads).astype(np.int64)
-            if parity:  # the number of the phase that is meant; Triton 3.7.1 writes -1 for 1
-                wanted = barrier.phase - ((barrier.phase ^ wanted) & 1)
+            barrier, wanted = self.at(place, threads, at), cta.full(parity, threads).astype(np.int64)
+            wanted = barrier.phase - ((barrier.phase ^ wanted) & 1)  # its number; Triton 3.7.1 writes -1 for 1
             if (wanted >= barrier.phase).any() and at in cta.strand.asked:
                 self._land(barrier)
             result[threads] = done = wanted < barrier.phase

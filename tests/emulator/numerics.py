@@ -191,26 +191,10 @@ def bit_field(value, position, length):
     return value << value.dtype.type(bits - position - length) >> value.dtype.type(bits - length)
 
 
-def insert_bits(a, b, position, length):
-    field = ((1 << length) - 1) << position
-    return b & b.dtype.type(~field & (1 << 8 * b.dtype.itemsize) - 1) | a << a.dtype.type(position) & a.dtype.type(
-        field
-    )
-
-
 def high_half(a, b, wide):
     """The upper half of a matmul of integers."""
     half = 4 * np.dtype(wide).itemsize
     return np.asarray(np.asarray(a).astype(wide) * np.asarray(b).astype(wide) >> wide(half)).astype(a.dtype)
-
-
-def high_half_of_64(a, b):
-    """The upper 64 bits of a matmul of unsigned integers."""
-    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    a, b = np.asarray(a), np.asarray(b)
-    middle = (a >> half) * (b & low) + ((a & low) * (b & low) >> half)
-    other = (a & low) * (b >> half) + (middle & low)
-    return (a >> half) * (b >> half) + (middle >> half) + (other >> half)
 
 
 def both(mask, predicate):

@@ -13,7 +13,6 @@ from .numerics import kind_of
 from .ptx import split
 
 TYPE = re.compile(r"[busf](8|16|32|64|128)|pred|bf16|b?f16x2|tf32")
-HINT = re.compile(r"L[12]::\w+|L2::cache_hint")
 COMPARE = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
 }  # fmt: skip
@@ -25,21 +24,19 @@ class Operation:
 
     emit: Callable
     modifiers: frozenset[str]
-    hints: bool = False
 
     def takes(self, modifier: str) -> bool:
-        known = TYPE.fullmatch(modifier) or modifier in self.modifiers
-        return bool(known or (self.hints and HINT.fullmatch(modifier)))
+        return bool(TYPE.fullmatch(modifier)) or modifier in self.modifiers
 
 
 TABLE: dict[str, Operation] = {}
 
 
-def opcode(names: str, modifiers: str = "", hints: bool = False):
+def opcode(names: str, modifiers: str = ""):
     """Enters the function that follows under each of these names."""
 
     def enter(emit: Callable) -> Callable:
-        operation = Operation(emit, frozenset(modifiers.split()), hints)
+        operation = Operation(emit, frozenset(modifiers.split()))
         TABLE.update(dict.fromkeys(names.split(), operation))
         return emit
 
@@ -64,12 +61,10 @@ def arithmetic(expression: str) -> Callable:
 
 ARITHMETIC = {
     "add": ("{0} + {1}", "rn ftz"), "sub": ("{0} - {1}", "rn ftz"), "neg": ("negative({0})", "ftz"),
-    "abs": ("absolute({0})", "ftz"), "sqrt": ("sqrt({0})", "rn approx ftz"), "rem": ("integer_remainder({0}, {1})", ""),
-    "ex2": ("exp2({0}.astype(f8)).astype(f4)", "approx ftz"), "lg2": ("log2({0}.astype(f8)).astype(f4)", "approx ftz"),
+    "abs": ("absolute({0})", "ftz"), "rem": ("integer_remainder({0}, {1})", ""),
+    "ex2": ("exp2({0}.astype(f8)).astype(f4)", "approx ftz"),
     "rcp": ("(1 / {0}.astype(f8)).astype(f4)", "approx rn ftz"),
     "rsqrt": ("(1 / sqrt({0}.astype(f8))).astype(f4)", "approx ftz"),
-    "sin": ("sin({0}.astype(f8)).astype(f4)", "approx ftz"), "cos": ("cos({0}.astype(f8)).astype(f4)", "approx ftz"),
-    "tanh": ("tanh({0}.astype(f8)).astype(f4)", "approx"),
     "and": ("{0} & {1}", ""), "or": ("{0} | {1}", ""), "xor": ("{0} ^ {1}", ""), "not": ("~{0}", ""),
 }  # fmt: skip
 for _name, (_expression, _modifiers) in ARITHMETIC.items():
@@ -104,8 +99,6 @@ def _mul(w, i) -> None:
         w.set(result, wide, f"{matmul} + {w.get(c[0], wide)}" if c else matmul)
     elif "hi" in i.modifiers and not c and kind[1] == "4":
         w.set(result, kind, f"high_half({w.get(a, kind)}, {w.get(b, kind)}, {wide})")
-    elif "hi" in i.modifiers and not c and kind == "u8":
-        w.set(result, kind, f"high_half_of_64({w.get(a, kind)}, {w.get(b, kind)})")
     elif "hi" in i.modifiers or (c and "lo" not in i.modifiers):
         raise w.fail("unknown form")
     else:
@@ -146,19 +139,13 @@ def _prmt(w, i) -> None:
     w.set(i.operands[0], "u4", f"permute_bytes({', '.join(w.get(operand, 'u4') for operand in i.operands[1:])})")
 
 
-@opcode("bfe bfi")
-def _field(w, i) -> None:
-    kind, (*values, position, length) = kind_of(i.modifiers[-1]), i.operands[1:]
-    ends = w.integer(position), w.integer(length)
-    if None in ends:
+@opcode("bfe")
+def _bfe(w, i) -> None:
+    kind, (value, *place) = kind_of(i.modifiers[-1]), i.operands[1:]
+    position, length = map(w.integer, place)
+    if None in (position, length):
         raise w.fail("a bit field of variable place")
-    name = "bit_field" if i.opcode == "bfe" else "insert_bits"
-    w.set(i.operands[0], kind, f"{name}({', '.join(w.get(value, kind) for value in values)}, {ends[0]}, {ends[1]})")
-
-
-@opcode("popc")
-def _popc(w, i) -> None:
-    w.set(i.operands[0], "u4", f"bitwise_count({w.get(i.operands[1], kind_of(i.modifiers[-1]))}).astype(u4)")
+    w.set(i.operands[0], kind, f"bit_field({w.get(value, kind)}, {position}, {length})")
 
 
 # --- moves, choices, conversions
@@ -253,7 +240,7 @@ def _element(i) -> tuple[str, int]:
     return f"u{size}", size
 
 
-@opcode("ld", "param shared shared::cta global nc volatile v2 v4 v8", hints=True)
+@opcode("ld", "param shared shared::cta global nc volatile v2 v4 v8")
 def _ld(w, i) -> None:
     kind = kind_of(i.modifiers[-1])
     if i.space == "param":
@@ -265,35 +252,23 @@ def _ld(w, i) -> None:
         w.set(register, bits if kind[0] == "f" else kind, f"{values}[{n}]" + f".view({kind})" * (kind[0] == "i"))
 
 
-@opcode("st", "shared shared::cta global volatile v2 v4 v8", hints=True)
+@opcode("st", "shared shared::cta global volatile v2 v4 v8")
 def _st(w, i) -> None:
     bits, size = _element(i)
     address = w.address(i.operands[0], "u4" if i.space == "shared" else "u8")
     w.lines.append(f"S.store({i.space!r}, {address}, {size}, {w.tuple(i.operands[1], bits)}, {w.mask}, {w.where})")
 
 
-@opcode("prefetch createpolicy", "global tensormap fractional", hints=True)
-def _hint(w, i) -> None:
-    if i.opcode == "createpolicy":
-        w.set(i.operands[0], "u8", w.constant(0, "u8"))
-
-
 # --- threads together
 
 
-@opcode("shfl", "sync bfly idx up down")
+@opcode("shfl", "sync bfly idx up")
 def _shfl(w, i) -> None:
     mode, (to, *operands) = i.modifiers[1], i.operands
     if "|" in to or w.integer(operands[2]) != (0 if mode == "up" else 31):
         raise w.fail("unknown form")
     value, lane = (w.get(operand, "u4") for operand in operands[:2])
     w.set(to, "u4", f"S.shuffle({mode!r}, {value}, {lane}, {w.mask}, {w.where})")
-
-
-@opcode("redux", "sync add")
-def _redux(w, i) -> None:
-    """Of integers; every lane of a warp gets the sum."""
-    w.set(i.operands[0], "u4", f"S.warp_sum({w.get(i.operands[1], 'u4')}, {w.mask}, {w.where})")
 
 
 @opcode("bar barrier", "sync warp cta aligned arrive")
@@ -325,28 +300,25 @@ def _elect(w, i) -> None:
     w.set(chosen, "p", f"S.elected({w.mask}, {w.where})")
 
 
-@opcode(
-    "mbarrier", "init inval arrive expect_tx try_wait test_wait parity shared shared::cta release acquire relaxed cta"
-)
+@opcode("mbarrier", "init inval arrive expect_tx try_wait parity shared shared::cta release acquire relaxed cta")
 def _mbarrier(w, i) -> None:
     what, count = i.modifiers[0], len(i.operands)
-    place = w.address(i.operands[what in ("arrive", "try_wait", "test_wait")], "u4")
-    if i.space != "shared" or ("relaxed" in i.modifiers and what != "expect_tx"):
+    place = w.address(i.operands[what in ("arrive", "try_wait")], "u4")
+    if i.space != "shared" or "relaxed" in i.modifiers or ("parity" in i.modifiers) != (what == "try_wait"):
         raise w.fail("unknown form")
     if what == "inval":
         w.lines.append(f"S.mbarriers.inval({place}, {w.mask}, {w.where})")
-    elif what in ("init", "expect_tx"):
-        name = what.removesuffix("_tx")
-        w.lines.append(f"S.mbarriers.{name}({place}, {w.get(i.operands[1], 'u4')}, {w.mask}, {w.where})")
-    elif what == "arrive":
+    elif what == "init":
+        w.lines.append(f"S.mbarriers.init({place}, {w.get(i.operands[1], 'u4')}, {w.mask}, {w.where})")
+    elif what == "arrive" and i.operands[0] == "_":
         amount = w.get(i.operands[2], "u4") if count > 2 else w.constant(1, "u4")
         many, more = (w.constant(1, "u4"), amount) if "expect_tx" in i.modifiers else (amount, None)
-        phase = w.variable(f"S.mbarriers.arrive({place}, {many}, {more}, {w.mask}, {w.where})")
-        w.set(i.operands[0], "u8", phase)
-    else:  # a fourth operand limits the time that it is suspended
-        parity = "parity" in i.modifiers
-        phase = w.get(i.operands[2], "u4" if parity else "u8")
-        w.set(i.operands[0], "p", f"S.mbarriers.wait({place}, {phase}, {parity}, {w.mask}, {w.where})")
+        w.lines.append(f"S.mbarriers.arrive({place}, {many}, {more}, {w.mask}, {w.where})")
+    elif what == "try_wait":  # a fourth operand limits the time that it is suspended
+        phase = w.get(i.operands[2], "u4")
+        w.set(i.operands[0], "p", f"S.mbarriers.wait({place}, {phase}, {w.mask}, {w.where})")
+    else:
+        raise w.fail("unknown form")
 
 
 # --- matrices
@@ -414,7 +386,7 @@ def _wgmma(w, i) -> None:
 # --- copies that land later
 
 
-@opcode("cp", "async cg ca shared shared::cta global commit_group wait_group wait_all", hints=True)
+@opcode("cp", "async cg ca shared shared::cta global commit_group wait_group wait_all")
 def _cp(w, i) -> None:
     if "commit_group" in i.modifiers:
         w.lines.append(f"S.commit_copies({w.mask}, {w.where})")
@@ -438,10 +410,9 @@ STORE = re.compile(r"tensor\.\dd\.global\.shared::cta\.bulk_group")
     "cp.async.bulk",
     f"async bulk tensor {AXES} tile shared::cta shared::cluster global mbarrier::complete_tx::bytes bulk_group commit_group "
     "wait_group read",
-    hints=True,
 )
 def _bulk(w, i) -> None:
-    modifiers = [modifier for modifier in i.modifiers[2:] if modifier != "tile" and not HINT.fullmatch(modifier)]
+    modifiers = [modifier for modifier in i.modifiers[2:] if modifier != "tile"]
     if modifiers == ["commit_group"]:
         return w.lines.append(f"S.tma.commit({w.mask}, {w.where})")
     if modifiers[0] == "wait_group":
@@ -458,16 +429,6 @@ def _bulk(w, i) -> None:
         places = f"{w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(i.operands[1], 'u4')}"
         return w.lines.append(f"S.tma.store({places}, {w.mask}, {w.where})")
     raise w.fail("unknown form")
-
-
-@opcode("nop nanosleep")
-def _nothing(w, i) -> None:
-    pass
-
-
-@opcode("griddepcontrol", "wait launch_dependents")
-def _griddepcontrol(w, i) -> None:
-    """One launch runs at a time."""
 
 
 @opcode("trap")

@@ -43,7 +43,7 @@ class Instruction:
     def waits(self) -> bool:
         """May threads have to wait here for those of other warps? A block ends there, so that their turn can come."""
         named = self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
-        return named or (self.opcode == "mbarrier" and self.modifiers[0] in ("try_wait", "test_wait"))
+        return named or (self.opcode == "mbarrier" and self.modifiers[0] == "try_wait")
 
     @property
     def where(self) -> str:

@@ -20,10 +20,7 @@ SPECIAL = re.compile(r"%(n?tid|n?ctaid)\.[xyz]|%(laneid|warpid)")
 NUMBER = re.compile(r"(-?(?:0x[0-9A-Fa-f]+|\d+))U?|0[fd]([0-9A-Fa-f]+)")
 # type -> the kind of its register; these are computed in float32 and rounded once
 SMALL_FLOATS = {"bf16": "u2", "f16": "u2", "bf16x2": "u4", "f16x2": "u4"}
-NUMPY = (
-    "where", "isnan", "minimum", "maximum", "fmin", "fmax", "absolute", "negative", "exp2", "log2", "sqrt", "sin", "cos",
-    "tanh", "bitwise_count",
-)  # fmt: skip
+NUMPY = "where", "isnan", "minimum", "maximum", "fmin", "fmax", "absolute", "negative", "exp2", "sqrt"
 NAMES = {
     **numerics.TYPES, **{name: getattr(np, name) for name in NUMPY},
     **{name: value for name, value in vars(numerics).items() if callable(value)},

@@ -9,13 +9,13 @@ from support import outside
 
 CASES = {
     "sm_90": (
-        "linear_fwd/bfloat16/silu+persistent+aligned+dropout+extras", "attn_fwd_delta/bfloat16/d64+varlen+causal+dropout",
+        "linear_fwd/bfloat16/silu+persistent+aligned+dropout+extras", "attn_fwd_delta/bfloat16/d128+varlen+causal+dropout",
         "norm_bwd/bfloat16/layer+unaligned+extras", "stack_bwd/bfloat16/silu+unaligned+extras",
-        "experts_fwd/bfloat16/silu+unaligned+extras",
+        "experts_fwd/bfloat16/silu+unaligned+extras", "linear_bwd/float32/silu+aligned+extras",
     ),
     "sm_80": (
-        "mlp_bwd/bfloat16/silu+16B+aligned+dropout+extras", "attn_bwd/bfloat16/d64+bool",
-        "dropout/bfloat16/+unaligned+dropout+extras", "heads_bwd/bfloat16/layer+unaligned+extras",
+        "mlp_bwd/bfloat16/silu+16B+aligned+dropout+extras", "attn_bwd/bfloat16/d64+additive+causal+dropout",
+        "dropout/bfloat16/silu+unaligned+extras", "heads_bwd/bfloat16/layer+unaligned+extras",
         "cross_entropy_bwd/bfloat16/everything+unaligned+extras",
     ),
 }  # fmt: skip

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from support.cases import Watch
-from support.kernel_cases import DTYPES, Tails, assert_equal, check_like_eager
+from support.kernel_cases import DTYPES, Tails, check_like_eager
 from torch import Tensor
 
 import ckptkern
@@ -82,24 +82,20 @@ def test_like_eager(op, kind, device):
     check_like_eager(case, type(kind, (Routed,), {"kind": kind}), device, slack=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("dtype", "d", "h"), [(torch.float32, 0, 3), (torch.float16, 35, 41), (torch.bfloat16, 3, 0)], ids=str
-)
-def test_recompute_equals_forward(kind, dtype, d, h, device):
-    """What backward recomputes is what forward saved, bit for bit: from x or from g and u, one result."""
-    (tokens, top_k, E), (groups, live, _) = KINDS[kind], pairs_of(kind, device)
-    shapes = (tokens, d), (E, 2 * h, d), (E, 2 * h), (tokens, d), (E, d, h)
-    x, w, b, dy, wd = (torch.randn(shape).to(device, dtype) for shape in shapes)
+@pytest.mark.parametrize("kind", ["even", "dropped"])
+def test_recompute_equals_forward(kind, device):
+    """h that backward recomputes from x, or from g and u, has forward's bits; it is rounded before it is weighted."""
+    (tokens, top_k, E), (groups, live, _), bf16 = KINDS[kind], pairs_of(kind, device), torch.bfloat16
+    shapes = (tokens, 35), (E, 82, 35), (E, 82), (tokens, 35), (E, 35, 41)
+    x, w, b, dy, wd = (torch.randn(shape).to(device, bf16) for shape in shapes)
     how, s = (groups, "gelu", "ieee"), torch.randn(tokens, top_k, device=device)
     forward, gu = triton_kernels.experts_fwd(x, w, b, *how, save_gu=True)
+    expected = (forward.float() * s.view(-1, 1)[groups.order.long()]).to(bf16)
     full = triton_kernels.experts_bwd(x, w, b, dy, wd, s, *how)
     saved = triton_kernels.experts_act_grad(gu, dy, wd, s, *how)
-    weighted = forward.float() * s.view(-1, 1)[groups.order.long()]  # h is rounded before it is weighted
-    assert torch.equal(full[0][:live], weighted[:live].to(dtype))
-    for name, one, other in zip(("hs", "dgu"), full, saved, strict=False):
-        assert torch.equal(one[:live], other[:live]), name
-    assert_equal({"ds": full[2]}, {"ds": saved[2]}, {"ds"})
+    assert torch.equal(full[0][:live], expected[:live])
+    assert torch.equal(saved[0][:live], expected[:live])
+    assert torch.equal(full[1][:live], saved[1][:live])
 
 
 @pytest.mark.parametrize("kind", ["even", "dropped"])
@@ -128,23 +124,9 @@ def test_tiles(sizes, dropped, device):
     assert set(found[0][len(expected) :]) <= {-1}
 
 
-@pytest.mark.parametrize("kind", ["even", "empty experts", "dropped", "all dropped"])
-def test_routing(kind, device):
-    """Rows in the experts' order, token-expert pairs of one expert as they were; the inverse leads back."""
-    index = routing(kind, 40, 3, 6).to(device)
-    index[3, 1] = index[3, 1] if kind == "even" else 2**32 + 1  # of no expert, and of one in 32 bits
-    order, inv, offs, top_k = eager.route(index, 6)
-    flat = index.flatten().tolist()
-    expected = [pair for e in range(6) for pair, one in enumerate(flat) if one == e]
-    assert order.tolist()[: len(expected)] == expected
-    assert order[inv.long()].tolist() == list(range(120))
-    assert offs.tolist() == [sum(0 <= one < e for one in flat) for e in range(7)]
-    assert (order.dtype, inv.dtype, offs.dtype, top_k) == (torch.int32, torch.int32, torch.int32, 3)
-
-
-def layer(device: str, tokens: int, features: int, hidden: int, dtype: torch.dtype, kind: str = "dropped"):
+def layer(device: str, tokens: int, features: int, hidden: int, dtype: torch.dtype):
     """(a step of moe_mlp as a function of its mode, its choices)."""
-    index = routing(kind, tokens, 2, 3).to(device)
+    index = routing("dropped", tokens, 2, 3).to(device)
     shapes = (tokens, features), (tokens, 2), (3, 2 * hidden, features), (3, features, hidden)
     x, s, w, wd = leaves = [torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes]
     dy = torch.randn_like(x)
@@ -201,29 +183,25 @@ def test_a_graph_is_captured_and_runs_another_routing(mode):
             assert torch.equal(ours, expected)
 
 
-def test_tile_tables():
-    """Every class has a tile; all of a power of two, at least 64 wide on sm_90 (triton#11366)."""
-    for table in experts_tiles.TILES.values():
-        assert set(table) == {"16", "few", "32", "unaligned"}
-        for tile in table.values():
-            assert all(n & (n - 1) == 0 for n in (*tile[:4], tile.SUB)), tile
-            assert min(tile.BLOCK_M, tile.BLOCK_N) >= 64
-
-
-def test_tile_choice(monkeypatch):
+@pytest.mark.parametrize(
+    ("strides", "row", "unit"),
+    [
+        ((4096, 64, 1), "16", None), ((4104, 64, 1), "16", 8), ((4096, 72, 1), "16", 8), ((4100, 64, 1), "unaligned", None),
+        ((4096, 68, 1), "unaligned", None),
+    ],
+)  # fmt: skip
+def test_tile_choice(strides, row, unit, monkeypatch):
     """Few rows an expert take low tiles; one stride, address or length that is no multiple of 16 makes the launch unaligned."""
     monkeypatch.setattr(experts_tiles, "arch_of", lambda x: 90)
-    x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 64), (4, 64, 64)))
+    x, w = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((64, 64), (4, 80, 80)))
     table = experts_tiles.TILES["experts_fwd", family_of(90)]
 
     def tile(w: Tensor, rows: int = 4096, x: Tensor = x):
         return experts_tiles.tile_of("experts_fwd", x, rows, 4, x, w)
 
-    assert (tile(w, 4 * 256), tile(w, 4 * 256 - 1)) == (table["16"], table["few"])
-    assert tile(w.float(), x=x.float()) == table["32"]
-    for strides, expected in (
-        ((4104, 64, 1), table["16"]._replace(UNIT=8)), ((4096, 72, 1), table["16"]._replace(UNIT=8)),
-        ((4100, 64, 1), table["unaligned"]), ((4096, 68, 1), table["unaligned"]),
-    ):  # fmt: skip
-        assert tile(w.as_strided(w.shape, strides)) == expected
+    w = w.as_strided((4, 64, 64), strides)
+    assert tile(w) == (table[row]._replace(UNIT=unit) if unit else table[row])
     assert tile(w[:, :, 1:]) == tile(w[:, :, :63]) == table["unaligned"]
+    if (row, unit) == ("16", None):
+        assert (tile(w, 4 * 256), tile(w, 4 * 256 - 1)) == (table["16"], table["few"])
+        assert tile(w.float(), x=x.float()) == table["32"]

@@ -74,7 +74,7 @@ def test_backward_takes_the_implementation_of_forward(name):
     case = full(name)
     tensors = case.make(torch.float32)
     with _choices.forced_impl("library"):
-        y = case.function(tensors)
+        y = case(tensors)
     fails = mock.Mock(side_effect=AssertionError("another implementation"))
     names = ("linear_fwd", "act_grad", "mlp_bwd", "gated_bwd", "gated_act_grad")
     with (
@@ -147,7 +147,7 @@ def test_workspace_bounds_the_library_too(name, hidden):
         mock.patch.object(_choices.primitives("library"), "kernels", eager),
         mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy,
     ):
-        y = case.function(tensors, workspace=workspace, activation="relu")
+        y = case(tensors, workspace=workspace, activation="relu")
         dy = output_gradient(y)
         with peak_memory("cpu") as peak:
             grads = torch.autograd.grad(y, list(tensors.values()), dy)

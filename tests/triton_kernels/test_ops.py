@@ -3,11 +3,10 @@ tests/tools/test_selftest.py; with each option, on the interpreter: tests/ops/te
 
 import pytest
 import torch
-from support.cases import Watch, expected_mask
+from support.cases import Watch
 from support.kernel_cases import assert_equal
 
 import ckptkern
-from ckptkern import state
 from ckptkern.ops import catalog
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
@@ -50,19 +49,3 @@ def test_both_implementations_give_the_same_bits(name, device):
         with _choices.forced_impl(impl):
             found[impl] = outcome(name, device, recompute="full")
     assert_equal(found["dual"], found["triton"], {one for one in found["triton"] if "bias" in one})
-
-
-@pytest.mark.parametrize("backend", ["triton", "eager"])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_one_mask_in_forward_and_backward_and_both_backends(mode, backend, device):
-    """y and dx are zero where the mask of the reference implementation is, and nowhere else, in two chunks."""
-    rows, hidden = 140, 24
-    x = torch.ones(rows, 1, device=device, requires_grad=True)
-    w1, w2 = torch.ones(hidden, 1, device=device), torch.eye(hidden, device=device)
-    mask, scale = expected_mask(P, rows, hidden, SEED, device), state.threshold_scale(P)[1]
-    torch.manual_seed(SEED)
-    with ckptkern.backend(backend):
-        y = ckptkern.mlp(x, w1, None, w2, None, "identity", P, recompute=mode, workspace=1)
-        y.sum().backward()
-    assert torch.equal(y, mask * scale)
-    torch.testing.assert_close(x.grad, (mask * scale).sum(1, keepdim=True), rtol=1e-6, atol=0)

@@ -3,7 +3,6 @@
 On sm_80 a launcher has no such tile and takes the others, so these tests compare those with themselves there.
 """
 
-import random
 import re
 
 import pytest
@@ -88,13 +87,12 @@ def test_bits(name, programs, architecture, device, launched, monkeypatch):
     assert (grid < tiles) == (programs < 1000) or architecture == 90
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_bits_of_few_results_and_views(name, dtype, architecture, device):
-    """One row, no bias, nothing saved, operands with rows far apart and another start."""
-    tensors = given(name, device, dtype, M=1) | dict.fromkeys(LAUNCHERS[name].biases)
+def test_bits_of_few_results_and_views(name, architecture, device):
+    """One row, no bias, nothing saved; in float16 operands with rows far apart and another start."""
+    tensors = given(name, device, M=1) | dict.fromkeys(LAUNCHERS[name].biases)
     both(name, architecture, device, tensors, "relu", **dict.fromkeys(LAUNCHERS[name].wants, False))
-    tensors = given(name, device, dtype)
+    tensors = given(name, device, torch.float16)
     matrices = {key: t for key, t in tensors.items() if t.dim() == 2}
     wide = {key: t.new_full((t.shape[0] + 4, t.shape[1] + 64), float("nan")) for key, t in matrices.items()}
     views = {key: around[2:-2, 16:-48].copy_(matrices[key]) for key, around in wide.items()}
@@ -102,35 +100,15 @@ def test_bits_of_few_results_and_views(name, dtype, architecture, device):
     assert_equal(result, kernel(LAUNCHERS[name], tensors, "relu"), SUMS_OF_ROWS)
 
 
-@pytest.mark.parametrize(
-    ("name", "far"),
-    [("linear_fwd", ["x", "w"]), ("act_grad", ["dy", "w", "z"]), ("gated_act_grad", ["dy", "wd", "g", "u"])],
-)
-def test_offsets_beyond_int32(name, far, architecture):
+@pytest.mark.parametrize("name", NAMES)
+def test_offsets_beyond_int32(name, architecture):
     """Operands and results (h over z) whose rows start more than 2**31 elements after the first."""
     tensors = given(name, "cpu", M=9, N=16, K=48, D=48)
+    far = {key: far_apart(t) for key, t in tensors.items() if t.dim() == 2}
     expected, held = tiles_of(name, architecture, "cpu")
     over = {"h_over_z": True} if name == "act_grad" else {}
-    there = kernel(LAUNCHERS[name], tensors | {one: far_apart(tensors[one]) for one in far}, "relu", tile=held, **over)
+    there = kernel(LAUNCHERS[name], tensors | far, "relu", tile=held, **over)
     assert_equal(there, kernel(LAUNCHERS[name], tensors, "relu", tile=expected))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_order_of_ctas_changes_no_bit(name, architecture):
-    """Each with several tiles, all results and dropout."""
-    if architecture is None:
-        pytest.skip("asks the emulator: --device emulated")
-    from emulator.emulated import emulated
-
-    tensors = given(name, "cpu", M=328)
-    held = tiles_of(name, architecture, "cpu")[1]
-    results = []
-    for order in (range, lambda n: range(n)[::-1], lambda n: random.Random(n).sample(range(n), n)):
-        with emulated(architecture, programs=order) as launches, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(persistent, "sms_of", lambda x: 2)
-            results.append(kernel(LAUNCHERS[name], tensors, "silu", tile=held, dropout=dropout_of(0.3)))
-        assert launches[0].counts.ctas == 2 * held.programs  # a launch after it sums the parts of a bias' gradient
-        assert_equal(results[-1], results[0])
 
 
 @pytest.mark.parametrize(

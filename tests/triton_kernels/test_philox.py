@@ -9,7 +9,6 @@ from ckptkern.triton_kernels.tile import Tile
 
 P = 0.3
 DROPPED = {"h", "dz", "dg", "du"}  # results that dropout, or its gradient, scales
-KNOWN_ANSWER = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)  # Philox4x32-10 of key 0, counter 0: Random123
 
 
 def masks_of(launcher, M, N, dtype=torch.float32, device="cpu", row_base=0, col_base=0, **options):
@@ -55,24 +54,12 @@ def test_a_part_that_begins_inside_a_block_of_columns_is_refused(launcher):
 @pytest.mark.parametrize("blocks", [(16, 64), (32, 256), (128, 32)], ids=str)
 @pytest.mark.parametrize(("row_base", "col_base"), [(0, 0), (5, 96), (48, 2**20), (2**31 - 128, 0)])
 def test_one_mask_for_every_block_of_the_dropout_kernel(blocks, row_base, col_base, device):
+    """What is dropped is 0, NaN or not."""
     ones, shape = torch.ones(48, 70, device=device), dict(zip(("BLOCK_M", "BLOCK_N"), blocks, strict=True))
+    ones[7] = float("nan")
     y = triton_kernels.dropout(ones, *dropout_of(P, device, col_base), row_base=row_base, blocks=shape)
     expected = state.keep_mask(torch.tensor(STATE), P, 48, 70, row_base=row_base, col_base=col_base)
     assert torch.equal(y.cpu() != 0, expected)
-
-
-@pytest.mark.parametrize("half", [0, 1])
-@pytest.mark.parametrize("word", range(4))
-def test_known_answer(word, half, device):
-    """The eight 16-bit values of counter 0 under key 0: each is saved at its own value as threshold, dropped above."""
-    value = KNOWN_ANSWER[word] >> (16 * half) & 0xFFFF
-    seed = torch.zeros(2, dtype=torch.int64, device=device)
-    x, eye = torch.ones(16, 1, device=device), torch.ones(32, 1, device=device)
-    for threshold in (value, value + 1):
-        direct = triton_kernels.dropout(torch.ones(16, 32, device=device), seed, threshold, 1.0)
-        h, _, _ = triton_kernels.linear_fwd(x, eye, None, "identity", "ieee", dropout=(seed, threshold, 1.0, 0))
-        for y in (direct, h):
-            assert (y[8 * half, 8 * word] != 0) == (threshold == value)
 
 
 @pytest.mark.parametrize("word", [0, 1], ids=["key", "stream"])
@@ -85,19 +72,3 @@ def test_every_part_of_the_state_counts(word, bit, device):
     mask = triton_kernels.dropout(x, seed.to(device), *state.threshold_scale(0.5)).cpu() != 0
     assert torch.equal(mask, state.keep_mask(seed, 0.5, 32, 64))
     assert not torch.equal(mask, state.keep_mask(torch.tensor(STATE), 0.5, 32, 64))
-
-
-def test_keep_rate_and_correlations(device):
-    """Within five standard deviations of independent elements: neighbours, Philox halves, words and blocks apart."""
-    side, sigmas = 512, 5
-    blocks = {"BLOCK_M": 128, "BLOCK_N": 512}
-    for p in (0.1, 0.5):
-        ones = torch.ones(side, side, device=device)
-        y = triton_kernels.dropout(ones, *dropout_of(p, device), blocks=blocks).cpu()
-        saved = (y != 0).double() - (1 - p)
-        variance = p * (1 - p)
-        assert abs(saved.sum()) <= sigmas * (saved.numel() * variance) ** 0.5
-        for dim in (0, 1):
-            for lag in (1, 8, 16, 32):
-                matmuls = saved.narrow(dim, lag, side - lag) * saved.narrow(dim, 0, side - lag)
-                assert abs(matmuls.sum()) <= sigmas * matmuls.numel() ** 0.5 * variance, (p, dim, lag)
