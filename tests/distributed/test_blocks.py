@@ -5,7 +5,10 @@ import itertools
 import pytest
 import torch
 from support.ranks import on_ranks
-from support.strategies import BLOCKS, MODES, WIDTH, B, S, block, check_step, mine, split
+from support.strategies import BLOCKS, MODES, WIDTH, B, S, block, check_step, mine, split, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import ckptkern
 from ckptkern.parallel import context_parallel
@@ -72,3 +75,39 @@ def test_compiled_blocks_and_activation_checkpoints(mesh, strategy):
     ]
     for module, call in [*calls, (plain, in_a_region)][: 2 + (strategy == "zigzag")]:
         check_step(unfused, module, mesh, strategy, "compiled or in a region", calls=(None, call))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("llama with all", {"tp": "heads"}),
+        ("llama", {"cp": "zigzag", "tp": "heads"}),
+        ("llama", {"tp": "rows", "cp": "contiguous"}),
+        ("llama", {"tp": "heads", "dp": "fully_shard"}),
+        ("llama", {"cp": "zigzag", "cp of the same ranks": "fully_shard"}),
+    ],
+    ids=str,
+)
+@on_ranks(4)
+def test_strategies_and_fsdp2_together(rank, name, steps):
+    """In their order. Ranks of data parallelism have samples of their own; FSDP2 adds their gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp" if "dp" in steps else "cp", "tp"))
+    unfused = ours = nn.Sequential(*(block(name, "selective", seed) for seed in range(2)))
+    for where, strategy in steps.items():
+        if strategy == "fully_shard":
+            for module in (*ours, ours):
+                fully_shard(module, mesh=mesh[where[:2]]).set_gradient_divide_factor(1.0)
+        else:
+            ours = split(ours, mesh[where], strategy, "*")
+
+    def part(rows):
+        if "dp" in steps:
+            rows = rows.tensor_split(2)[mesh["dp"].get_local_rank()]
+        for where in sorted(steps.keys() & {"cp", "tp"}):
+            rows = mine(rows, mesh[where], steps[where])
+        return rows
+
+    sums = ("cp", steps["cp"]) if "fully_shard" not in steps.values() and "cp" in steps else ("tp", "heads")
+    check_step(unfused, ours, mesh[sums[0]], sums[1], f"{steps}", part=part)
+    if "dp" in steps:
+        torch.testing.assert_close(*(whole(nn.utils.clip_grad_norm_(one.parameters(), 0.1)) for one in (unfused, ours)))

@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,88 +34,74 @@ def sharded(network: nn.Module, **options) -> nn.Module:
     return fully_shard(network, mesh=mesh, **options)
 
 
-def ddp(**options) -> Callable:
-    return lambda kind, p: DistributedDataParallel(build(kind, p), **options)
-
-
-def fsdp2(**options) -> Callable:
-    return lambda kind, p: sharded(build(kind, p), **options)
-
-
-def converted_last(**options) -> Callable:
-    def make(kind: str, p: float) -> nn.Module:
-        network = sharded(build(kind, p, ours=False), **options)
-        convert(network)
-        return network
-
-    return make
-
-
-def replicated(kind: str, p: float) -> nn.Module:
-    return sharded(build(kind, p), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded")))
-
-
-wrapped = functools.partial(
-    checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, checkpoint_fn=ckptkern.checkpoint
-)
+def shard_and_convert(network: nn.Module, **options) -> nn.Module:
+    network = sharded(network, **options)
+    convert(network)
+    return network
 
 
 def in_wrappers(network: nn.Module) -> nn.Module:
     layers = list(network.layers)
-    apply_activation_checkpointing(network, checkpoint_wrapper_fn=wrapped, check_fn=lambda module: module in layers)
+    wrapper = functools.partial(
+        checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, checkpoint_fn=ckptkern.checkpoint
+    )
+    apply_activation_checkpointing(network, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: module in layers)
     assert all(type(layer) is CheckpointWrapper for layer in network.layers)
     return network
 
 
-def wrapped_inside(kind: str, p: float) -> nn.Module:
-    network = build(kind, p, ours=kind != "segments")
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in network.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(in_wrappers(network), mesh=mesh)
+class Engine:
+    """wrap: makes of a network, and options, this rank's. p: of dropout, of which each rank has masks of its own. before: kinds
+    whose network is the unmodified one, in which the engine puts ckptkern's regions."""
+
+    def __init__(self, wrap: Callable, size: int = 2, p: float = 0.0, kinds=KINDS, before=(), **options):
+        self.wrap, self.size, self.p, self.kinds, self.before = (
+            functools.partial(wrap, **options),
+            size,
+            p,
+            kinds,
+            before,
+        )
+        self.mixed = "mp_policy" in options
+
+    def make(self, kind: str, p: float) -> nn.Module:
+        return self.wrap(build(kind, p, kind not in self.before))
 
 
-class Engine(NamedTuple):
-    """make(kind, p): this rank's network. p: of dropout, of which each rank has masks of its own."""
-
-    make: Callable[[str, float], nn.Module]
-    size: int = 2
-    p: float = 0.0
-    kinds: tuple[str, ...] = KINDS
-    mixed: bool = False
+def replicated(network: nn.Module) -> nn.Module:
+    return sharded(network, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded")))
 
 
 MIXED = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+ALL, LAST = (*KINDS, "tiled"), {"kinds": ("converted",), "before": ("converted",)}
+WRAPPED = {"before": ("segments",)}
 ENGINES = {
-    "DDP": Engine(ddp(), kinds=(*KINDS, "tiled")),
-    "DDP, static graph": Engine(ddp(static_graph=True), kinds=(*KINDS, "tiled")),
-    "DDP, views of buckets": Engine(ddp(static_graph=True, gradient_as_bucket_view=True), 2, 0.2, (*KINDS, "tiled")),
-    "DDP on four ranks": Engine(ddp(), 4, 0.2),
-    "FSDP2": Engine(fsdp2(), kinds=(*KINDS, "tiled")),
-    "FSDP2, resharded": Engine(fsdp2(reshard_after_forward=True), p=0.2),
-    "FSDP2, gathered once": Engine(fsdp2(reshard_after_forward=False)),
-    "FSDP2, of half of the ranks": Engine(fsdp2(reshard_after_forward=2), 4, 0.2),
+    "DDP": Engine(DistributedDataParallel, kinds=ALL),
+    "DDP, static graph": Engine(DistributedDataParallel, kinds=ALL, static_graph=True),
+    "DDP, views": Engine(DistributedDataParallel, 2, 0.2, ALL, gradient_as_bucket_view=True),
+    "DDP on four ranks": Engine(DistributedDataParallel, 4, 0.2),
+    "FSDP2": Engine(sharded, 2, 0.2, ALL, reshard_after_forward=True),
+    "FSDP2, gathered once": Engine(sharded, reshard_after_forward=False),
+    "FSDP2, of half of the ranks": Engine(sharded, 4, 0.2, reshard_after_forward=2),
     "FSDP2, replicated": Engine(replicated, 4),
-    "FSDP2, bfloat16": Engine(fsdp2(**MIXED, reshard_after_forward=True), 2, 0.0, (*KINDS, "tiled"), mixed=True),
-    "shard, convert": Engine(converted_last(reshard_after_forward=True), kinds=("converted",)),
-    "shard, convert, gathered once": Engine(converted_last(reshard_after_forward=False), kinds=("converted",)),
-    "shard, convert, half of the ranks": Engine(converted_last(reshard_after_forward=2), 4, 0.2, ("converted",)),
-    "shard, convert, bfloat16": Engine(converted_last(**MIXED), kinds=("converted",), mixed=True),
-    "wrappers in DDP": Engine(
-        lambda kind, p: DistributedDataParallel(in_wrappers(build(kind, p, ours=kind != "segments"))), p=0.2
-    ),
-    "wrappers in shards": Engine(lambda kind, p: sharded(in_wrappers(build(kind, p, ours=kind != "segments"))), p=0.2),
-    "wrappers around shards": Engine(wrapped_inside),
+    "FSDP2, bfloat16": Engine(sharded, kinds=ALL, **MIXED),
+    "shard, convert": Engine(shard_and_convert, **LAST, reshard_after_forward=True),
+    "shard, convert, gathered once": Engine(shard_and_convert, **LAST, reshard_after_forward=False),
+    "shard, convert, half of the ranks": Engine(shard_and_convert, 4, 0.2, **LAST, reshard_after_forward=2),
+    "shard, convert, bfloat16": Engine(shard_and_convert, **LAST, **MIXED),
+    "wrappers in DDP": Engine(lambda network: DistributedDataParallel(in_wrappers(network)), 2, 0.2, **WRAPPED),
+    "wrappers in shards": Engine(lambda network: sharded(in_wrappers(network)), 2, 0.2, **WRAPPED),
+    "wrappers around shards": Engine(lambda network: in_wrappers(sharded(network)), **WRAPPED),
 }
 
 
-def engines(*names: str, every: int = 3) -> pytest.MarkDecorator:
+def engines(*names: str) -> pytest.MarkDecorator:
     """All pairs of engines and kinds; those of each kind with every third engine are not long."""
     cases = []
     for i, name in enumerate(names or ENGINES):
         engine = ENGINES[name]
         for j, kind in enumerate(engine.kinds):
-            short = (i + j) % every == 0 or len(engine.kinds) == 1 or kind == "tiled"
+            short = (i + j) % 3 == 0 or len(engine.kinds) == 1 or kind == "tiled"
             cases.append(pytest.param(engine.size, name, kind, marks=() if short else pytest.mark.long))
     return pytest.mark.parametrize(("n", "engine", "kind"), cases)
 
@@ -126,20 +111,18 @@ def engines(*names: str, every: int = 3) -> pytest.MarkDecorator:
 def test_training_is_that_of_one_process(rank, n, engine, kind):
     """Losses, gradients and parameters of three steps."""
     engine = ENGINES[engine]
-    network = engine.make(kind, engine.p)
-    if engine.mixed:
-        check(network, alone(Cast(build(kind)), n), rank, rtol=1e-4, atol=1e-6)
-        assert all(p.dtype == torch.float32 and type(p) is DTensor for p in network.parameters())
-    else:
-        check(network, alone(reference(kind, engine.p), n), rank)
+    network, close = engine.make(kind, engine.p), {"rtol": 1e-4, "atol": 1e-6} if engine.mixed else {}
+    one = Cast(build(kind)) if engine.mixed else reference(kind, engine.p)
+    check(network, alone(one, n), rank, **close)
+    assert not engine.mixed or all(p.dtype == torch.float32 and type(p) is DTensor for p in network.parameters())
 
 
-@engines("DDP", "DDP, views of buckets", "FSDP2", "shard, convert")
+@engines("DDP", "DDP, views", "FSDP2", "shard, convert")
 @on_ranks()
 def test_gradients_accumulated_without_synchronisation(rank, n, engine, kind):
-    is_ddp, options = engine.startswith("DDP"), {"gradient_as_bucket_view": True} if "views" in engine else {}
+    is_ddp = engine.startswith("DDP")
     for in_place in (False, True)[: 1 + is_ddp]:
-        network = ddp(**options)(kind, 0.2) if is_ddp else ENGINES[engine].make(kind, 0.2)
+        network = ENGINES[engine].make(kind, 0.2)
         if in_place:
             ckptkern.accumulate_in_place(network)
 
@@ -157,7 +140,7 @@ def test_parameters_of_a_layer_that_some_ranks_leave_out(rank, kind):
     """In the first step rank 0 leaves out a layer, in the second all ranks do, in the third rank 0 asks for one that is not
     there: so every parameter is used."""
     for views in (False, True):
-        network = ddp(find_unused_parameters=True, gradient_as_bucket_view=views)(kind, 0.0)
+        network = DistributedDataParallel(build(kind), find_unused_parameters=True, gradient_as_bucket_view=views)
         check(network, alone(reference(kind, 0.0), 2, skips=True), rank, skips=True)
 
 
@@ -196,7 +179,7 @@ def saved_now(network: nn.Module) -> int:
 
 @on_ranks()
 def test_no_gathered_weight_and_no_hidden_layer_is_saved(rank):
-    for engine in ("FSDP2, resharded", "shard, convert"):
+    for engine in ("FSDP2", "shard, convert"):
         for kind in ENGINES[engine].kinds:
             whole = build(kind)
             with saved_tensors(whole) as saved:

@@ -1,13 +1,11 @@
 """convert and revert before and after fully_shard and DistributedDataParallel: what becomes fused trains as one process."""
 
 import copy
-import importlib
-from unittest import mock
 
 import pytest
 import torch
 from distributed.test_data_parallel import in_wrappers, sharded
-from support.architectures import ARCHITECTURES, GPT, Llama, Stack, ids, with_tables
+from support.architectures import GPT, Llama, Stack, ids, with_tables
 from support.ranks import on_ranks
 from support.training import Network, alone, build, check, convert
 from torch import nn
@@ -18,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptkern
 
-ORDERS = pytest.mark.parametrize("order", ["convert, shard", "shard, convert"])
 
-
-def state_of(network: nn.Module) -> list[tuple]:
-    return [(id(p), type(p), p.placements, p.requires_grad, id(p.grad)) for p in network.parameters()]
+def state_of(network: nn.Module) -> tuple[list, list]:
+    """Which tensors the parameters are, with the modules' modes; and values."""
+    parameters, modes = [*network.parameters()], [module.training for module in network.modules()]
+    which = [(id(p), type(p), p.placements, p.requires_grad, id(p.grad)) for p in parameters]
+    return [*which, *modes], [one.to_local().clone() for p in parameters for one in (p, p.grad)]
 
 
 @pytest.mark.parametrize(
@@ -37,25 +36,14 @@ def test_convert_leaves_the_shards_as_they_were(rank, n, reshard):
     for module in network.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    before, modes = state_of(network), [m.training for m in network.modules()]
-    bits = [(p.to_local().clone(), p.grad.to_local().clone()) for p in network.parameters()]
+    before, values = state_of(network)
     network(ids(rank))
     drawn = torch.get_rng_state()
     convert(network)
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert state_of(network) == before, "the same parameters, sharded"
-    assert [m.training for m in network.modules()] == modes
-    for p, (value, gradient) in zip(network.parameters(), bits, strict=True):
-        assert torch.equal(p.to_local(), value)
-        assert torch.equal(p.grad.to_local(), gradient)
-
-
-@on_ranks()
-def test_the_second_of_two_sharded_layers_is_like_the_first(rank):
-    fuse = importlib.import_module("ckptkern.conversion.fuse")
-    with mock.patch.object(fuse, "fuse_like", wraps=fuse.fuse_like) as checked_before:
-        convert(sharded(build("converted", ours=False)))
-    checked_before.assert_called_once()
+    after, found = state_of(network)
+    assert after == before, "the same parameters, sharded"
+    assert all(map(torch.equal, found, values))
 
 
 class Odd(GPT):
@@ -81,71 +69,12 @@ def test_ranks_that_disagree_leave_the_layer(rank):
 
 
 @on_ranks()
-def test_a_layer_with_a_sharded_module_inside_is_an_activation_checkpoint(rank):
-    torch.manual_seed(0)
-    network = ARCHITECTURES["llama"].model()
-    unfused = copy.deepcopy(network)
-    for layer in network.layers:
-        fully_shard(layer.mlp, mesh=init_device_mesh("cpu", (2,)))
-    sharded(network)
-    conversion = ckptkern.convert(network, ids())
-    assert [row.replaced_by for row in conversion.converted] == ["checkpoint", "checkpoint"]
-    assert "DTensor" in conversion.rows[0].reason
-    check(network, alone(unfused, 2), rank)
-
-
-@ORDERS
-@on_ranks()
-def test_grouped_layers(rank, order):
-    """Layers that are one region in one process run one by one where each gathers its parameters."""
-    torch.manual_seed(0)
-    network = Stack(Llama, with_tables, 5)
-    unfused = copy.deepcopy(network)
-    if order == "shard, convert":
-        sharded(network)
-    conversion = ckptkern.convert(network, ids(), recompute="full", every=2)
-    assert len(conversion.converted) == 5
-    if order == "convert, shard":
-        assert len(conversion.groups) == 2
-        sharded(network)
-    check(network, alone(unfused, 2), rank)
-
-
-@ORDERS
-@on_ranks()
-def test_torchs_layers_become_drop_ins_that_are_sharded(rank, order):
-    network = build("modules", ours=False)
-    if order == "shard, convert":
-        sharded(network)
-    conversion = ckptkern.convert(network, ids())
-    rows = [(row.kind, row.replaced_by) for row in conversion.converted]
-    assert rows == 2 * [("TransformerEncoderLayer", "ckptkern.nn.TransformerEncoderLayer")]
-    if order == "convert, shard":
-        sharded(network)
-    for layer in network.layers:
-        assert isinstance(layer, ckptkern.nn.TransformerEncoderLayer)
-        assert isinstance(layer, FSDPModule)
-        assert isinstance(layer.self_attn, ckptkern.nn.MultiheadAttention)
-    unfused = build("modules", ours=False)
-    check(network, alone(unfused, 2), rank)
-    ckptkern.revert(network)
-    for layer in network.layers:
-        assert not isinstance(layer, ckptkern.nn.TransformerEncoderLayer)
-        assert type(layer).__name__ == "FSDPTransformerEncoderLayer"
-        assert isinstance(layer, FSDPModule)
-        assert type(layer.self_attn) is nn.MultiheadAttention
-    check(network, alone(unfused, 2), rank)
-
-
-@on_ranks()
 def test_convert_without_examples(rank):
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 8))
     unfused = copy.deepcopy(network)
     fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
-    conversion = ckptkern.convert(network)
-    assert conversion.converted, conversion
-    assert conversion.rows[0].kind == "Sequential"
+    assert ckptkern.convert(network).converted
     x = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     network(x[rank]).square().mean().backward()
     unfused(torch.cat(x)).square().mean().backward()
@@ -153,35 +82,62 @@ def test_convert_without_examples(rank):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
 
 
-def whole_model(network: nn.Module) -> nn.Module:
-    return fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
+def mlps(network: nn.Module) -> None:
+    for layer in network.layers:
+        fully_shard(layer.mlp, mesh=init_device_mesh("cpu", (2,)))
 
 
-# In the order in which they are applied; "convert in" is of the module in DDP
+# In the order in which they are applied; "convert in" is of the module in DDP, "convert groups" of regions of two layers, which
+# run one by one where each gathers its parameters
 STEPS = {
-    "convert": convert,
-    "convert in": lambda network: convert(network.module),
+    "convert": lambda network: ckptkern.convert(network, ids()),
+    "convert in": lambda network: ckptkern.convert(network.module, ids()),
+    "convert groups": lambda network: ckptkern.convert(network, ids(), recompute="full", every=2),
     "shard": sharded,
-    "shard as a whole": whole_model,
+    "shard as a whole": lambda network: fully_shard(network, mesh=init_device_mesh("cpu", (2,))),
+    "shard mlps": mlps,
     "DDP": DistributedDataParallel,
     "wrap": in_wrappers,
 }
+NETWORKS = {  # as it was before, and what replaces its layers
+    "layers": (lambda: build("converted", ours=False), 2 * ["transformer_layer"]),
+    "torch's": (lambda: build("modules", ours=False), 2 * ["ckptkern.nn.TransformerEncoderLayer"]),
+    "five": (lambda: Stack(Llama, with_tables, 5), 5 * ["transformer_layer"]),
+    "mlps": (lambda: Stack(Llama, with_tables), 2 * ["checkpoint"]),  # a DTensor inside
+}
+ORDERS = [
+    *(("layers", steps) for steps in (
+        "convert, shard", "shard, convert", "shard as a whole, convert", "DDP, convert", "DDP, convert in",
+        "convert, wrap, shard", "wrap, convert, shard",
+    )),
+    ("torch's", "convert, shard"), ("torch's", "shard, convert"),
+    ("five", "convert groups, shard"), ("five", "shard, convert groups"),
+    ("mlps", "shard mlps, shard, convert"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "steps",
-    ["convert, shard", "shard, convert", "shard as a whole, convert", "DDP, convert", "DDP, convert in", "convert, wrap, shard",
-     "wrap, convert, shard"],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "steps"), ORDERS)
 @on_ranks()
-def test_revert(rank, steps):
-    """After each order of steps a network trains as one process, converted and reverted."""
-    network, unfused = build("converted", ours=False), build("converted", ours=False)
+def test_a_network_trains_as_one_process_converted_and_reverted(rank, name, steps):
+    """After each order of steps."""
+    make, replaced_by = NETWORKS[name]
+    torch.manual_seed(0)
+    network = make()
+    unfused = copy.deepcopy(network)
     for step in steps.split(", "):
-        network = STEPS[step](network) or network
+        result = STEPS[step](network)
+        if step.startswith("convert"):
+            assert [row.replaced_by for row in result.converted] == replaced_by, result
+        else:
+            network = result or network
     check(network, alone(unfused, 2), rank)
+    shards = [isinstance(module, FSDPModule) for module in network.modules()].count(True)
     assert ckptkern.revert(network) is network
-    assert not any("forward" in m.__dict__ for m in network.modules())
+    for module in network.modules():
+        assert "forward" not in module.__dict__
+        assert not any("ckptkern.nn" in one.__module__ for one in type(module).__mro__), type(module)
+        shards -= isinstance(module, FSDPModule)
+    assert shards == 0
     assert all(isinstance(p, DTensor) for p in network.parameters()) or "shard" not in steps
     check(network, alone(unfused, 2), rank)
 

@@ -4,15 +4,17 @@
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from distributed.test_data_parallel import MIXED, sharded
 from support.architectures import ids
-from support.training import KINDS, Cast, Network, alone, build, check, reference
+from support.ranks import on_ranks
+from support.training import KINDS, Cast, Network, alone, build, check, convert, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,70 +26,51 @@ TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}  # of sums in another order
 
 
 def shard(network: Network, **options) -> Network:
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-    for layer in network.layers:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(network, mesh=mesh, **options)
+    return sharded(network, mesh=init_device_mesh("cuda", (dist.get_world_size(),)), **options)
 
 
-def _check_ddp(rank, size, kind, p):
-    network = DistributedDataParallel(build(kind, p).cuda())
-    check(network, alone(reference(kind, p).cuda(), size), rank, **TOLERANCE)
+def shard_and_convert(kind: str) -> Network:
+    network = shard(build(kind, ours=False).cuda())
+    convert(network)
+    return network
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("p", [0.0, 0.2])
-def test_ddp(ranks, p, kind):
-    ranks.run(SIZE, _check_ddp, SIZE, kind, p, backend="nccl")
-
-
-def _check_fsdp2(rank, size, kind, convert_last):
-    network = shard(build(kind, ours=not convert_last).cuda())
-    if convert_last:
-        conversion = ckptkern.convert(network, ids().cuda())
-        assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"]
-    check(network, alone(reference(kind, 0.0).cuda(), size), rank, **TOLERANCE)
-
-
-@pytest.mark.parametrize(("kind", "convert_last"), [*((kind, False) for kind in KINDS), ("converted", True)])
-def test_fsdp2(ranks, kind, convert_last):
-    ranks.run(SIZE, _check_fsdp2, SIZE, kind, convert_last, backend="nccl")
-
-
-def _check_mixed(rank, size, kind):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    network = shard(build(kind).cuda(), mp_policy=policy)
-    check(network, alone(Cast(build(kind).cuda()), size), rank, **TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp2_in_mixed_precision(ranks, kind):
-    ranks.run(SIZE, _check_mixed, SIZE, kind, backend="nccl")
-
-
-def _check_side_stream(rank, size, kind):
+@contextlib.contextmanager
+def beside(stream: torch.cuda.Stream, last: bool):
     """Forward and backward on a stream of their own, beside that of the collectives."""
-    network = DistributedDataParallel(build(kind).cuda())
-    expected = list(alone(reference(kind, 0.0).cuda(), size))
-    stream = torch.cuda.Stream()
-
-    @contextlib.contextmanager
-    def on_it(last):
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield
-        torch.cuda.current_stream().wait_stream(stream)
-
-    check(network, iter(expected), rank, accumulating=on_it, **TOLERANCE)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_a_side_stream(ranks, kind):
-    ranks.run(SIZE, _check_side_stream, SIZE, kind, backend="nccl")
+ENGINES = {
+    "DDP": lambda kind: DistributedDataParallel(build(kind).cuda()),
+    "DDP, dropout": lambda kind: DistributedDataParallel(build(kind, 0.2).cuda()),
+    "DDP, side stream": lambda kind: DistributedDataParallel(build(kind).cuda()),
+    "FSDP2": lambda kind: shard(build(kind).cuda()),
+    "FSDP2, bfloat16": lambda kind: shard(build(kind).cuda(), **MIXED),
+    "shard, convert": shard_and_convert,
+}
 
 
-def _check_graph(rank, kind):
-    """A step of DDP in a CUDA graph, as torch's documentation captures it: 11 steps before, on a side stream."""
+CASES = [(engine, kind) for engine in ENGINES for kind in KINDS if kind == "converted" or engine != "shard, convert"]
+
+
+@pytest.mark.parametrize(("engine", "kind"), CASES)
+@on_ranks(SIZE, backend="nccl")
+def test_training_is_that_of_one_process(rank, engine, kind):
+    network = ENGINES[engine](kind)
+    one = reference(kind, 0.2 if "dropout" in engine else 0.0) if "bfloat16" not in engine else Cast(build(kind).cuda())
+    expected = [*alone(one.cuda(), dist.get_world_size())]
+    how = {"accumulating": functools.partial(beside, torch.cuda.Stream())} if "stream" in engine else {}
+    check(network, iter(expected), rank, **how, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["converted", "modules"])
+@on_ranks(SIZE, backend="nccl")
+def test_ddp_in_a_cuda_graph(rank, kind):
+    """A step, as torch's documentation captures it: 11 steps before, on a side stream."""
     unfused, stream = reference(kind, 0.0).cuda(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         network = DistributedDataParallel(build(kind).cuda())
@@ -120,11 +103,6 @@ def _check_graph(rank, kind):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("kind", ["converted", "modules"])
-def test_ddp_in_a_cuda_graph(ranks, kind):
-    ranks.run(SIZE, _check_graph, kind, backend="nccl")
-
-
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -136,11 +114,13 @@ class Attention(nn.Module):
         return self.out(o.transpose(1, 2).flatten(2))
 
 
-def _check_context_parallel(rank, size):
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_ranks(backend="nccl")
+def test_context_parallel_in_an_activation_checkpoint(rank):
     """torch's context_parallel in an activation checkpoint, with backward inside it, against the same without a region."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    mesh = init_device_mesh("cuda", (size,))
+    mesh = init_device_mesh("cuda", (2,))
     found = []
     for segment in (False, True):
         torch.manual_seed(0)
@@ -150,10 +130,4 @@ def _check_context_parallel(rank, size):
             y = ckptkern.checkpoint(layer, x) if segment else layer(x)
             y.float().square().mean().backward()
         found.append([y.detach(), *(p.grad for p in layer.parameters())])
-    for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_context_parallel_in_an_activation_checkpoint(ranks):
-    ranks.run(2, _check_context_parallel, 2, backend="nccl")
+    torch.testing.assert_close(found[1], found[0])

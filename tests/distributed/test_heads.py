@@ -32,7 +32,6 @@ WRAPPERS = {
     "convert, shard, the head alone": lambda model: sharded(converted(model), head=True),
     "shard, convert, the head alone": lambda model: converted(sharded(model, head=True), replaced=False),
     "convert, shard": lambda model: sharded(converted(model)),
-    "DDP, static graph": lambda model: DistributedDataParallel(converted(model), static_graph=True),
     "DDP, unused": lambda model: DistributedDataParallel(converted(model), find_unused_parameters=True),
 }
 

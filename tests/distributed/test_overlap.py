@@ -1,152 +1,114 @@
 """What the collectives of tensor parallelism run under, by the order of events, on gloo processes."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from distributed.test_data_parallel import sharded
 from support.architectures import GPT, ids
 from support.ranks import on_ranks
-from support.timeline import Collective, Timeline
+from support.strategies import MODES, WIDTH, B, llama, mine, split, whole
+from support.timeline import Timeline
 from support.training import Network
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import ckptkern
 from ckptkern.ops.registration.functions import bodies_seen
-from ckptkern.parallel import TensorParallel
 
-B, S, WIDTH, HEADS, HIDDEN = 3, 128, 32, 8, 96
-TOKENS = B * S
-
-
-def layers(count: int, **options) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(ckptkern.nn.LlamaDecoderLayer(WIDTH, HEADS, 4, HIDDEN, **options) for _ in range(count)))
+S = 128
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+STRATEGIES = pytest.mark.parametrize("strategy", ["heads", "rows"])
 
 
-def split(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module:
-    return parallelize_module(model, mesh, {"*": TensorParallel(sequence_parallel=sequence)})
+def two_layers(mesh: DeviceMesh, strategy: str, **options) -> tuple[nn.Module, Tensor]:
+    """A model that is split, and this rank's rows of an input."""
+    x = mine(torch.randn(B, S, WIDTH, dtype=options.get("dtype")), mesh, strategy).clone().requires_grad_()
+    return split(nn.Sequential(llama(**options), llama(**options)), mesh, strategy, "*"), x
 
 
-def rows(mesh: DeviceMesh, sequence: bool, **options) -> torch.Tensor:
-    """This rank's rows of an input."""
-    x = torch.randn(B, S, WIDTH, generator=torch.Generator().manual_seed(1), **options)
-    return (x.chunk(mesh.size(), 1)[mesh.get_local_rank()] if sequence else x).clone().requires_grad_()
-
-
-def backward_of(mesh: DeviceMesh, sequence: bool, **options) -> Timeline:
-    """The steps of backward through two layers."""
-    y = split(layers(2, **options), mesh, sequence)(rows(mesh, sequence))
+def backward_of(mesh: DeviceMesh, strategy: str, **options) -> Timeline:
+    model, x = two_layers(mesh, strategy, **options)
+    y = model(x)
     with bodies_seen(), Timeline() as timeline:
         y.sum().backward()
     assert all(one.waited for one in timeline.collectives)
     return timeline
 
 
-def under(collective: Collective) -> tuple[int, int, int]:
-    """(matmuls that give a weight's gradient, other matmuls, attention) between its start and its wait."""
-    weights = sum(left[1] == TOKENS for left, _ in collective.matmuls())
-    return weights, len(collective.matmuls()) - weights, collective.count("attention")
+def under(timeline: Timeline, name: str) -> list[tuple[int, int, int]]:
+    """(matmuls that give a weight's gradient, other matmuls, attention) between the start and the wait of each collective of a
+    name, except for the small ones of the norms' gradients."""
+    found = []
+    for one in timeline.collectives:
+        if one.name == name and one.size > WIDTH * 2:
+            weights = sum(left[1] == B * S for left, _ in one.matmuls())
+            found.append((weights, len(one.matmuls()) - weights, one.count("attention")))
+    return found
 
 
-def named(timeline: Timeline, name: str) -> list[tuple[int, int, int]]:
-    """Of the collectives of a name, except for the small ones of the norms' gradients."""
-    return [under(one) for one in timeline.collectives if one.name == name and one.size > WIDTH * 2]
-
-
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", MODES)
 @on_ranks(mesh="tp")
-def test_the_all_reduce_of_dx_runs_under_the_next_sublayers_recompute(mesh, mode):
-    reductions, core = named(backward_of(mesh, False, recompute=mode), "all_reduce"), int(mode == "full")
-    projections, hidden = (0, 0) if mode == "none" else (3, 2)
+def test_dx_and_dy_travel_under_the_recompute(mesh, mode):
+    """The all-reduce of dx under the next sublayer's, the gather of dy, with sequence parallelism, under its own."""
+    of_mlp = (0, 0 if mode == "none" else 3, int(mode == "full"))
+    hidden = 0 if mode == "none" else 2
+    reductions = under(backward_of(mesh, "heads", recompute=mode), "all_reduce")
     # the MLP's, then attention's, of the last layer and of the first, whose input is no layer's output
-    of_mlp, of_attention = (3, projections, core), (4, hidden, 0)
-    assert reductions == [of_mlp, of_attention, of_mlp, (4, 0, 0)]
-
-
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
-@on_ranks(mesh="tp")
-def test_with_sequence_parallelism_the_gather_of_dy_runs_under_the_recompute(mesh, mode):
-    timeline, core = backward_of(mesh, True, recompute=mode), int(mode == "full")
-    projections, hidden = (0, 0) if mode == "none" else (3, 2)
-    of_x, of_dy = (named(timeline, "all_gather_into_tensor")[place::2] for place in (0, 1))
+    assert reductions == [(3, *of_mlp[1:]), (4, hidden, 0), (3, *of_mlp[1:]), (4, 0, 0)]
+    timeline = backward_of(mesh, "rows", recompute=mode)
+    of_x, of_dy = (under(timeline, GATHER)[place::2] for place in (0, 1))
     assert of_x == 4 * [(0, 0, 0)]
-    assert of_dy == 2 * [(0, hidden, 0), (0, projections, core)]
-    assert named(timeline, "reduce_scatter_tensor") == 2 * [(3, 0, 0), (4, 0, 0)]
-    events = [(step.kind, step.name, step.number) for step in timeline.steps if step.kind in ("start", "wait")]
-    starts = {number: place for place, (kind, _, number) in enumerate(events) if kind == "start"}
-    waits = {number: place for place, (kind, _, number) in enumerate(events) if kind == "wait"}
-    gathers = [one.number for one in timeline.collectives if one.name == "all_gather_into_tensor"]
-    for x, dy in zip(gathers[::2], gathers[1::2], strict=True):
-        assert starts[x] < starts[dy] < waits[x] < waits[dy], (
-            "both are started together, x first, and x is waited for first"
-        )
-    scatters = [one.number for one in timeline.collectives if one.name == "reduce_scatter_tensor"]
-    for scatter, x, dy in zip(scatters, gathers[2::2], gathers[3::2], strict=False):
-        assert starts[x] < waits[scatter] < starts[dy], "the gather of the next x does not wait for dx, that of dy does"
+    assert of_dy == 2 * [(0, hidden, 0), of_mlp]
+    assert under(timeline, SCATTER) == 2 * [(3, 0, 0), (4, 0, 0)]
+    events = [(step.kind, step.number) for step in timeline.steps]
+    gathers, scatters = ([one.number for one in timeline.collectives if one.name == name] for name in (GATHER, SCATTER))
+    for place, (x, dy) in enumerate(zip(gathers[::2], gathers[1::2], strict=True)):
+        order = [("start", x), ("start", dy), ("wait", x), ("wait", dy)]
+        if place:  # the gather of x does not wait for the sum of dx before it, that of dy does
+            order.insert(1, ("wait", scatters[place - 1]))
+        assert [one for one in events if one in order] == order, "both are started together, and x is waited for first"
 
 
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@STRATEGIES
 @on_ranks(mesh="tp")
-def test_what_does_not_fit_the_workspace_waits_for_no_collective(mesh: DeviceMesh, sequence: bool) -> None:
-    timeline = backward_of(mesh, sequence, workspace=1)
-    assert named(timeline, "reduce_scatter_tensor" if sequence else "all_reduce") == 4 * [(0, 0, 0)]
+def test_what_does_not_fit_the_workspace_waits_for_no_collective(mesh, strategy):
+    timeline = backward_of(mesh, strategy, workspace=1)
+    assert under(timeline, SCATTER if strategy == "rows" else "all_reduce") == 4 * [(0, 0, 0)]
 
 
-# -- who sees a gradient that a collective still writes
-
-
-@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@STRATEGIES
 @on_ranks(mesh="tp")
-def test_readers_of_a_gradient_get_it_complete(mesh: DeviceMesh, sequence: bool) -> None:
-    """Hooks, x.grad, calls that ask for one gradient, and other readers of x get a plain tensor, of the same values."""
-    model = split(layers(2, dtype=torch.float64), mesh, sequence)
-    x = rows(mesh, sequence, dtype=torch.float64)
+def test_readers_of_a_gradient_get_it_complete(mesh, strategy):
+    """Hooks, x.grad, calls that ask for one gradient, and other readers of x get a plain tensor, of the same values, and not
+    one that a collective still writes."""
+    model, x = two_layers(mesh, strategy, dtype=torch.float64)
+    seen, mids = [], []
 
-    def gradients(change: Callable) -> list[torch.Tensor]:
+    def gradients(read):
         model.zero_grad()
         x.grad = None
-        mid = model[0](x)
-        seen = change(mid)
-        (model[1](mid).square().sum() + (mid.sin().sum() if seen == "also" else 0)).backward()
-        for made in (x.grad, *(seen if isinstance(seen, list) else ())):
-            assert type(made) is torch.Tensor
-        return [x.grad, *(p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters())]
-
-    def hooked(mid: torch.Tensor) -> list[torch.Tensor]:
-        seen: list[torch.Tensor] = []
-        mid.register_hook(lambda grad: seen.append(grad))
-        return seen
+        mids.append(model[0](x))
+        (model[1](mids[-1]).square().sum() + (read(mids[-1]) or 0)).backward()
+        assert type(x.grad) is Tensor
+        return [x.grad, *(whole(p.grad) for p in model.parameters())]
 
     expected = gradients(lambda mid: None)
-    assert all(torch.equal(*pair) for pair in zip(gradients(hooked), expected, strict=True))
-    mids: list[torch.Tensor] = []
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(gradients(lambda mid: mid.retain_grad() or mids.append(mid)), expected, strict=True)
-    )
-    assert type(mids[0].grad) is torch.Tensor
+    for read in (lambda mid: mid.register_hook(seen.append) and None, lambda mid: mid.retain_grad()):
+        assert all(map(torch.equal, gradients(read), expected))
     mid = model[0](x)
     (dmid,) = torch.autograd.grad(model[1](mid).square().sum(), mid)
-    assert type(dmid) is torch.Tensor
-    assert torch.equal(dmid, mids[0].grad)
-
-    both = gradients(lambda mid: "also")  # autograd adds to what is late
-    mid = model[0](x)
-    (dx,) = torch.autograd.grad(mid, x, dmid + mid.detach().cos())
-    torch.testing.assert_close(both[0], dx)
-
-
-# -- FSDP2
+    for one in (dmid, mids[-1].grad, *seen):
+        assert type(one) is Tensor
+        assert torch.equal(one, dmid)
+    both = gradients(lambda mid: mid.sin().sum())  # autograd adds to what is late
+    torch.testing.assert_close(torch.autograd.grad(mid, x, dmid + mid.detach().cos())[0], both[0])
 
 
 START, ARRIVED = "c10d::_allgather_base_", "fsdp::split_with_sizes_copy"
 
 
 @on_ranks()
-def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank: int) -> None:
+def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank):
+    """The next layer's are gathered under this one's backward."""
     seen = []
     for ours in (False, True):
         torch.manual_seed(0)
@@ -163,6 +125,4 @@ def test_fsdp2_gathers_weights_as_early_as_for_plain_layers(rank: int) -> None:
     assert len(arrivals) == 3
     for place in arrivals[:-1]:
         after = seen[1][place:]
-        assert after.index(START) < after.index("compute"), (
-            "the next layer's weights are gathered under this one's backward"
-        )
+        assert after.index(START) < after.index("compute")

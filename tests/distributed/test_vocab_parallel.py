@@ -68,10 +68,10 @@ def gradients(run, t):
 
 def shard_of(t, sizes, rank):
     place = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    return {"x": t["x"], "weight": t["weight"][place], "bias": t["bias"][place]}, place
+    return t | {name: t[name][place] for name in ("weight", "bias")}, place
 
 
-def _check(rank: int, sizes, options: dict, dtype: torch.dtype, mode: str, backend: str) -> None:
+def _check(rank: int, sizes, options: dict, dtype=torch.float32, mode="full", backend="eager") -> None:
     """Results and x's gradient are the whole vocabulary's, the parameters' are their rows; all ranks have equal bits."""
     if backend == "triton":
         quicken()
@@ -95,52 +95,43 @@ def _check(rank: int, sizes, options: dict, dtype: torch.dtype, mode: str, backe
         assert all(torch.equal(one, found[name]) for one in everyones), name
 
 
-SHORT = [("halves", "plain"), ("uneven", "everything"), ("three", "class weights"), ("an empty one", "smoothing")]
+SIXTEEN = ("an empty one", "everything", torch.bfloat16)
+SHORT = [
+    *(("halves", "plain"), ("uneven", "everything"), ("three", "class weights"), ("an empty one", "smoothing")),
+    (*SIXTEEN, "none"),
+]
 LONG = [one for one in itertools.product(SPLITS, OPTIONS) if one not in SHORT]
+LONG += [(*SIXTEEN, mode, "triton") for mode in ("none", "full")]
 
 
-@pytest.mark.parametrize(("split", "options"), [*SHORT, *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)])
-def test_shards(ranks: Ranks, split, options):
-    sizes = SPLITS[split]
-    ranks.run(len(sizes), _check, sizes, OPTIONS[options], torch.float32, "full", "eager")
-
-
-@pytest.mark.parametrize(
-    ("backend", "mode"),
-    [("eager", "none"), *(pytest.param("triton", mode, marks=pytest.mark.long) for mode in ("none", "full"))],
-)
-def test_sixteen_bits_and_kernels(ranks: Ranks, backend, mode):
-    sizes = SPLITS["an empty one"]
-    ranks.run(len(sizes), _check, sizes, OPTIONS["everything"], torch.bfloat16, mode, backend)
+@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(one, marks=pytest.mark.long) for one in LONG)], ids=str)
+def test_shards(ranks: Ranks, case):
+    split, options, *how = case
+    ranks.run(len(SPLITS[split]), _check, SPLITS[split], OPTIONS[options], *how)
 
 
 @on_ranks()
-def test_collectives(rank: int) -> None:
+def test_collectives_and_errors(rank: int) -> None:
     """One all-gather of three numbers a token and one, one all-reduce; saved are lse and the vocabulary's size."""
     t, target = make(40, torch.float32)
-    mine, _ = shard_of(t, (20, 20), rank)
-    leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
+    leaves = {name: one.clone().requires_grad_() for name, one in shard_of(t, (20, 20), rank)[0].items()}
+
+    def loss(**options):
+        return loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum", **options)["loss"]
+
     with bodies_seen(), Timeline() as sent, saved_tensors([*leaves.values(), target]) as saved:
-        loss = loss_of(target, leaves, group=dist.group.WORLD, label_smoothing=0.1, reduction="sum")["loss"]
+        y = loss()
     assert [(one.name, one.size) for one in sent.collectives] == [("all_gather_into_tensor", 2 * (3 * M + 1))]
     assert saved.bytes == 4 * M + 4
     with bodies_seen(), Timeline() as sent:
-        loss.backward()
+        y.backward()
     assert [(one.name, one.size) for one in sent.collectives] == [("all_reduce", M * WIDTH)]
-
-
-@on_ranks()
-def test_errors(rank: int) -> None:
-    t, target = make(40, torch.float32)
-    mine, place = shard_of(t, (15, 25), rank)
-    leaves = {name: one.clone().requires_grad_() for name, one in mine.items()}
-    with pytest.raises(ValueError, match="shards of equal size"):
-        loss_of(target, leaves, group=dist.group.WORLD)
-    target[1] = 40
-    with pytest.raises(IndexError, match="Target 40 is out of bounds"):
-        loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)
-    target[1] = 39
-    loss = loss_of(target, leaves, group=dist.group.WORLD, vocab_start=place.start)["loss"]
-    (dx,) = torch.autograd.grad(loss, leaves["x"], create_graph=True)
+    (dx,) = torch.autograd.grad(loss(), leaves["x"], create_graph=True)
     with pytest.raises(NotImplementedError, match="no second-order gradients"):
         dx.sum().backward()
+    leaves, place = shard_of(t, (15, 25), rank)
+    with pytest.raises(ValueError, match="shards of equal size"):
+        loss()
+    target[1] = 40
+    with pytest.raises(IndexError, match="Target 40 is out of bounds"):
+        loss(vocab_start=place.start)

@@ -1,6 +1,6 @@
 """ckptkern.checkpoint beside test_regions.py: options, memory, errors, the rest of torch. What it notices: test_noticed.py."""
 
-import collections
+import contextlib
 import functools
 import gc
 import subprocess
@@ -12,44 +12,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as torch_checkpoint
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from segments.test_regions import leaf, matmuls, mlp
+from support.cases import Watch
 
 import ckptkern
 from ckptkern import checkpoint
 from ckptkern.memory import saved_tensors
 
-
-def mlp(*, p=0.0):
-    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(p), nn.Linear(32, 8), nn.LayerNorm(8))
-
-
-def leaf(*shape):
-    return torch.randn(shape, requires_grad=True)
-
-
-class Count(TorchDispatchMode):
-    """How often each op runs inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ops[func._opname if hasattr(func, "_opname") else str(func).split(".")[1]] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # -- random numbers, gradients, parts of a region ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preserve", [False, True])
-def test_preserve_rng_state(preserve):
-    """Without it recompute samples another mask; with it backward uses forward's (OLMo-core#828)."""
+def test_without_preserve_rng_state_recompute_samples_another_mask():
     x = torch.ones(1000, requires_grad=True)
-    y = checkpoint(lambda x: F.dropout(x, 0.5) * x, x, preserve_rng_state=preserve)
+    y = checkpoint(lambda x: F.dropout(x, 0.5) * x, x, preserve_rng_state=False)
     (grad,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(grad != 0, y != 0) == preserve
+    assert not torch.equal(grad != 0, y != 0)
 
 
 def test_second_order():
@@ -119,43 +96,27 @@ def test_recomputed_tensors_are_let_go():
 
 @pytest.mark.slow
 def test_memory_is_flat_without_the_garbage_collector():
-    """No cycle through hooks, placeholders or exceptions; every tenth recompute raises (pytorch#84413)."""
-    model, failing = mlp(p=0.5), []
+    """No cycle through hooks, placeholders or exceptions, also of a recompute that raises (pytorch#84413)."""
+    model, failing, counts = mlp(0.5), [], []
 
     def function(x):
-        if failing:
-            failing.clear()
-            raise KeyError("injected")
-        return model(x)
-
-    def step(i):
-        y = checkpoint(function, leaf(5, 8)).sum()
-        failing.extend([1] * (i % 10 == 0))
-        try:
-            y.backward()
-        except KeyError:
-            assert i % 10 == 0
-        assert not failing
-        model.zero_grad(set_to_none=True)
-
-    def counted():
-        """Tensors, and all objects that the collector knows of."""
-        objects = gc.get_objects()
-        return sum(issubclass(type(o), torch.Tensor) for o in objects), len(objects)
+        return model(x) if not failing else {}["injected"]
 
     gc.collect()
     gc.disable()
     try:
-        for i in range(20):
-            step(i)
-        before = counted()
-        for i in range(60):
-            step(i)
-        after = counted()
+        for _ in range(8):
+            for fails in (False, True):
+                y = checkpoint(function, leaf(5, 8)).sum()
+                failing[:] = [1] * fails
+                with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+                    y.backward()
+                failing.clear()
+                model.zero_grad()
+            counts.append(len(gc.get_objects()))
     finally:
         gc.enable()
-    assert after[0] == before[0]
-    assert after[1] <= before[1] + 2  # `before` itself
+    assert counts[-1] - counts[2] < len(counts), "objects of Python, after each round"
 
 
 def test_without_gradients_nothing_is_saved():
@@ -167,44 +128,38 @@ def test_without_gradients_nothing_is_saved():
     checkpoint(model, x).sum().backward()  # training after inference mode (pytorch#77967)
 
 
-def test_early_stop_leaves_out_the_last_matmul():
-    model, x, matmuls = mlp()[:4], leaf(5, 8), []
-    for early_stop, torchs_switch in ((True, None), (False, None), (True, False)):
-        with torch_checkpoint.set_checkpoint_early_stop(torchs_switch), Count() as count:
-            checkpoint(model, x, early_stop=early_stop).sum().backward()
-        matmuls.append(count.ops["mm"] + count.ops["addmm"])
-    assert matmuls[0] == matmuls[1] - 1 == matmuls[2] - 1
-
-
-def test_selective_policies_save_the_matmuls():
-    model, aten = mlp(p=0.5), torch.ops.aten
-    policy = functools.partial(
-        torch_checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default, aten.mm.default]
-    )
-    y = checkpoint(model, leaf(5, 8), context_fn=policy)
-    with Count() as count:
-        y.sum().backward()
-    assert (count.ops["addmm"], count.ops["gelu"]) == (0, 1)
+@pytest.mark.parametrize(
+    ("options", "torchs_switch", "recomputed"),
+    [({}, None, 1), ({"early_stop": False}, None, 2), ({}, False, 2), ({"context_fn": matmuls}, None, 0)],
+)
+def test_early_stop_and_policies_leave_out_matmuls(options, torchs_switch, recomputed):
+    """Of two of equal size. Early stop leaves out the last."""
+    model, x, flops = mlp()[:4], leaf(5, 8), []
+    for run in (functools.partial(checkpoint, **options), lambda model, x: model(x)):
+        with torch_checkpoint.set_checkpoint_early_stop(torchs_switch):
+            y = run(model, x)
+            with Watch() as count:
+                y.sum().backward()
+        flops.append(count.flops)
+    assert flops[0] - flops[1] == recomputed * 2 * 5 * 8 * 32
 
 
 # -- errors and contexts -----------------------------------------------------------------------------------------------
 
 
 def test_wrong_arguments():
-    x = leaf(3)
-    with pytest.raises(ValueError, match="use_reentrant=True is not supported"):
-        checkpoint(torch.sin, x, use_reentrant=True)
-    assert torch.equal(checkpoint(torch.sin, x, use_reentrant=None), x.sin())
-    with pytest.raises(ValueError, match=r"determinism_check should be one of .*'values'.* but got often"):
-        checkpoint(torch.sin, x, determinism_check="often")
-    with pytest.raises(ValueError, match="debug=True is incompatible with non-default context_fn"):
-        checkpoint(torch.sin, x, debug=True, context_fn=lambda: (None, None))
-    with pytest.raises(TypeError):
-        checkpoint(torch.sin, x, wrong=1)
-    items: list = []
+    x, items = leaf(3), []
     items.append(items)
-    with pytest.raises(RecursionError):
-        checkpoint(lambda x, items: x.sin(), x, items)
+    for error, message, options in (
+        (ValueError, "use_reentrant=True is not supported", {"use_reentrant": True}),
+        (ValueError, r"determinism_check should be one of .*'values'.* but got often", {"determinism_check": "often"}),
+        (ValueError, "debug=True is incompatible with non-default context_fn", {"debug": True, "context_fn": matmuls}),
+        (TypeError, None, {"wrong": 1}),
+        (RecursionError, None, {"input": items}),
+    ):
+        with pytest.raises(error, match=message):
+            checkpoint(torch.sin, x, **options)
+    assert torch.equal(checkpoint(torch.sin, x, use_reentrant=None), x.sin())
 
 
 def test_state_after_an_error_in_forward_and_a_read_without_gradients():
@@ -270,13 +225,6 @@ def test_two_threads():
     with ThreadPoolExecutor(3) as pool:
         for y, x, expected in pool.map(work, [mlp()[:4] for _ in range(3)], [leaf(5, 8) for _ in range(3)]):
             torch.testing.assert_close(torch.autograd.grad(y, x)[0], expected)
-
-
-def test_cuda_state_is_not_read_without_cuda_arguments():
-    """A region of CPU tensors leaves a GPU, and its lazy initialisation, alone."""
-    before = torch.cuda.is_initialized()
-    checkpoint(torch.sin, leaf(4)).sum().backward()
-    assert torch.cuda.is_initialized() == before
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -7,7 +7,6 @@ tensors and modules. To hold another kind of region to all of this, add it to th
 
 import collections
 import functools
-import logging
 
 import pytest
 import torch
@@ -335,13 +334,6 @@ def step(name, run, backward=torch.autograd.grad):
 
 def assert_as_plain(name, run, backward=torch.autograd.grad):
     torch.testing.assert_close(step(name, run, backward), step(name, plain), rtol=0, atol=0)
-
-
-@pytest.fixture(autouse=True)
-def _debug_logs_anything(monkeypatch):
-    """What torch logs with debug=True is not a format string, which pytest's log capture takes as an error. torch stops its
-    logger from propagating, for good; pytest then attaches its capture to that logger in the next test."""
-    monkeypatch.setattr(logging.getLogger("LoggingTensor"), "propagate", True)
 
 
 every_region = pytest.mark.parametrize("name", REGIONS)

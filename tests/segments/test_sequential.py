@@ -10,8 +10,7 @@ from torch import nn
 import ckptkern
 from ckptkern import checkpoint_sequential
 from ckptkern.memory import saved_tensors
-from ckptkern.segments import sequential
-from ckptkern.segments.sequential import Part, split
+from ckptkern.segments.sequential import split
 
 DEPTH, WIDTH, ROWS = 12, 16, 32
 ROW_BYTES = ROWS * WIDTH * 4
@@ -29,26 +28,28 @@ def x():
     return torch.randn(ROWS, WIDTH, requires_grad=True)
 
 
-def spans(parts):
-    assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-    return [tuple(part) for part in parts]
+def shown(parts):
+    """The numbers of all layers, those of a segment in brackets."""
+    numbers = ["".join(map(str, range(part.start, part.stop))) for part in parts]
+    return "".join(f"[{text}]" if part.recompute else text for text, part in zip(numbers, parts, strict=True))
 
 
 @pytest.mark.parametrize(("segments", "expected"), [
-    (1, [(0, 5, False)]),
-    (2, [(0, 2, True), (2, 5, False)]),  # what is left over goes to the last, as in torch
-    (5, [(0, 1, True), (1, 2, True), (2, 3, True), (3, 4, True), (4, 5, False)]),
-    ("every 1", [(0, 1, True), (1, 2, True), (2, 3, True), (3, 4, True), (4, 5, True)]),
-    ("every 3", [(0, 1, True), (1, 3, False), (3, 4, True), (4, 5, False)]),
-    ("[13]", [(0, 1, False), (1, 2, True), (2, 3, False), (3, 4, True), (4, 5, False)]),
-    (lambda name, layer: name == "4" and isinstance(layer, nn.Module), [(0, 4, False), (4, 5, True)]),
+    (1, "01234"),
+    (2, "[01]234"),  # what is left over goes to the last, as in torch
+    (5, "[0][1][2][3]4"),
+    ("every 1", "[0][1][2][3][4]"),
+    ("every 3", "[0]12[3]4"),
+    ("[13]", "0[1]2[3]4"),
+    (lambda name, layer: name == "4" and isinstance(layer, nn.Module), "0123[4]"),
 ])  # fmt: skip
 def test_split(segments, expected):
-    layers = deep(5)
-    assert spans(split(layers, segments)) == spans(split(list(layers), segments)) == expected
-    if segments == "[13]":
-        named = OrderedDict((f"block{name}", layer) for name, layer in layers.named_children())
-        assert spans(split(nn.Sequential(named), "block[13]")) == expected
+    assert shown(split(deep(5), segments)) == shown(split(list(deep(5)), segments)) == expected
+
+
+def test_split_by_names():
+    named = OrderedDict((f"block{name}", layer) for name, layer in deep(5).named_children())
+    assert shown(split(nn.Sequential(named), "block[13]")) == "0[1]2[3]4"
 
 
 @pytest.mark.parametrize(("segments", "message"), [
@@ -105,20 +106,14 @@ def test_gradients_and_saved_bytes(segments, tensors, x):
 
 @pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.Dropout])
 def test_a_bound_in_bytes_holds(activation, x):
-    """Nothing is recomputed where everything fits. What is measured on fake tensors is what is saved."""
+    """Nothing is recomputed where everything fits, to the byte."""
     model = deep(activation=activation)
     unfused = saved(model, model, x)
-    for tensors in (1, 2, 4, 12, 30):
-        bound = f"{tensors * ROW_BYTES} B"
-        parts = split(model, bound, x)
-        assert saved(model, lambda x, bound=bound: checkpoint_sequential(model, bound, x), x) <= tensors * ROW_BYTES
-        assert any(part.recompute for part in parts) == (unfused > tensors * ROW_BYTES)
-        assert tensors > 1 or spans(parts) == [(0, DEPTH, True)]
-    measured = sequential._measure(list(model), x)
-    half = [Part(0, DEPTH // 2, True), Part(DEPTH // 2, DEPTH, False)]
-    for parts in ([Part(0, DEPTH, False)], half):
-        real = saved(model, lambda x, parts=parts: sequential.run(model, parts, x), x)
-        assert sequential._saved(parts, measured) == real
+    for bound in (*(tensors * ROW_BYTES for tensors in (1, 2, 4, 12, 30)), unfused, unfused - 1):
+        parts = split(model, f"{bound} B", x)
+        assert saved(model, lambda x, bound=bound: checkpoint_sequential(model, f"{bound} B", x), x) <= bound
+        assert any(part.recompute for part in parts) == (unfused > bound)
+        assert bound > ROW_BYTES or shown(parts) == "[01234567891011]"
 
 
 def test_measuring_changes_nothing(x):

