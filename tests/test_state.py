@@ -3,7 +3,6 @@
 import contextlib
 import sys
 import types
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,31 +29,20 @@ both_kernels = pytest.mark.parametrize(
 )
 
 
-# --- Philox and the layout, against a slow reference in Python integers
+# --- Philox against known answers, and the layout against a slow reference in Python integers
 
 
-def reference_philox(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    c0, c1, c2, c3 = counter
-    k0, k1 = key % 2**32, key // 2**32 % 2**32
-    for _ in range(10):
-        high0, low0 = divmod(0xD2511F53 * c0, 2**32)
-        high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return c0, c1, c2, c3
-
-
-def reference_value(key: int, stream: int, plane: int, row: int, col: int, total_rows: int) -> int:
+def reference_value(key, stream, plane, row, col, total_rows):
     """The 16-bit value of one element, by the layout as csrc/philox.h describes it: eight values per call."""
     c0 = 8 * (col // 32) + col % 8
     c1 = 8 * (plane * ((total_rows + 15) // 16) + row // 16) + row % 8
-    words = reference_philox(key % 2**64, (c0 % 2**32, c1 % 2**32, stream % 2**32, stream // 2**32 % 2**32))
+    words = philox4x32_10(key % 2**64, (c0 % 2**32, c1 % 2**32, stream % 2**32, stream // 2**32 % 2**32))
     return words[col // 8 % 4] >> (16 * (row // 8 % 2)) & 0xFFFF
 
 
-@pytest.mark.parametrize("philox", [philox4x32_10, reference_philox], ids=["extension", "reference"])
-def test_philox_known_answers(philox):
-    # The three vectors of Random123's kat_vectors.
+def test_philox_known_answers():
+    """The three vectors of Random123's kat_vectors."""
+    philox = philox4x32_10
     assert philox(0, (0, 0, 0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     ones = 2**32 - 1
     assert philox(2**64 - 1, (ones,) * 4) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
@@ -119,21 +107,13 @@ def test_threads_do_not_change_the_mask():
     assert all(torch.equal(masks[0], other) for other in masks[1:])
 
 
-# --- statistics
+# --- statistics (tests/ops/test_dropout.py has the rate)
 
-SIDE = 1024
 SIGMAS = 5  # each bound is missed by chance once in 1.7 million
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1 / 65536])
-def test_keep_rate(p):
-    mask = keep_mask(draw(torch.empty(0)), p, SIDE, SIDE, planes=4)
-    saved, n = mask.sum().item(), mask.numel()
-    assert abs(saved - n * (1 - p)) <= SIGMAS * (n * p * (1 - p)) ** 0.5
-
-
-def signs(seed: torch.Tensor) -> torch.Tensor:
-    return keep_mask(seed, 0.5, SIDE, SIDE, planes=4).float() * 2 - 1
+def signs(seed):
+    return keep_mask(seed, 0.5, 1024, 1024, planes=4).float() * 2 - 1
 
 
 def test_rows_columns_planes_and_seeds_do_not_correlate():
@@ -141,7 +121,6 @@ def test_rows_columns_planes_and_seeds_do_not_correlate():
     x = signs(seed)
     pairs = {
         "planes": (x[:-1], x[1:]),
-        "the first plane and the last": (x[0], x[3]),
         "seeds": (x, signs(draw(torch.empty(0)))),
         "keys": (x, signs(seed + torch.tensor([1, 0]))),
         "streams": (x, signs(seed + torch.tensor([0, 1]))),
@@ -195,46 +174,17 @@ def test_draw_is_torch_randint():
     assert seeds[0].dtype == torch.int64
 
 
-def two_dropouts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    first = keep_mask(draw(x), 0.5, *x.shape)
-    second = keep_mask(draw(x), 0.5, *x.shape)
-    return x * first, x * second
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
-def test_compiled(backend, dynamic):
-    compiled = torch.compile(two_dropouts, fullgraph=True, backend=backend, dynamic=dynamic)
-    for shape in [(40, 70), (41, 99)] if dynamic else [(40, 70)]:
-        x = torch.rand(shape, requires_grad=True)
-        torch.manual_seed(3)
-        a, b = compiled(x)
-        torch.manual_seed(3)
-        assert all(map(torch.equal, (a, b), two_dropouts(x)))
-        assert not torch.equal(a, b)
-        (dx,) = torch.autograd.grad(a.sum() + 2 * b.sum(), x)
-        assert torch.equal(dx, (a != 0) + 2.0 * (b != 0))
-
-
-def apply_dropout(x: torch.Tensor) -> torch.Tensor:
+def apply_dropout(x):
     return x * keep_mask(draw(x), 0.5, *x.shape)
 
 
-def gradient(x: torch.Tensor) -> torch.Tensor:
+def gradient(x):
     return torch.func.grad(lambda x: apply_dropout(x).sum())(x)
-
-
-def test_func_grad():
-    x, found = torch.ones(40, 70), []
-    for function in (gradient, apply_dropout):
-        torch.manual_seed(3)
-        found.append(function(x))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_vmap(compiled):
-    def masks(randomness: str) -> torch.Tensor:
+    def masks(randomness):
         mapped = torch.func.vmap(apply_dropout if compiled else gradient, randomness=randomness)
         return (torch.compile(mapped, fullgraph=True, backend="aot_eager") if compiled else mapped)(
             torch.ones(3, 40, 70)
@@ -251,7 +201,7 @@ def test_vmap(compiled):
 
 
 def test_vmap_of_keep_mask_equals_a_loop():
-    def mask(seed: torch.Tensor) -> torch.Tensor:
+    def mask(seed):
         return keep_mask(seed, 0.3, 20, 40, row_base=5)
 
     seeds = torch.stack([draw(torch.empty(0)) for _ in range(3)])
@@ -265,13 +215,6 @@ def test_opcheck():
     assert torch.Tag.nondeterministic_seeded in torch.ops.ckptkern.rng_state.default.tags
     torch.library.opcheck(torch.ops.ckptkern.rng_state, (torch.empty(0),))
     torch.library.opcheck(torch.ops.ckptkern.keep_mask, (torch.tensor(KEY_STREAM), 1000, 3, 37, 70, 2, 5, 9, 60))
-
-
-def test_meta_device():
-    seed = draw(torch.empty(0, device="meta"))
-    mask = keep_mask(seed, 0.5, 7, 9)
-    assert (seed.device.type, seed.shape, seed.dtype) == ("meta", (2,), torch.int64)
-    assert (mask.device.type, mask.shape, mask.dtype) == ("meta", (7, 9), torch.bool)
 
 
 @pytest.mark.gpu
@@ -303,11 +246,11 @@ matmul, conv, onednn = torch.backends.cuda.matmul, torch.backends.cudnn.conv, to
 float32, set_float32 = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 
 
-def attribute(owner: object, name: str) -> tuple[Callable, Callable]:
+def attribute(owner, name):
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
-def of_device(device: str, get: Callable, set_value: Callable) -> tuple[Callable, Callable]:
+def of_device(device, get, set_value):
     return lambda: get(device), lambda value: set_value(device, value)
 
 
@@ -355,10 +298,8 @@ SETTINGS = {
 def _settings_given_back():
     """Restores the raw settings that a test has changed, without the code under test."""
     before = {name: get() for name, (get, *_) in SETTINGS.items()}
-    parents, unset = (
-        [("generic", "all"), ("cuda", "all")],
-        [("cuda", "matmul"), ("mkldnn", "matmul"), ("mkldnn", "all")],
-    )
+    parents = [("generic", "all"), ("cuda", "all")]
+    unset = [("cuda", "matmul"), ("mkldnn", "matmul"), ("mkldnn", "all")]
     held = {key: float32(*key) for key in parents + unset}
     yield
     for key in parents:
@@ -378,7 +319,7 @@ def test_guard_sets_and_gives_back(name):
     snapshot = Precision()
     set_value(outer)
 
-    def seen() -> list:
+    def seen():
         values = [get()]
         for error in (False, True):
             with contextlib.suppress(ZeroDivisionError), snapshot:
@@ -404,7 +345,7 @@ def test_guards_nest_and_reenter():
     low = Precision()
     seen = []
 
-    def enter(*guards: Precision) -> None:
+    def enter(*guards):
         seen.append((get(), torch.is_autocast_enabled("cpu")))
         if guards:
             with guards[0]:
@@ -444,7 +385,7 @@ def test_overlapping_threads_end_where_they_began(first_out, second_differs):
     assert get() == ieee
 
 
-def resolved_under_every_parent() -> list[str]:
+def resolved_under_every_parent():
     """How the fp32 precision settings depend on each other, which tells an inherited value from an equal one."""
     parents = [("generic", "all"), ("cuda", "all"), ("mkldnn", "all")]
     leaves = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
@@ -461,9 +402,7 @@ def resolved_under_every_parent() -> list[str]:
     "between",
     [
         {("generic", "all"): "tf32"},
-        {("generic", "all"): "bf16"},
         {("cuda", "all"): "tf32"},
-        {("cuda", "all"): "tf32", ("cuda", "matmul"): "tf32"},
         {("generic", "all"): "tf32", ("cuda", "all"): "tf32"},
         {("generic", "all"): "tf32", ("cuda", "matmul"): "ieee", ("mkldnn", "conv"): "tf32"},
         {("mkldnn", "matmul"): "bf16", ("cuda", "rnn"): "none"},
@@ -548,7 +487,7 @@ def test_what_observes_a_call_is_as_torchs_own_queries_say():
     x, w = torch.randn(3), torch.nn.Parameter(torch.randn(3))
     bits = {}
 
-    def inside(name: str, tensors=(x,)) -> Observed:
+    def inside(name, tensors=(x,)):
         bits[name] = Observed(observe(tensors) & (1 << NEEDS) - 1)
         return bits[name]
 

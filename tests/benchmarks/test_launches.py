@@ -21,7 +21,7 @@ MOST = {
 
 
 @pytest.fixture(scope="module")
-def report() -> list[str]:
+def report():
     """What the command said, in a process without the interpreter."""
     process = outside.start(
         "-m", "benchmarks.dev.launches", "--rounds", "1", stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,10 +1,7 @@
 """``python -m ckptkern bench --op``, ``--case`` and ``--compare``."""
 
 import argparse
-import csv
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +17,12 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def item(op: str, **given) -> cases.Item:
+def item(op, **given):
     arguments = argparse.Namespace(op=op, **(dict.fromkeys(micro.OPTIONS) | given))
     return micro.item_of(arguments, "cpu", None, None)
 
 
-def sized(op: str, **more) -> cases.Item:
+def sized(op, **more):
     return item(op, **{name: value for name, value in SIZES.items() if name in micro.OPS[op].defaults}, **more)
 
 
@@ -33,7 +30,7 @@ def test_every_op_is_in_the_table():
     assert micro.OPS.keys() == catalog.OPS.keys()
 
 
-def double_run(model, x) -> tuple[int, int]:
+def double_run(model, x):
     """(bytes that the model saves in float64, the size of its output)."""
     model = model.double()
     with measure.saved_tensors(model) as saved:
@@ -255,18 +252,16 @@ def test_what_a_case_needs_is_counted_beforehand(file):
     held, flops = forecast.counted(made, torch.float32)
     assert flops == 3 * 2 * 16 * (8 * 32 + 32 * 8)
     model, x, _ = cases.build(made, CPU)
-    assert all(p.device == CPU and p.dtype == torch.float32 for p in model.parameters())
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}
     assert held > 2 * 12 * sum(p.numel() for p in model.parameters()) + double_run(model, x)[0]
 
     rates = forecast.Rates(CPU)
     rates.known = {torch.float32: 2.0**20, torch.float64: 2.0**19}
-    item = sized("linear_act")  # 24 tokens from 32 to 16 features
-    step = 3 * 2 * 24 * 32 * 16 / 2**20
-    once = 2 * step + 4 * forecast.CHECKS * step
+    step = 3 * 2 * 24 * 32 * 16 / 2**20  # 24 tokens from 32 to 16 features
     for rounds, limit, timed in ((30, 1e9, 30), (30, 0.0, measure.ENOUGH), (2, 0.0, 2)):
-        needed = forecast.forecast(item, rates, 4, rounds, limit)
+        needed = forecast.forecast(sized("linear_act"), rates, 4, rounds, limit)
         assert needed.step_seconds == pytest.approx(step)
-        assert needed.seconds == pytest.approx(once + 4 * timed * measure.CPU_BATCH * step)
+        assert needed.seconds == pytest.approx((2 + 4 * forecast.CHECKS + 4 * timed * measure.CPU_BATCH) * step)
 
 
 def test_a_model_that_cannot_be_counted_is_measured_all_the_same(bench, file):
@@ -292,37 +287,23 @@ def test_a_replica_follows_its_model(file):
     assert next(replica.parameters()) is next(model.parameters())
 
 
-def test_the_other_inputs_follow_to_float64():
-    both = {"input1": torch.randn(3, 4), "input2": torch.randn(3, 4)}
-    model = own.Called(torch.nn.Bilinear(4, 4, 4), ((), both)).double()
-    assert {name: one.dtype for name, one in model.inputs(model.x.double())[1].items()} == dict.fromkeys(
-        both, torch.float64
-    )
-
-
 # -- two runs
 
 
-def run_of(folder: Path, torch_version: str = "2.13.0", **variants: tuple[float, float, float, int]) -> compare.Run:
-    """A folder's results, read. variants: (ms, p20, p80, saved bytes)."""
-    folder.mkdir()
-    with open(folder / "results.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, measure.FIELDS, restval="")
-        writer.writeheader()
-        for variant, (ms, p20, p80, saved) in variants.items():
-            ratio = ms / variants["eager"][0]
-            row = dict(
-                case="c", variant=variant, dtype="float32", status="ok", ms=ms, p20_ms=p20, p80_ms=p80, ratio=ratio
-            )
-            writer.writerow(row | dict(saved_bytes=saved, peak_bytes=2 * saved))
-    env = {"device": "cpu", "versions": {"torch": torch_version, "triton": "3.7.1"}}
-    (folder / "env.json").write_text(json.dumps(env))
-    return compare.read(folder / "results.csv")
+def run_of(torch_version="2.13.0", **variants):
+    """variants: (ms, p20, p80, saved bytes)."""
+    rows = {}
+    for variant, (ms, p20, p80, saved) in variants.items():
+        fields = dict(variant=variant, ms=ms, p20_ms=p20, p80_ms=p80, saved_bytes=saved, peak_bytes=2 * saved)
+        rows["c", variant, "float32"] = dict.fromkeys(measure.FIELDS, "") | {
+            name: str(one) for name, one in fields.items()
+        }
+    return compare.Run(rows, {"device": "cpu", "torch": torch_version, "triton": "3.7.1"})
 
 
-def test_what_moved_beyond_noise(tmp_path):
-    old = run_of(tmp_path / "old", eager=(10, 9, 11, 64), a=(20, 19, 21, 32), b=(20, 19, 21, 32), gone=(1, 1, 1, 1))
-    new = run_of(tmp_path / "new", eager=(10, 9, 11, 64), a=(29, 28, 30, 32), b=(22, 21, 23, 16), new=(1, 1, 1, 1))
+def test_what_moved_beyond_noise():
+    old = run_of(eager=(10, 9, 11, 64), a=(20, 19, 21, 32), b=(20, 19, 21, 32), gone=(1, 1, 1, 1))
+    new = run_of(eager=(10, 9, 11, 64), a=(29, 28, 30, 32), b=(22, 21, 23, 16), new=(1, 1, 1, 1))
     lines = compare.compare(old, new).splitlines()
     assert "| c | a | 2 | 2.9 | slower, 1.45x |  |" in lines  # 19/11 .. 21/9 and 28/11 .. 30/9 do not meet
     assert "| c | b | 2 | 2.2 | within noise | saved 3.05176e-05 MiB -> 1.52588e-05 MiB, " in "\n".join(lines)
@@ -332,15 +313,14 @@ def test_what_moved_beyond_noise(tmp_path):
     assert "quicker, 0.69x" in compare.compare(new, old)
 
 
-def test_times_of_another_torch_are_not_compared_and_bytes_are(tmp_path):
-    old = run_of(tmp_path / "old", "2.11.0", eager=(10, 9, 11, 64), a=(20, 19, 21, 32))
-    new = run_of(tmp_path / "new", eager=(10, 9, 11, 64), a=(99, 99, 99, 16))
+def test_times_of_another_torch_are_not_compared_and_bytes_are():
+    old = run_of("2.11.0", eager=(10, 9, 11, 64), a=(20, 19, 21, 32))
+    new = run_of(eager=(10, 9, 11, 64), a=(99, 99, 99, 16))
     text = compare.compare(old, new)
     assert text.startswith("WARNING: times are not compared, because these differ: torch: 2.11.0, now 2.13.0\n")
     assert "slower" not in text
     assert "| c | a | saved 3.05176e-05 MiB -> 1.52588e-05 MiB" in text
-    (tmp_path / "old" / "env.json").unlink()
-    assert "device: unknown, now cpu" in compare.compare(compare.read(tmp_path / "old" / "results.csv"), new)
+    assert "device: unknown, now cpu" in compare.compare(old._replace(setting=compare.setting_of({})), new)
 
 
 def test_compare_reads_before_it_writes(bench, tmp_path):

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import assert_same_within_rounding
+from support.drop_ins import Adapter
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 import ckptkern
@@ -69,26 +69,10 @@ def unfused(module, x, target):
     return loss + 0.1 * (torch.logsumexp(z, -1).square() * counted).sum() / counted.sum()
 
 
-class LoRA(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.base = linear
-        self.a, self.b = (nn.Parameter(torch.randn(*s, dtype=torch.float64)) for s in ((2, WIDTH), (CLASSES, 2)))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a.t() @ self.b.t()
-
-
-class Twice(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
 CHANGES = {
     "none": lambda module: None,
-    "lora": lambda module: setattr(module, "linear", LoRA(module.linear)),
+    "adapter": lambda module: setattr(module, "linear", Adapter(module.linear)),
     "hook": lambda module: module.linear.register_forward_hook(lambda module, args, y: 2 * y),
-    "parametrization": lambda module: parametrize.register_parametrization(module.linear, "weight", Twice()),
 }
 
 
@@ -110,31 +94,26 @@ def test_own_options_and_a_head_that_is_more_than_its_weight(change):
 def test_tied_to_an_embedding(bias):
     """One Parameter in two places: its gradient is the sum; no memory is taken for another weight."""
     embedding = nn.Embedding(CLASSES, WIDTH, dtype=torch.float64)
-    module = ours(WIDTH, CLASSES, bias=bias, linear_weight=embedding.weight)
+    module, ids = ours(WIDTH, CLASSES, bias=bias, linear_weight=embedding.weight), torch.randint(CLASSES, (5,))
+    _, target = inputs(5)
     assert module.linear.weight is embedding.weight
-    ids, (_, target) = torch.randint(CLASSES, (5,)), inputs(5)
-    (found,) = torch.autograd.grad(module(embedding(ids), target), embedding.weight)
-    (expected,) = torch.autograd.grad(F.cross_entropy(module.linear(embedding(ids)), target), embedding.weight)
-    torch.testing.assert_close(found, expected)
-    assert len(list(nn.ModuleList([embedding, module]).parameters())) == 1 + bias
+    losses = module(embedding(ids), target), F.cross_entropy(module.linear(embedding(ids)), target)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, embedding.weight) for loss in losses))
+    assert len(list(module.parameters())) == 1 + bias
 
 
-@pytest.mark.parametrize(
-    "options", [dict(return_entropy=True, top_k=3), dict(return_lse=True, return_log_probs=True, return_accuracy=True)]
-)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_what_it_returns_beside_the_loss(options, reduction):
+@pytest.mark.parametrize("returned", ["entropy lse", "log_probs accuracy"])
+def test_what_it_returns_beside_the_loss(returned, reduction):
     """Of the op, and of the linear layer that is called for a hook: the same, and None for what is not asked for."""
+    options = {f"return_{name}": True for name in returned.split()} | ({"top_k": 3} if "entropy" in returned else {})
     module, (x, target) = ours(WIDTH, CLASSES, bias=True, reduction=reduction, **options, **OWN), inputs(4, 5)
-    asked = {"loss", *(name.removeprefix("return_") for name in options)}
-    asked |= {"arg_max"} if "return_accuracy" in options else set()
     linear, found = module.linear, []
     for _ in range(2):
-        got = module(x, target)
-        assert {name for name, one in got._asdict().items() if one is not None} == asked
-        tensors = [one for one in tree_leaves(tuple(got)) if one is not None]
-        total = sum(one.sum() for one in tensors if one.requires_grad)
-        found.append([*(one.detach() for one in tensors), *torch.autograd.grad(total, (x, *linear.parameters()))])
+        got = {name: one for name, one in module(x, target)._asdict().items() if one is not None}
+        assert got.keys() == {"loss", *returned.split(), "top_k" if "entropy" in returned else "arg_max"}
+        total = sum(one.sum() for one in tree_leaves(got) if one.requires_grad)
+        found.append((got, torch.autograd.grad(total, (x, *linear.parameters()))))
         linear.register_forward_hook(lambda module, args, y: y)
     torch.testing.assert_close(*found)
     assert not isinstance(ours(WIDTH, CLASSES)(x, target), tuple)

@@ -5,7 +5,7 @@ replaces, in training and evaluation, copied, hooked, under autocast and compile
 import copy
 import functools
 import inspect
-import io
+import itertools
 import pickle
 import re
 
@@ -15,7 +15,11 @@ from support.cases import assert_as_exact
 from support.drop_ins import (
     DROP_INS,
     HIDDEN,
+    Adapter,
+    B,
     E,
+    H,
+    T,
     assert_drop_in,
     call,
     inputs_of,
@@ -23,6 +27,7 @@ from support.drop_ins import (
     pair_of,
     raised,
     run,
+    step,
     theirs_of,
 )
 from torch import nn
@@ -32,6 +37,7 @@ from ckptkern.memory import saved_tensors
 
 CLASSES = [name for name in ckptkern.nn.__all__ if isinstance(getattr(ckptkern.nn, name), type)]
 OF_TORCH = [name for name in CLASSES if getattr(getattr(nn, name, None), "__mro__", ())]
+OF_LAYERS = ("TransformerEncoderLayer", "TransformerDecoderLayer")
 every_module = pytest.mark.parametrize("name", DROP_INS)
 
 # -- constructor, parameters, results ----------------------------------------------------------------------------------
@@ -158,17 +164,6 @@ def test_it_saves_its_inputs(name):
 # -- parts that are more than their parameters -------------------------------------------------------------------------
 
 
-class Adapter(nn.Module):
-    """Takes the place of a layer with weight and bias, and does more: LoRA."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.weight, self.bias = layer, layer.weight, getattr(layer, "bias", None)
-
-    def forward(self, x):
-        return 2 * self.layer(x)
-
-
 def doubled(y):
     return (2 * y[0], *y[1:]) if isinstance(y, tuple) else 2 * y
 
@@ -238,37 +233,16 @@ def with_inputs(name):
     return module, [torch.randn(4, E), *more]
 
 
-def step(name, module, inputs):
-    """(output and gradients, saved bytes) from one seed."""
-    torch.manual_seed(5)
-    with saved_tensors(exclude=[*module.parameters(), *inputs]) as saved:
-        y = call(module, *inputs) if name in DROP_INS else module(*inputs)
-    parameters = list(module.parameters())
-    return (y.detach(), *(torch.autograd.grad(y.square().sum(), parameters) if parameters else ())), saved.bytes
-
-
-def saved_and_loaded(module):
-    torch.save(module, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": saved_and_loaded}
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_copies_have_its_settings_and_share_nothing(name):
     """What a copy made after a step computes, its gradients and what it saves for them (xformers#290)."""
     module, inputs = with_inputs(name)
-    expected, saved = step(name, module, inputs)
-    for copied in COPIES.values():
-        other = copied(module)
+    expected = step(module, *inputs, held=inputs)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert type(other) is type(module)
         assert repr(other) == repr(module)
         for one in (other, module):
-            found, bytes_ = step(name, one, inputs)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-            assert bytes_ == saved
+            torch.testing.assert_close(step(one, *inputs, held=inputs), expected, rtol=0, atol=0)
             with torch.no_grad():
                 for p in other.parameters():
                     p.zero_()
@@ -278,11 +252,8 @@ def test_copies_have_its_settings_and_share_nothing(name):
 def test_dtypes_and_devices(name):
     module = ours_of(name, dtype=torch.bfloat16, device="meta")
     assert {(p.dtype, p.device.type) for p in module.parameters()} == {(torch.bfloat16, "meta")}
-    meta = [x.to("meta", torch.bfloat16) for x in inputs_of(name).values()]
-    y = call(module, *meta)
+    y = call(module, *(x.to("meta", torch.bfloat16) for x in inputs_of(name).values()))
     assert (y.device.type, y.dtype) == ("meta", torch.bfloat16)
-    module = module.to_empty(device="cpu").float()
-    assert call(module, *(x.float() for x in inputs_of(name).values())).shape == y.shape
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -304,13 +275,12 @@ def test_autocast(name):
             assert {key: x.dtype for key, x in mine.items()} == {key: x.dtype for key, x in eager.items()}
     for wide in (*inputs, "parameters") if name in OF_TORCH and name != "Linear" else ():
         mixed = {key: x.to(torch.float64 if key == wide else torch.float32) for key, x in inputs.items()}
-        for options in ({}, *([{"need_weights": True}] if name == "MultiheadAttention" else [])):
-            with torch.autocast("cpu", torch.bfloat16):
-                mine, eager = (
-                    raised(functools.partial(call, m.double() if wide == "parameters" else m, **mixed, **options))
-                    for m in (ours, theirs)
-                )
-            assert mine == eager, (wide, options)
+        with torch.autocast("cpu", torch.bfloat16):
+            mine, eager = (
+                raised(functools.partial(call, m.double() if wide == "parameters" else m, **mixed))
+                for m in (ours, theirs)
+            )
+        assert mine == eager, wide
 
 
 # -- transforms --------------------------------------------------------------------------------------------------------
@@ -321,13 +291,9 @@ def test_compiled(name):
     torch._dynamo.reset()
     name, _, weights = name.partition(" ")
     module, inputs = with_inputs(name)
-    options = {"need_weights": True} if weights else {}
-    (expected, compiled), found = (call, torch.compile(call, backend="aot_eager", fullgraph=True)), []
-    for function in (expected, compiled):
-        torch.manual_seed(5)
-        y = function(module, *inputs, **options)
-        found.append((y.detach(), *torch.autograd.grad(y.square().sum(), list(module.parameters()))))
-    torch.testing.assert_close(*found)
+    function = functools.partial(call, **{"need_weights": True} if weights else {})
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(*(step(module, *inputs, function=one)[0] for one in (function, compiled)))
 
 
 @pytest.mark.slow
@@ -339,7 +305,7 @@ def test_compiled_for_any_shape_and_probability(name):
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=True)
     for shape, module.dropout in (((2, 8, E), 0.1), ((3, 12, E), 0.2)):
         x = torch.randn(shape)
-        torch.testing.assert_close(step("", compiled, [x])[0], step("", module, [x])[0])
+        torch.testing.assert_close(step(compiled, x)[0], step(module, x)[0])
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -404,6 +370,37 @@ def test_wrong_widths(name, option):
         else:
             assert ours[0] is ValueError
             assert re.search(rf": {option} must be an integer of at least .*, not {re.escape(repr(wrong))}$", ours[1])
+
+
+def changed_inputs(x):
+    return None, "x", x[0], x[0, 0], x[1:], x[..., 1:], x.float(), x.long(), x.to_sparse()
+
+
+WRONG_MASKS = [
+    True, [1], torch.zeros(T, T + 1), torch.zeros(B * H, T, T), torch.zeros(T, T, dtype=torch.int64), torch.zeros(B, T),
+    torch.zeros(B, T, dtype=torch.float16), torch.zeros(B, T + 1, dtype=torch.bool),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["seq_first", "unbatched"])
+@pytest.mark.parametrize(("name", "options"), [
+    ("MultiheadAttention", {}), *itertools.product(OF_LAYERS, ({}, {"norm_first": True})),
+], ids=str)  # fmt: skip
+def test_wrong_inputs_raise_torchs_error(name, options, layout):
+    """Each input, all of them, each mask and each hint."""
+    pair, inputs = pair_of(name, batch_first=False, **options), [*inputs_of(name, layout, grad=False).values()]
+    calls = [({}, [one] * 3) for one in changed_inputs(inputs[0])]
+    inputs *= 3 if name == "MultiheadAttention" else 1
+    for i, x in enumerate(inputs):
+        calls += [({}, [*inputs[:i], wrong, *inputs[i + 1 :]]) for wrong in changed_inputs(x)]
+    for mask in [
+        one for one in inspect.signature(type(pair[0]).forward).parameters if "mask" in one or "causal" in one
+    ]:
+        calls += [({mask: wrong}, inputs) for wrong in WRONG_MASKS]
+    for need_weights, (given, args) in itertools.product((True, False), calls):
+        given = given | ({} if name in OF_LAYERS else {"need_weights": need_weights})
+        ours, theirs = (raised(functools.partial(module, *args[: len(inputs)], **given)) for module in pair)
+        assert ours == theirs, (args, given)
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,26 @@ from types import MethodType
 
 import pytest
 import torch
+from support.cases import SEED, expected_mask
 from torch import nn
 
 import ckptkern
-from ckptkern import state
 
 
-def test_wrong_widths_of_a_stack():
-    for features in ([], [3]):
-        with pytest.raises(ValueError, match=r"LinearStack: features needs at least two widths, .* but is \[3?\]"):
-            ckptkern.nn.LinearStack(features)
-    for features in (None, 3):
-        with pytest.raises(TypeError, match=f"LinearStack: features must be a sequence of widths, .* not {features}"):
-            ckptkern.nn.LinearStack(features)
-    with pytest.raises(ValueError, match=r"LinearStack: features\[1\] must be an integer of at least 0, not None"):
-        ckptkern.nn.LinearStack([7, None])
-    for activation in (0, "", False):  # only None is no activation
-        with pytest.raises(ValueError, match=f"Linear: activation must be one of .*, not {activation!r}"):
-            ckptkern.nn.Linear(7, 5, activation=activation)
+@pytest.mark.parametrize(("features", "error", "message"), [
+    ([3], ValueError, r"features needs at least two widths, .* but is \[3\]"),
+    (3, TypeError, "features must be a sequence of widths, .* not 3"),
+    ([7, None], ValueError, r"features\[1\] must be an integer of at least 0, not None"),
+])  # fmt: skip
+def test_wrong_widths_of_a_stack(features, error, message):
+    with pytest.raises(error, match=f"LinearStack: {message}"):
+        ckptkern.nn.LinearStack(features)
+
+
+@pytest.mark.parametrize("activation", [0, "", False])
+def test_only_none_is_no_activation(activation):
+    with pytest.raises(ValueError, match=f"Linear: activation must be one of .*, not {activation!r}"):
+        ckptkern.nn.Linear(7, 5, activation=activation)
 
 
 def test_a_stack_of_mixed_biases():
@@ -46,17 +48,11 @@ def test_a_classs_own_forward_bound_to_the_instance_is_no_other():
 # -- Dropout -----------------------------------------------------------------------------------------------------------
 
 
-def expected_mask(p, *shape, seed=17):
-    """The mask of the first draw after the seed, whose definition tests/test_state.py tests."""
-    torch.manual_seed(seed)
-    return state.keep_mask(torch.randint(-(2**63), 2**63 - 1, (2,)), p, *shape)
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_dropout_is_the_mask_and_in_place_the_input(in_place):
     x = torch.ones(20, 9, requires_grad=True)
     h, mask = x * 3, expected_mask(0.5, 20, 9)
-    torch.manual_seed(17)
+    torch.manual_seed(SEED)
     y = ckptkern.nn.Dropout(0.5, inplace=in_place)(h)
     assert torch.equal(y, 6.0 * mask)
     assert (y.data_ptr() == h.data_ptr()) == in_place

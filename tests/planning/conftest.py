@@ -1,19 +1,16 @@
 """Plans are made of counted times, so that no clock decides what is quickest: a millisecond, a nanosecond for each FLOP."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def counted_times() -> Iterator[None]:
+def counted_times():
     """No step is timed (test_timing.py tests the clock), and a plan tries no smaller workspace unless a test lets it."""
     from ckptkern.planning import measure, search  # imports Triton, which tests/conftest.py sets up before
 
     watched = measure.watched_alone
 
-    def watched_alone(*arguments: Any) -> tuple:
+    def watched_alone(*arguments):
         cost, held = watched(*arguments)
         return cost._replace(seconds=1e-3 + 1e-9 * cost.flops), held
 

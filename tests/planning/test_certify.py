@@ -1,11 +1,8 @@
-"""ckptkern.certify: a right model passes, a wrong one does not, and the model stays as it is."""
-
-import copy
-from pathlib import Path
+"""ckptkern.certify: a right model passes and a wrong one does not. tests/planning/test_plan.py has that it stays as it is."""
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
@@ -15,7 +12,7 @@ from ckptkern.planning.certify import InFloat64
 class Model(nn.Module):
     """Two MLPs with a norm that upcasts, as transformers' do, and a loss of labels."""
 
-    def __init__(self, dropout: float = 0.0, dtype: torch.dtype = torch.float32):
+    def __init__(self, dropout=0.0, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(
@@ -24,7 +21,7 @@ class Model(nn.Module):
         self.head = nn.Linear(16, 8)
         self.to(dtype)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x, labels=None):
         for layer in self.layers:
             x = x + layer(F.layer_norm(x.float(), (16,)).to(x.dtype))
         y = self.head(x)
@@ -35,13 +32,12 @@ X, LABELS = torch.randn(32, 16, generator=torch.Generator().manual_seed(1)), tor
 
 
 @pytest.mark.parametrize(("converted", "dtype"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_a_right_model_passes_and_stays_as_it_is(converted: bool, dtype: torch.dtype) -> None:
+def test_a_right_model_passes(converted, dtype):
     model = Model(dtype=dtype).eval()
     x = X.to(dtype)
     if converted:
         ckptkern.convert(model, x, labels=LABELS)
     forwards = [m.__dict__.get("forward") for m in model.modules()]
-    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     found = ckptkern.certify(model, x, labels=LABELS)
     assert found.passed, str(found)
     assert {one.name for one in found.gradients} == dict(model.named_parameters()).keys()
@@ -50,14 +46,10 @@ def test_a_right_model_passes_and_stays_as_it_is(converted: bool, dtype: torch.d
     assert found.saved[1] < found.saved[0]
     assert found.dropout
     assert [m.__dict__.get("forward") for m in model.modules()] == forwards
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in model.parameters())
-    assert not model.training
 
 
 @pytest.mark.parametrize("fault", ["weight", "output", "nan"])
-def test_a_wrong_one_does_not_pass(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_one_does_not_pass(fault, monkeypatch):
     def wrong(x, *args, **kwargs):
         if fault == "weight":  # a gradient alone
             name = next(name for name, value in kwargs.items() if name.endswith("weight") and value is not None)
@@ -77,7 +69,7 @@ def test_a_wrong_one_does_not_pass(fault: str, monkeypatch: pytest.MonkeyPatch) 
     assert str(found).startswith("FAILED\nerrors too large: ")
 
 
-def test_a_replacement_that_does_not_run_does_not_pass() -> None:
+def test_a_replacement_that_does_not_run_does_not_pass():
     model = Model()
     ckptkern.convert(model, X, labels=LABELS)
     forward = model.layers[1].forward
@@ -89,7 +81,7 @@ def test_a_replacement_that_does_not_run_does_not_pass() -> None:
     assert "replaced, but ran as before convert: layers.1" in str(found)
 
 
-def test_nothing_replaced_does_not_pass_and_without_dropout_it_does() -> None:
+def test_nothing_replaced_does_not_pass_and_without_dropout_it_does():
     found = ckptkern.certify(nn.Sequential(nn.Tanh(), nn.Linear(16, 16)), X)
     assert not found.passed
     assert "nothing was replaced" in str(found)
@@ -98,7 +90,7 @@ def test_nothing_replaced_does_not_pass_and_without_dropout_it_does() -> None:
     assert "dropout: off" in str(found)
 
 
-def test_the_report_and_a_loss_of_ones_own(tmp_path: Path) -> None:
+def test_the_report_and_a_loss_of_ones_own(tmp_path):
     found = ckptkern.certify(Model(), X, loss=lambda output: output["y"].square().mean())
     assert found.passed
     found.write(tmp_path / "certificate.md")
@@ -108,7 +100,7 @@ def test_the_report_and_a_loss_of_ones_own(tmp_path: Path) -> None:
     assert "| gradient of | unmodified | converted | ratio |" in text
 
 
-def test_float64_is_not_rounded() -> None:
+def test_float64_is_not_rounded():
     """With a norm in float32 the reference itself would be wrong by float32's rounding."""
     model, flat = Model().double(), {}
     for inside in (True, False):
@@ -118,17 +110,17 @@ def test_float64_is_not_rounded() -> None:
 
 
 class Odd(nn.Linear):
-    def __init__(self, how: str):
+    def __init__(self, how):
         super().__init__(16, 16)
         self.how = how
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.how == "no float64" and x.dtype == torch.float64:
             raise RuntimeError(self.how)
         return super().forward(x) + (torch.rand(()) if self.how == "random" else 0)
 
 
-def test_what_it_refuses() -> None:
+def test_what_it_refuses():
     bad = Model()
     bad.held = nn.Parameter(torch.ones(2)) * 2
     for error, match, *given in (

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from support.planned import layers, model_of, peak_of, sequence
-from torch import Tensor
 
 import ckptkern
 from ckptkern.errors import BudgetError
@@ -27,7 +26,7 @@ pytest.importorskip("scipy")
     ],
 )
 @pytest.mark.parametrize("budget", [2000, 6000, 50_000])
-def test_the_search_ends_beside_a_size_that_does_not_fit(budget: int, peak) -> None:
+def test_the_search_ends_beside_a_size_that_does_not_fit(budget, peak):
     calls = []
     try:
         found, tried = search(lambda n: calls.append(n) or peak(n), budget, 4, 4, 100_000)
@@ -40,14 +39,14 @@ def test_the_search_ends_beside_a_size_that_does_not_fit(budget: int, peak) -> N
     assert len(calls) == len(tried) <= 25
 
 
-def test_it_ends_at_the_limit() -> None:
+def test_it_ends_at_the_limit():
     assert search(lambda n: n, 10**9, 64, 64, 1000)[0] == 960
     assert search(lambda n: n, 10**9, 1, 1, 10)[0] == 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_longest_sequence(device: str) -> None:
+def test_the_longest_sequence(device):
     model = layers(3, device)
     found = ckptkern.frontier(model, lambda n: sequence(n, device, 1), "1MiB", multiple=16)
     assert found.peak <= found.budget == 2**20
@@ -64,8 +63,8 @@ def test_the_longest_sequence(device: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_converted_and_a_batch() -> None:
-    def batch(size: int) -> Tensor:
+def test_a_model_that_is_converted_and_a_batch():
+    def batch(size):
         return torch.randint(0, 20, (size, 12))
 
     model = model_of("llama")
@@ -74,7 +73,7 @@ def test_a_model_that_is_converted_and_a_batch() -> None:
     assert set(found.plan.strategies) == {"layers.0", "layers.1"}
 
 
-def test_a_budget_that_the_first_size_does_not_meet() -> None:
+def test_a_budget_that_the_first_size_does_not_meet():
     model = model_of("llama")
     with pytest.raises(BudgetError, match="frontier: wanted a step of at most 1 B, but size 2 takes") as error:
         ckptkern.frontier(model, lambda n: torch.randint(0, 20, (n, 12)), 1, multiple=2)
@@ -90,6 +89,6 @@ def test_a_budget_that_the_first_size_does_not_meet() -> None:
         ({"budget": "much"}, "budget must be a number of bytes"),
     ],
 )
-def test_bad_arguments(options: dict, message: str) -> None:
+def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         ckptkern.frontier(layers(), sequence, **({"budget": "1MiB"} | options))

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +12,7 @@ from ckptkern.planning.table import Held, total
 pytest.importorskip("scipy")
 
 
-def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
+def problem(seed):
     """Up to five regions; some are alike, and some storages are saved by several of them or by the rest."""
     draw = random.Random(seed)
     names = [("out", i) for i in range(4)]
@@ -37,7 +36,7 @@ def problem(seed: int) -> tuple[list[list[float]], list[list[Held]], Held]:
     return costs, held, rest
 
 
-def of(strategies: Sequence[int], costs, held, rest: Held) -> tuple[int, float]:
+def of(strategies, costs, held, rest):
     """(bytes, cost) of a choice."""
     chosen = list(enumerate(strategies))
     return total([rest, *(held[i][strategy] for i, strategy in chosen)]), sum(
@@ -46,7 +45,7 @@ def of(strategies: Sequence[int], costs, held, rest: Held) -> tuple[int, float]:
 
 
 @pytest.mark.slow
-def test_no_choice_is_cheaper() -> None:
+def test_no_choice_is_cheaper():
     for seed in range(100):
         costs, held, rest = problem(seed)
         every = [of(one, costs, held, rest) for one in itertools.product(*(range(len(cost)) for cost in costs))]
@@ -63,7 +62,7 @@ def test_no_choice_is_cheaper() -> None:
         assert error.value.least == saved[0], seed
 
 
-def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:
+def test_layers_that_are_alike_are_counted_and_not_told_apart():
     """96 layers in nine strategies: as binaries they have so many equal solutions that no solver ends."""
     draw = random.Random(0)
     cost = [1 + draw.random() for _ in range(9)]
@@ -82,12 +81,12 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart() -> None:
     assert found <= min(mixtures) + 1e-6
 
 
-def test_of_layers_that_are_alike_the_last_save_most() -> None:
+def test_of_layers_that_are_alike_the_last_save_most():
     held = [[Held(100), Held(10)] for _ in range(5)]
     assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == [1, 1, 1, 0, 0]
 
 
-def test_the_solvers_tolerance_is_no_byte_too_many() -> None:
+def test_the_solvers_tolerance_is_no_byte_too_many():
     """A bound that one byte more would meet with another choice, for sizes whose doubles are not exact in MiB."""
     big = 10**12 + 1
     held = [[Held(big), Held(3)], [Held(big // 3), Held(1)]]

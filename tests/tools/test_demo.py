@@ -1,9 +1,9 @@
 """``python -m ckptkern demo`` end to end at a tiny size, and what its comparison rests on."""
 
 import collections
+import copy
 import csv
 import functools
-import itertools
 import json
 import math
 from types import SimpleNamespace
@@ -103,32 +103,15 @@ def test_end_to_end(run, tmp_path):
     assert len(png) > 20_000
 
 
-def wrong_from_the_second(forward):
-    """An MoE that is another one wherever the experts of the step are already chosen."""
-
-    def wrong(self, x):
-        scale = 1.0 + bool(self.choice)
-        y, imbalance = forward(self, x)
-        return scale * y, imbalance
-
-    return wrong
-
-
 def test_losses_that_disagree_fail(run, monkeypatch):
     chunked = model.chunked_loss
     monkeypatch.setattr(model, "chunked_loss", lambda *tensors: 1.002 * chunked(*tensors))
-    monkeypatch.setattr(model.MoE, "forward", wrong_from_the_second(model.MoE.forward))
-    for arguments, messages in (
-        (
-            "--variants eager checkpointing chunked",
-            ("checkpointing against eager: equal bit for bit (within", "(more than the limit of 0.001)"),
-        ),
-        ("--experts=4 --variants eager checkpointing --lr=0.01", ()),
-    ):
-        status, _, printed, _ = run(arguments)
-        assert status == 1
-        for message in ("the losses do not agree", *messages):
-            assert message in printed
+    status, _, printed, _ = run("--variants eager checkpointing chunked")
+    assert status == 1
+    for message in (
+        "the losses do not agree", "checkpointing against eager: equal bit for bit (within", "(more than the limit of 0.001)",
+    ):  # fmt: skip
+        assert message in printed
 
 
 def one_run(variant, losses, milliseconds=(1.0,), peak=0):
@@ -197,75 +180,19 @@ def test_precisions_and_experts_train_alike(run, arguments):
         assert ours["saved_bytes"] < eager["saved_bytes"] * 0.4
 
 
-def one_moe(**changes):
-    torch.manual_seed(0)
-    return moe.MoE(tiny(experts=4, activation="silu", **changes))
-
-
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_an_moe_by_its_formula(top_k):
-    """Each token through its own experts, one at a time; the weights of those that are chosen sum to 1."""
-    layer, x = one_moe(top_k=top_k).double(), torch.randn(2, 5, 16, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:  # torch's grouped matmuls know no float64
-        patch.setattr(moe.F, "grouped_mm", grouped_by_turns)
-        y, _ = layer(x)
-    for row, out in zip(x.flatten(0, 1), y.flatten(0, 1), strict=True):
-        weights, chosen = layer.router(row).softmax(-1).topk(top_k)
-        total = torch.zeros_like(row)
-        for weight, e in zip(weights / weights.sum(), chosen, strict=True):
-            gate, up = (layer.experts.gate_up_proj[e] @ row).chunk(2)
-            total += weight * (layer.experts.down_proj[e] @ (F.silu(gate) * up))
-        torch.testing.assert_close(out, total, rtol=1e-5, atol=1e-9)  # the router's probabilities are float32
-
-
-def grouped_by_turns(a, b, offs):
-    starts = [0, *offs.tolist()]
-    return torch.cat([a[i:j] @ w for i, j, w in zip(starts, starts[1:], b, strict=False)])
-
-
-@pytest.mark.parametrize(
-    ("shares", "chosen", "expected"),
-    [
-        ([0.25] * 4, [[0, 1], [2, 3]], 1.0),
-        ([0.0, 0.0, 1.0, 0.0], [[2], [2]], 4.0),
-        ([0.7, 0.1, 0.1, 0.1], [[0, 1], [0, 1]], 4 * (0.5 * 0.7 + 0.5 * 0.1)),
-    ],
-)
-def test_imbalance_is_one_for_equal_shares_and_all_experts_for_one(shares, chosen, expected):
-    assert moe.imbalance(torch.tensor([shares, shares]), torch.tensor(chosen)).item() == pytest.approx(expected)
-
-
-def test_the_router_is_trained_by_loss_and_imbalance():
-    settings = tiny(experts=4, activation="silu", variants=("eager",), steps=1)
-    (run,) = training.start_runs(settings)
-    (batch,) = data.batches(settings, torch.arange(200))
-    nats, total = training.losses_of(settings, run.model, batch)
-    _, imbalance = run.model(*batch)
-    assert total.item() == pytest.approx(nats.item() + 0.01 * imbalance.item())
-    routers = [one.router.weight for one in training.moe_layers(run.model)]
-    assert len(routers) == 2
-    for loss in (nats, imbalance):
-        assert all(grad.abs().max() > 0 for grad in torch.autograd.grad(loss, routers, retain_graph=True))
-
-
 def test_variants_follow_one_choice_of_experts_in_training_alone():
-    layer, other = one_moe(top_k=1), one_moe(top_k=1)
+    torch.manual_seed(0)
+    layer = moe.MoE(tiny(experts=4, activation="silu", top_k=1))
+    other = copy.deepcopy(layer)
     other.choice = layer.choice
     with torch.no_grad():
         other.router.weight.neg_()  # likes others
     x = torch.randn(1, 8, 16)
     layer(x)
     (chosen,) = layer.choice
-    other(x)
+    followed, _ = other(x)
     assert other.choice[0] is chosen
-    own = other.router(x[0]).argmax(-1, keepdim=True)
-    assert not torch.equal(own, chosen)
-    other.eval()
-    followed = other(x)[0]
-    layer.choice.clear()
-    other.train()
-    torch.testing.assert_close(other(x)[0], followed, rtol=0, atol=0)
-    assert torch.equal(other.choice[0], own)
+    assert not torch.equal(other.eval()(x)[0], followed)
 
 
 @pytest.mark.parametrize(
@@ -282,32 +209,21 @@ def test_variants_follow_one_choice_of_experts_in_training_alone():
         ("--threads 0", "--threads: wanted at least 1 but got 0"),
         ("--lr 0", "--lr: wanted a positive learning rate but got 0.0"),
         ("--variants eager eager", "--variants: wanted each variant once but got eager eager"),
-        ("--seq-len 100000000", "tokens but got 100000000"),
+        ("--seq-len 100000000 --vocabulary 290", "tokens but got 100000000"),
         ("--vocabulary 255", "--vocabulary: wanted at least the 256 bytes but got 255"),
         ("--workspace much", '--workspace: wanted a size like "4MiB" but got much'),
-    ],
-)
-def test_arguments_that_make_no_sense(run, tmp_path, arguments, message):
-    status, _, printed, _ = run(arguments)
-    assert status == 2
-    assert message in printed
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         ("", "--vocabulary: the text has only 290 tokens: take more --text-mib"),
         ("--device=cuda", "--device: wanted cuda but torch sees no CUDA device"),
     ],
 )
-def test_a_text_too_small_and_a_missing_gpu_are_named(run, monkeypatch, arguments, message):
-    few = data.Corpus(torch.arange(200), [b"a"] * 290, 200, 1)
+def test_arguments_that_make_no_sense(run, monkeypatch, tmp_path, arguments, message):
+    few = data.Corpus(torch.arange(400), [b"a"] * 290, 400, 1)
     monkeypatch.setattr(demo, "load_corpus", lambda vocabulary, max_bytes: few)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     status, _, printed, _ = run(arguments)
     assert status == 2
     assert message in printed
+    assert not (tmp_path / "out").exists()
 
 
 def test_quick_is_a_smaller_preset_under_what_is_given(monkeypatch):
@@ -317,9 +233,8 @@ def test_quick_is_a_smaller_preset_under_what_is_given(monkeypatch):
         assert __main__.main(["demo", "--device=cpu", *arguments]) == 0
     whole, quick, given = seen
     assert {name: getattr(quick, name) for name in config.QUICK} == config.QUICK
-    assert quick.d_model == whole.d_model == config.PRESETS["cpu"]["d_model"]
-    assert (given.layers, given.steps) == (3, config.QUICK["steps"])
-    assert quick.batch_size * quick.seq_len * quick.steps < whole.batch_size * whole.seq_len * whole.steps / 10
+    assert quick.d_model == whole.d_model
+    assert (given.layers, given.steps) == (3, quick.steps)
 
 
 def test_other_programs_on_the_machine_are_named(monkeypatch):
@@ -347,45 +262,21 @@ def test_no_text_is_named(tmp_path):
         data.load_text(tmp_path)
 
 
-def encoded_by_turns(text, size):
-    """Byte-pair encoding by its definition: all pairs are counted again for every merge."""
-    words = [list(word) for word in data.WORD.findall(text)]
-    vocabulary = [bytes([byte]) for byte in range(256)]
-    while len(vocabulary) < size:
-        counts = collections.Counter(pair for word in words for pair in itertools.pairwise(word))
-        if not counts:
-            break
-        pair = min(counts, key=lambda pair: (-counts[pair], pair))
-        for word in words:
-            place = 0
-            while place + 1 < len(word):
-                if (word[place], word[place + 1]) == pair:
-                    word[place : place + 2] = [len(vocabulary)]
-                place += 1
-        vocabulary.append(vocabulary[pair[0]] + vocabulary[pair[1]])
-    return [token for word in words for token in word], vocabulary
-
-
-@pytest.mark.parametrize(
-    "text",
-    [b"the theme: there, the\n    then\n    then = aaaa aaa aa_aa1234 1234==\xff\xfe==", b"a"],
-    ids=["words", "one byte"],
-)
-@pytest.mark.parametrize("size", [256, 270, 400])
-def test_tokens_are_those_of_byte_pair_encoding(text, size):
+@pytest.mark.parametrize("size", [256, 258, 400])
+def test_tokens_are_those_of_byte_pair_encoding(size):
+    """The most frequent pair first, of two as frequent the lower one; no pair is of two words."""
+    text = b"aaab aab ab aaaa\xff ab"
     ids, vocabulary = data.tokenized(text, size)
-    assert (ids.tolist(), vocabulary) == encoded_by_turns(text, size)
     assert b"".join(vocabulary[token] for token in ids) == text
+    assert vocabulary[:256] == [bytes([byte]) for byte in range(256)]
+    assert vocabulary[256:] == [b"aa", b"ab", b" aa", b" ab", b"aaab", b" aab", b" aaaa"][: size - 256]
 
 
 def test_batches_come_from_the_seed_and_targets_are_the_next_tokens():
-    ids = torch.arange(200)
-    batches, again, other = (list(data.batches(tiny(seed=seed), ids)) for seed in (3, 3, 4))
-    assert len(batches) == 4
-    for (tokens, targets), (tokens_again, _) in zip(batches, again, strict=True):
-        assert torch.equal(tokens, tokens_again)
-        assert tokens.shape == (2, 16)
-        assert torch.equal(targets, tokens + 1)
+    batches, again, other = (list(data.batches(tiny(seed=seed), torch.arange(200))) for seed in (3, 3, 4))
+    torch.testing.assert_close(batches, again)
+    assert [tokens.shape for tokens, _ in batches] == [(2, 16)] * 4
+    assert all(torch.equal(targets, tokens + 1) for tokens, targets in batches)
     assert not torch.equal(batches[0][0], other[0][0])
 
 
@@ -400,18 +291,6 @@ def test_the_variant_changes_layers_and_not_the_state_dict(experts):
     decayed, others = (group["params"] for group in runs[0].optimizer.param_groups)
     assert {p.dim() for p in others} == {1}
     assert {p.dim() for p in decayed} == ({2, 3} if experts else {2})
-
-
-def test_learning_rate_warms_up_and_decays():
-    (run,) = training.start_runs(tiny(steps=100, variants=("eager",)))
-    rates = []
-    for _ in range(100):
-        rates += run.schedule.get_last_lr()[:1]
-        run.optimizer.step()
-        run.schedule.step()
-    assert rates[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert rates[-1] == pytest.approx(1e-4, rel=0.05)
 
 
 def test_threads_are_chosen_and_given_back(monkeypatch):

@@ -1,6 +1,8 @@
 """``python -m ckptkern selftest`` passes here, and each of its checks can fail."""
 
 import argparse
+import functools
+import itertools
 import re
 import subprocess
 
@@ -19,11 +21,11 @@ def eager_only(monkeypatch):
     monkeypatch.setattr(selftest, "available_backends", lambda: [("cpu", "eager")])
 
 
-def run(capsys, quiet=True) -> tuple[int, str]:
+def run(capsys, quiet=True):
     return selftest.main(argparse.Namespace(quiet=quiet, emulated=False)), capsys.readouterr().out
 
 
-def faults(results) -> list[str]:
+def faults(results):
     return [fault for _, fault in results if fault]
 
 
@@ -85,41 +87,38 @@ def test_a_backend_that_there_is_not_fails(monkeypatch, capsys):
     assert run(capsys)[0] == 0
 
 
-def test_saved_bytes_are_compared_with_what_the_op_declares(monkeypatch):
-    assert not faults(selftest.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
-    monkeypatch.setattr(selftest.catalog, "saved_bytes", lambda *arguments, **options: 7)
-    found = faults(selftest.check_op("mlp", "gelu", torch.float32, "cpu", "eager"))
-    assert len(found) == 3
-    assert "declared are 7" in found[0]
-
-
-def test_other_masks_fail(monkeypatch):
-    torch_ops = state._keep_mask_torch
+MASKS, DROPOUT = state._keep_mask_torch, eager.dropout
+CALLS = itertools.count()
+INJECTED = {  # a check, and what is wrong
+    "declared are 7": ("op", selftest.catalog, "saved_bytes", lambda *_, **options: 7),
     # 9 / 65536 of the 36400 elements
-    monkeypatch.setattr(state, "_keep_mask_torch", lambda key, threshold, *place: torch_ops(key, threshold + 9, *place))
-    assert "other bits" in faults(selftest.check_masks([("cpu", "eager")]))
-    monkeypatch.setattr(state, "philox4x32_10", lambda key, counter: (0, 0, 0, 0))
-    assert faults(selftest.check_philox())
+    "other bits": ("masks", state, "_keep_mask_torch", lambda key, threshold, *place: MASKS(key, threshold + 9, *place)),
+    "got ['0x0', ": ("philox", state, "philox4x32_10", lambda key, counter: (0, 0, 0, 0)),
+    "bits": ("masks", eager, "dropout", lambda x, *args, row_base: DROPOUT(x, *args, row_base=16)),
+    "backward's mask is not forward's": (
+        "dropout", eager, "dropout", lambda x, *args, **_: DROPOUT(x, *args, row_base=16 * next(CALLS))
+    ),
+}  # fmt: skip
 
 
-def test_a_mask_that_is_not_replayed_fails(monkeypatch):
-    forward = eager.dropout
-    monkeypatch.setattr(eager, "dropout", lambda x, *args, **kwargs: forward(x, *args, **{**kwargs, "row_base": 16}))
-    assert faults(selftest.check_masks([("cpu", "eager")]))
-    calls = iter(range(0, 160, 16))
-    monkeypatch.setattr(eager, "dropout", lambda x, *args, **_: forward(x, *args, row_base=next(calls)))
-    assert faults(selftest.check_dropout("cpu", "eager")) == ["backward's mask is not forward's"]
+@pytest.mark.parametrize("fault", INJECTED)
+def test_each_check_can_fail(fault, monkeypatch):
+    name, *injected = INJECTED[fault]
+    check = {
+        "op": functools.partial(selftest.check_op, "mlp", "gelu", torch.float32, "cpu", "eager"),
+        "masks": functools.partial(selftest.check_masks, [("cpu", "eager")]),
+        "philox": selftest.check_philox,
+        "dropout": functools.partial(selftest.check_dropout, "cpu", "eager"),
+    }[name]
+    assert not faults(check())
+    monkeypatch.setattr(*injected)
+    assert fault in " ".join(faults(check()))
 
 
-@pytest.mark.parametrize(
-    ("found", "right"),
-    [([1, 1, 1], True), ([1, 1, 1 + 2e-7], False), ([1, 1, float("nan")], False), ([1, 1], False), (None, False)],
-)
-def test_the_rule(found, right):
-    y = None if found is None else torch.tensor(found, dtype=torch.float32)
-    exact = {"y": torch.ones(3, dtype=torch.float64)}
-    ratio, worst = selftest.error_ratio(selftest.relative_errors({"y": y}, exact), {"y": 3e-8}, torch.float32)
-    assert worst == "y"
+@pytest.mark.parametrize(("last", "right"), [(1, True), (1 + 2e-7, False), (float("nan"), False), (None, False)])
+def test_the_rule(last, right):
+    y, exact = None if last is None else torch.tensor([1, 1, last]), {"y": torch.ones(3, dtype=torch.float64)}
+    ratio, _ = selftest.error_ratio(selftest.relative_errors({"y": y}, exact), {"y": 3e-8}, torch.float32)
     assert (ratio <= 2) == right
 
 
