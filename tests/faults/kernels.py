@@ -67,7 +67,7 @@ KERNELS = [
         "triton_kernels/elementwise.py",
         "c1 = «row_base // 16 * 8» + pid_m",
         "row_base // 2",
-        ("tests/triton_kernels/test_elementwise.py", "tests/triton_kernels/test_philox.py"),
+        ("tests/triton_kernels/test_philox.py",),
     ),
     Fault(
         "stack: a weight's gradient reads the layer below before its activation",

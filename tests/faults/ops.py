@@ -132,20 +132,14 @@ OPS = [
         "ckptkern/ops/attention/gradients.py",
         'or «not {"x", *OF_NORM}.isdisjoint(inner)»',
         '"x" in inner',
-        (
-            cost("[attention_block"),
-            "tests/ops/test_attention_block.py",
-        ),
+        (cost("[attention_block"),),
     ),
     Fault(
         "attention: all three core gradients whatever is trained",
         "ckptkern/ops/attention/gradients.py",
         "return «bool(behind_q & inner), bool(inner - behind_q)»",
         "True, True",
-        (
-            cost("[attention_block"),
-            "tests/ops/test_attention_block.py",
-        ),
+        (cost("[attention_block"),),
     ),
     Fault(
         "attention: all groups of heads drop the same scores",
@@ -169,10 +163,7 @@ OPS = [
         "ckptkern/ops/attention/sublayer.py",
         "positions = positions_of(whole, t.wo.device, «t.cu»)",
         "None",
-        (
-            values("[attention_block-sequences"),
-            "tests/ops/test_attention_block.py",
-        ),
+        (values("[attention_block-sequences"),),
     ),
     Fault(
         "attention: a window one row short of all is none",

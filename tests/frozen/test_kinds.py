@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from ckptkern import Frozen
-from ckptkern.errors import DtypeError, ShapeError
 from ckptkern.frozen import kinds
 from ckptkern.memory import peak_memory
 
@@ -14,10 +13,12 @@ F8, U8 = torch.float8_e4m3fn, torch.uint8
 SHAPE = 320, 64  # 128 rows at a time are two and a half times as many
 
 
-def params4bit(kind="nf4", double=True, shape=SHAPE, dtype=torch.bfloat16):
+def params4bit(kind="nf4", double=True, dtype=torch.bfloat16, device="cpu"):
+    """device: None leaves it as it was loaded, not quantised."""
     nn_ = pytest.importorskip("bitsandbytes").nn
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    return nn_.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=double).to("cpu")
+    weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+    made = nn_.Params4bit(weight, requires_grad=False, quant_type=kind, compress_statistics=double)
+    return made.to(device) if device else made
 
 
 def of_torchao(config, **options):
@@ -74,24 +75,25 @@ def formula(kind, data, scales):
     return (signed * 2.0 ** (scales.double() - 127)[..., None]).flatten(-2)
 
 
+RAW = {"block_fp8": block_fp8, "mxfp4": mxfp4}
+
+
 @pytest.mark.parametrize("lead", [(), (3,)])
-@pytest.mark.parametrize(("kind", "make"), [("block_fp8", block_fp8), ("mxfp4", mxfp4)])
-def test_raw_tensors_by_the_formula(kind, make, lead, monkeypatch):
-    data, scales = make(*lead)
+@pytest.mark.parametrize("kind", RAW)
+def test_raw_tensors_by_the_formula(kind, lead, monkeypatch):
+    data, scales = RAW[kind](*lead)
     frozen, wanted = Frozen(data, scales, kind=kind), formula(kind, data, scales)
-    assert frozen.dtype == torch.bfloat16
-    assert frozen.shape == wanted.shape
+    assert (frozen.dtype, frozen.shape) == (torch.bfloat16, wanted.shape)
     for at_once in (kinds.AT_ONCE, 1):
         monkeypatch.setattr(kinds, "AT_ONCE", at_once)
-        torch.testing.assert_close(frozen.dequantize(torch.float32), wanted.float(), rtol=0, atol=0)
-        torch.testing.assert_close(frozen.dequantize(), wanted.float().bfloat16(), rtol=0, atol=0)
+        assert torch.equal(frozen.dequantize(torch.float32), wanted.float())
+        assert torch.equal(frozen.dequantize(), wanted.float().bfloat16())
 
 
-@pytest.mark.parametrize("name", [*LIBRARIES, "block_fp8", "mxfp4"])
+@pytest.mark.parametrize("name", [*LIBRARIES, *RAW])
 def test_what_is_transient_is_counted(name, monkeypatch):
     """Of rows at a time, which are fewer than all; one expert of several takes what one weight takes."""
-    raw = {"block_fp8": block_fp8, "mxfp4": mxfp4}
-    frozen = Frozen(*raw[name](4), kind=name)[1] if name in raw else Frozen(LIBRARIES[name]())
+    frozen = Frozen(*RAW[name](4), kind=name)[1] if name in RAW else Frozen(LIBRARIES[name]())
     monkeypatch.setattr(kinds, "AT_ONCE", 128 * frozen.shape[1])
     frozen.dequantize()  # a library's first call may make tables
     for dtype in (torch.bfloat16, torch.float32):
@@ -102,10 +104,6 @@ def test_what_is_transient_is_counted(name, monkeypatch):
         assert 0 <= beside <= transient <= 3 * beside + frozen.numel()
 
 
-def unquantised():
-    return pytest.importorskip("bitsandbytes").nn.Params4bit(torch.randn(4, 64), requires_grad=False)
-
-
 def relaid():
     data = of_torchao("Int8WeightOnlyConfig")
     data.qdata = data.qdata[:, :32]
@@ -114,48 +112,35 @@ def relaid():
 
 def changed(**state):
     data = params4bit()
-    for name, value in state.items():
-        setattr(data.quant_state, name, value)
+    vars(data.quant_state).update(state)
     return data
 
 
 REFUSED = {
-    "a plain tensor": (lambda: (torch.randn(3, 4),), {}, TypeError, r"data must be .* not torch\.Tensor"),
-    "scales alone": (block_fp8, {}, TypeError, r"scales are given without a kind; pass kind='block_fp8' or"),
-    "a kind": (block_fp8, {"kind": "nf4"}, ValueError, r"kind must be 'block_fp8' or 'mxfp4', not 'nf4'"),
-    "no scales": (lambda: block_fp8()[:1], {"kind": "mxfp4"}, TypeError, r"kind='mxfp4' needs data and scales as tensors"),
-    "dtypes": (mxfp4, {"kind": "block_fp8"}, DtypeError, r"needs float8 data and floating-point scales, not torch.uint8"),
-    "shapes": (
-        lambda: (block_fp8()[0], torch.ones(3, 2)), {"kind": "block_fp8"}, ShapeError,
-        r"needs data \[n, k\] or .* with scales \(3, 3\), but they have shapes \(320, 300\) and \(3, 2\)",
+    r"data must be .* not torch\.Tensor": lambda: Frozen(torch.randn(3, 4)),
+    r"scales are given without a kind; pass kind='block_fp8' or": lambda: Frozen(*block_fp8()),
+    r"kind must be 'block_fp8' or 'mxfp4', not 'nf4'": lambda: Frozen(*block_fp8(), kind="nf4"),
+    r"kind='mxfp4' needs data and scales as tensors": lambda: Frozen(block_fp8()[0], kind="mxfp4"),
+    r"needs float8 data and floating-point scales, not torch.uint8": lambda: Frozen(*mxfp4(), kind="block_fp8"),
+    r"needs data \[n, k\] or .* with scales \(3, 3\), but they have shapes \(320, 300\) and \(3, 2\)": lambda: Frozen(
+        block_fp8()[0], torch.ones(3, 2), kind="block_fp8"
     ),
-    "widths": (lambda: (mxfp4()[0][..., :8], mxfp4()[1]), {"kind": "mxfp4"}, ShapeError, r"needs data \[n, k / 32, 16\]"),
-    "dtype": (block_fp8, {"kind": "block_fp8", "dtype": F8}, DtypeError, r"dtype must be float16, .* not torch\.float8"),
-    "not yet": (lambda: (unquantised(),), {}, ValueError, r"is not quantised yet; move its module to its device first"),
-    "packed anew": (
-        lambda: (changed(packing_format_for_cpu=True),), {}, ValueError, r"is packed for inference .* load the weight again"
+    r"dtype must be float16, .* not torch\.float8": lambda: Frozen(*block_fp8(), kind="block_fp8", dtype=F8),
+    r"is not quantised yet; move its module to its device first": lambda: Frozen(params4bit(device=None)),
+    r"is packed for inference .* load the weight again": lambda: Frozen(changed(packing_format_for_cpu=True)),
+    r"takes nf4 and fp4 .* not 'nf3' of torch.bfloat16": lambda: Frozen(changed(quant_type="nf3")),
+    r"has 10240 bytes for a weight of shape \(320, 65\)": lambda: Frozen(changed(shape=(320, 65))),
+    r"must be \[out_features, in_features\] .* is \(320, 64\) .* of data \(320, 32\)": lambda: Frozen(relaid()),
+    r"with activation_quantization changes its layer's input too, .* quantise weight-only": lambda: Frozen(
+        of_torchao("Int8DynamicActivationIntxWeightConfig")
     ),
-    "another type": (lambda: (changed(quant_type="nf3"),), {}, ValueError, r"takes nf4 and fp4 .* not 'nf3' of torch.bfloat16"),
-    "another size": (lambda: (changed(shape=(320, 65)),), {}, ShapeError, r"has 10240 bytes for a weight of shape \(320, 65\)"),
-    "another layout": (
-        lambda: (relaid(),), {}, ShapeError, r"must be \[out_features, in_features\] .* is \(320, 64\) .* of data \(320, 32\)"
-    ),
-    "quantised activations": (
-        lambda: (of_torchao("Int8DynamicActivationInt8WeightConfig"),), {}, TypeError,
-        r"a torchao Int8Tensor with act_quant_kwargs changes its layer's input too, .* quantise weight-only",
-    ),
-    "quantised activations of ints": (
-        lambda: (of_torchao("Int8DynamicActivationIntxWeightConfig"),), {}, TypeError, r"with activation_quantization changes"
-    ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name):
-    make, options, error, message = REFUSED[name]
-    data = make()
-    with pytest.raises(error, match=rf"^Frozen: .*{message}"):
-        Frozen(*data, **options)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message):
+    with pytest.raises((TypeError, ValueError), match=f"^Frozen: .*{message}"):
+        REFUSED[message]()
 
 
 def test_a_missing_library_says_what_to_install(monkeypatch):

@@ -1,19 +1,26 @@
-"""scaled_dot_product_attention and varlen_attn: shapes, hidden rows, extreme scores, packed sequences, what kernels refuse."""
+"""scaled_dot_product_attention and the attention blocks: shapes, hidden rows, extreme scores, what kernels refuse, and in how
+many groups heads are taken. Options are tested in test_properties.py, other refusals in test_errors.py."""
 
-import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import assert_as_exact, assert_same_within_rounding, clone, gradients, output_gradient
+from support.cases import (
+    assert_as_exact,
+    assert_same_within_rounding,
+    clone,
+    each_backend,
+    gradients,
+    output_gradient,
+)
+from support.properties import call_of
 
 import ckptkern
+from ckptkern.ops.attention import latent_sublayer, sublayer
+from ckptkern.ops.catalog import Sizes
 
-each_backend = pytest.mark.parametrize("backend", ["eager", "triton"])
 QUERY, KEY = (2, 4, 7, 6), (2, 4, 5, 6)
-BOOL = torch.rand(2, 4, 7, 5, generator=torch.Generator().manual_seed(5)) > 0.4
-BOOL[..., 0] = True
 
 
 def inputs(query=QUERY, key=KEY, value=None, attn_mask=None, dtype=torch.float32):
@@ -31,26 +38,19 @@ def torchs(**options):
     return lambda t: F.scaled_dot_product_attention(**t, **options)
 
 
+# What the options' rule has not: a scale in a tensor, masks of fewer dimensions, whose gradients have their shapes, and sizes
+# by size.
 GROUPED, FIVE = dict(key=(2, 2, 5, 6)), (2, 3, 4, 7, 6)
-# What the options' rule has not: a scale in a tensor, masks of fewer dimensions, and sizes by size.
-OPTIONS = {
-    "a scale in a tensor": dict(scale=torch.tensor(0.2)), "a mask": dict(attn_mask=BOOL),
-    "a mask of keys": dict(attn_mask=BOOL[:, :1, :1]), "a mask of two dimensions": dict(attn_mask=BOOL[0, 0]),
-    "an additive mask of keys": dict(attn_mask=torch.randn(1, 5)),
-}  # fmt: skip
 SHAPES = (
-    ((7, 6), (5, 6)), ((3, 7, 6), (3, 5, 6)), (FIVE, FIVE), (QUERY, (2, 1, 5, 6), KEY), ((4, 7, 6), (1, 5, 6)),
-    ((2, 1, 7, 6), KEY), (QUERY, KEY, (2, 4, 5, 9)), ((5, 8), (1, 1, 3, 8)), ((1, 5, 8), (4, 8)),
-    ((4, 1, 2, 5, 8), (3, 1, 4, 8)), ((2, 2, 1, 2, 5, 8), (2, 4, 8)),
+    ((7, 6), (5, 6)), (FIVE, FIVE), (QUERY, (2, 1, 5, 6), KEY), ((4, 7, 6), (1, 5, 6)), ((2, 1, 7, 6), KEY),
+    ((5, 8), (1, 1, 3, 8)), ((1, 5, 8), (4, 8)), ((4, 1, 2, 5, 8), (3, 1, 4, 8)), ((2, 2, 1, 2, 5, 8), (2, 4, 8)),
 )  # fmt: skip
-# The gradient of a mask has its shape.
-TRAINED = ((4, 7, 5), (2, 1, 7, 5), (2, 1, 1, 5), (5,))
-TRAINED_OF_FIVE = ((3, 1, 7, 7), (4, 7, 7), (2, 1, 1, 1, 7))
+TRAINED = [(GROUPED, shape) for shape in ((4, 7, 5), (2, 1, 7, 5), (2, 1, 1, 5), (5,))]
+TRAINED += [(dict(query=FIVE, key=FIVE), shape) for shape in ((3, 1, 7, 7), (4, 7, 7), (2, 1, 1, 1, 7))]
 LIKE_TORCHS = {
-    **{name: (GROUPED, options | {"enable_gqa": True}) for name, options in OPTIONS.items()},
+    "a scale in a tensor": (GROUPED, dict(scale=torch.tensor(0.2))),
     **{str(shapes): (dict(zip(("query", "key", "value"), shapes, strict=False)), {}) for shapes in SHAPES},
-    **{f"trained {shape}": (GROUPED | dict(attn_mask=shape), dict(enable_gqa=True)) for shape in TRAINED},
-    **{f"trained {shape}": (dict(query=FIVE, key=FIVE, attn_mask=shape), {}) for shape in TRAINED_OF_FIVE},
+    **{f"trained {shape}": (sizes | dict(attn_mask=shape), {}) for sizes, shape in TRAINED},
 }
 
 
@@ -58,10 +58,16 @@ LIKE_TORCHS = {
 @pytest.mark.parametrize("case", LIKE_TORCHS)
 def test_like_torchs(case, backend):
     sizes, options = LIKE_TORCHS[case]
-    tensors = inputs(**sizes)
+    tensors, options = inputs(**sizes), options | {"enable_gqa": GROUPED.items() <= sizes.items()}
     with ckptkern.backend(backend):
         found = gradients(ours(**options), tensors)
     assert_same_within_rounding(found, gradients(torchs(**options), tensors))
+
+
+def test_a_list_of_parameters_is_three_weights():
+    call = call_of("attention_block", qkv_weight=torch.nn.ParameterList(torch.randn(24, 6).chunk(3)), qkv_bias=None)
+    t = call.make()
+    assert torch.equal(call(t), call.with_(qkv_weight=list(call.arguments["qkv_weight"]))(t))
 
 
 # -- rows that see nothing ---------------------------------------------------------------------------------------------
@@ -105,30 +111,24 @@ def test_weights_of_extreme_scores_add_up_to_one(hidden, dtype):
     assert_as_exact(gradients(ours(attn_mask=mask), tensors, dy), gradients(softmaxed, tensors, dy), exact)
 
 
-NOTHING = {
-    "no batch": ((0, 4, 7, 6), (0, 4, 5, 6)), "no rows": ((2, 4, 0, 6), KEY), "no columns": (QUERY, (2, 4, 0, 6)),
-    "no head dim": ((2, 4, 7, 0), (2, 4, 5, 0)), "packed, no rows": ((0, 4, 6), (5, 4, 6), (0, 0), (0, 5)),
-    "packed, no columns": ((7, 4, 6), (0, 4, 6), (0, 7), (0, 0)), "no sequences": ((7, 4, 6), (5, 4, 6), (0,), (0,)),
-    "packed, no head dim": ((7, 4, 0), (5, 4, 0), (0, 7), (0, 5)),
-}  # fmt: skip
-
-
 @each_backend
-@pytest.mark.parametrize("case", NOTHING)
-def test_zeros_where_there_is_nothing_to_see(case, backend):
-    query, key, *ends = NOTHING[case]
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("none_of", ["samples", "rows", "columns", "features"])
+def test_zeros_where_there_is_nothing_to_see(none_of, packed, backend):
+    sizes = dict(samples=2, rows=7, columns=5, features=6) | {none_of: 0}
+    B, *lengths, D = sizes.values()
+    query, key = ((S, 4, D) if packed else (B, 4, S, D) for S in lengths)
+    ends = [torch.tensor([0, S] if B else [0], dtype=torch.int32) for S in lengths]
     tensors = inputs(query, key)
-    cu = [torch.tensor(end, dtype=torch.int32) for end in ends]
+    call = (lambda t: ckptkern.varlen_attn(*t.values(), *ends, 7, 5)) if packed else ours(dropout_p=0.3)
     with ckptkern.backend(backend):
-        found = gradients(
-            lambda t: ckptkern.varlen_attn(*t.values(), *cu, 7, 5) if cu else ours(dropout_p=0.3)(t), tensors
-        )
+        found = gradients(call, tensors)
     for name, t in found.items():
         assert t.shape == (query if name == "y" else tensors[name].shape)
         assert not t.any(), name
 
 
-# -- what kernels refuse -----------------------------------------------------------------------------------------------
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 WIDE, NARROW = torch.randn(1, 3, 1, 257), torch.randn(1, 3, 1, 16)
 ROWS, SLOPES, ones = torch.randn(3, 8), torch.ones(3, requires_grad=True), torch.ones
@@ -157,36 +157,32 @@ def test_what_only_eager_computes_is_an_error_of_the_kernels(call, message):
         call()
 
 
-# -- packed sequences --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slopes_get_no_wrong_gradient(compiled):
+    """Also under torch.func, where grad mode is on for a tensor that requires no gradient."""
+    call = call_of("attention_block")
+    tensors = call.make()
 
-CU_Q, CU_K = (torch.tensor(ends, dtype=torch.int32) for ends in ((0, 4, 4, 9), (0, 3, 5, 11)))
+    def loss(slopes):
+        return call.with_(alibi_slopes=slopes).unseeded(tensors).sum()
+
+    torch._dynamo.reset()
+    run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else torch.func.grad(loss)
+    with pytest.raises(Exception, match="no gradient is formed for alibi_slopes"):
+        run(torch.ones(2, requires_grad=compiled))
 
 
-def one_by_one(t, left, right):
-    parts = []
-    for (a, b), (c, d) in zip(itertools.pairwise(CU_Q), itertools.pairwise(CU_K), strict=True):
-        before = torch.arange(d - c - b + a, d - c)[:, None] - torch.arange(d - c)
-        heads = (one.transpose(0, 1) for one in (t["query"][a:b], t["key"][c:d], t["value"][c:d]))
-        seen = (before <= left) & (before >= -right)
-        parts.append(F.scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True).transpose(0, 1))
-    return torch.cat([*parts, torch.zeros(2, 4, 6)])
-
-
-@each_backend
-@pytest.mark.parametrize("window", [(99, 99), (99, 0), (2, 1)])
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_packed_sequences(window, kv_heads, backend):
-    """Each is torch's, whose last query sees its last key. One has no queries, one more queries than keys, and rows after the
-    last are in none: zeros, though torch.empty gives NaN here."""
-    tensors = inputs((11, 4, 6), (14, kv_heads, 6))
-    options = dict(window_size=window) if window[1] else dict(is_causal=True)
-    expected = gradients(lambda t: one_by_one(t, *window), tensors)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with ckptkern.backend(backend):
-            found = gradients(
-                lambda t: ckptkern.varlen_attn(*t.values(), CU_Q, CU_K, 5, 6, enable_gqa=True, **options), tensors
-            )
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert_same_within_rounding(found, expected)
+@pytest.mark.parametrize(("name", "module", "divides"), [
+    ("attention_block", sublayer, "division"), ("latent_attention_block", latent_sublayer, "latent_groups"),
+])  # fmt: skip
+def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
+    """As many groups as the workspace makes necessary, all or none of them in each kv head; the same number in both passes."""
+    seen, found, divide = [], [], getattr(module, divides)
+    monkeypatch.setattr(module, divides, lambda *args: seen.append(divide(*args)) or seen[-1])
+    call = call_of(name, sizes=Sizes((2, 7), heads=4), recompute="full")
+    for workspace in (2**40, *(int(1.1**n) for n in range(160, 0, -1))):
+        seen.clear()
+        gradients(call.with_(workspace=workspace), call.make())
+        (groups,) = {getattr(one, "groups", one) for one in seen}
+        found.append(groups)
+    assert list(dict.fromkeys(found)) == [1, 2, 4]

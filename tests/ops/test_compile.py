@@ -5,10 +5,8 @@ import itertools
 
 import pytest
 import torch
-from support.calls import call_of, dropping
-from support.cases import assert_same, assert_same_within_rounding, gradients, output_gradient, seeded
-from support.oracles import ORACLES
-from support.properties import Calls
+from support.cases import assert_same, assert_same_within_rounding, checkpointed, gradients, output_gradient, seeded
+from support.properties import Calls, call_of, dropping
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +35,7 @@ def twice(call, t):
 
 def in_a_checkpoint(call, t):
     """Recomputed in backward, and its mask with it."""
-    return checkpoint(lambda *v: call.unseeded(dict(zip(t, v, strict=True))).sin(), *t.values(), use_reentrant=False)
+    return checkpointed(lambda t: call.unseeded(t).sin(), functools.partial(checkpoint, use_reentrant=False))(t)
 
 
 def in_a_chain(call, t):
@@ -94,11 +92,11 @@ def test_another_backend_compiles_again_and_reaches_its_kernels():
 @pytest.mark.slow
 def test_the_workspace(monkeypatch):
     """Another workspace compiles again, one that was seen does not, and none is a symbol."""
-    call, counter, backward, taken = (
+    call, counter, taken, backward = (
         call_of("mlp"),
         CompileCounterWithBackend("aot_eager"),
-        MLPBranch.backward_rows,
         set(),
+        MLPBranch.backward_rows,
     )
     monkeypatch.setattr(
         MLPBranch, "backward_rows", lambda self, *args: taken.add(self.o.workspace) or backward(self, *args)
@@ -147,8 +145,7 @@ def test_stacks_deeper_than_an_int64_has_bits():
     layers = {name: [catalog.Normal(shape)] * 33 for name, shape in (("weights", (4, 4)), ("biases", (4,)))}
     call = call_of("linear_stack", activation="silu", x=catalog.Normal((3, 4)), **layers)
     tensors = call.make(torch.float64)
-    unfused = call._replace(entry=call.entry._replace(function=ORACLES["linear_stack"]))
-    expected = gradients(unfused, tensors)
+    expected = gradients(lambda t: call.oracle(t)[0], tensors)
     for function in (call.unseeded, compiled(call.unseeded)):
         assert_same_within_rounding(gradients(function, tensors), expected)
     detached = {name: t.detach() for name, t in tensors.items()}
@@ -191,7 +188,6 @@ def test_masks_under_vmap(name):
 def test_jacobians_and_gradients_of_gradients():
     call = call_of("mlp", sizes=catalog.Sizes((2,), 3, 4, 2), activation="silu", dropout_p=0.25)
     tensors = {name: t.detach() for name, t in call.make(torch.float64).items()}
-    oracle = seeded(lambda t: ORACLES["mlp"](**t, activation="silu", dropout_p=0.25))
 
     def found(function):
         def penalty(t):
@@ -200,4 +196,4 @@ def test_jacobians_and_gradients_of_gradients():
         # chunk_size 1: the mask of a loop is the mask of one call
         return jacrev(lambda x: function({**tensors, "x": x}), chunk_size=1)(tensors["x"]), grad(penalty)(tensors)
 
-    torch.testing.assert_close(found(call), found(oracle))
+    torch.testing.assert_close(found(call), found(lambda t: call.oracle(t)[0]))

@@ -6,14 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import assert_same, assert_same_within_rounding, gradients
+from support.cases import assert_same, assert_same_within_rounding, each_backend, gradients
 
 import ckptkern
 from ckptkern.ops import catalog
 
-BETAS = (0.0, 0.3, 1.0)
 LEAD, CLASSES, K = (5, 7), 300, 6
-each_beta = pytest.mark.parametrize("beta", BETAS)
+each_beta = pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 
 
 def make(dtype=torch.float32, features=33):
@@ -115,7 +114,7 @@ def test_all_classes_are_the_whole_divergence_and_a_tail_bucket_is_at_most_it(ta
 
 @each_tail
 @each_beta
-@pytest.mark.parametrize("backend", ["eager", "triton"])
+@each_backend
 def test_padding_is_no_candidate(backend, beta, tail):
     """Of every other token the last two of k, as TRL's collator writes it, or labels of -100 with any number beside them. A
     token without candidates has no loss and no gradient, whatever its hidden state."""

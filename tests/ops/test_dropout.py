@@ -5,58 +5,54 @@ import functools
 import pytest
 import torch
 from support.cases import MODES, SEED, expected_mask
-from torch.utils._pytree import tree_leaves
+from support.properties import OF_OPS, call_of
 
 import ckptkern
 from ckptkern import state
-from ckptkern.ops import catalog
+from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.sublayer.dropout import replayed_dropout
 
-SIZES, SHAPES = catalog.Sizes((32, 3)), [(0,), (7,), (3, 0), (0, 3), (1, 1), (2, 3, 4, 5)]
-# Every probability of every op, alone.
-DROPPED = {
-    f"{entry.name} {name}": (entry, entry.inputs(SIZES) | arguments)
-    for entry in catalog.OPS.values()
-    for name, arguments in entry.every_option(SIZES).items()
-    if name in ("p", "dropout_p", "resid_dropout_p", "drop_path_p")
-}
+# Every probability of every op, alone, in every mode.
+DROPPED = [
+    call_of(name, option, mode=mode, sizes=Sizes((32, 3)))
+    for name, entry in OF_OPS.items()
+    for option in entry.every_option()
+    if option in ("p", "dropout_p", "resid_dropout_p", "drop_path_p")
+    for mode in range(len(entry.modes) or 1)
+]
 
 
-@pytest.mark.parametrize("case", DROPPED)
-def test_draws(case):
-    """Forward draws 16 bytes in every mode, backward nothing. Seeds reproduce, and differ. What is seeded between forward and
-    backward changes nothing."""
-    entry, arguments = DROPPED[case]
-    leaves = catalog.random_leaves(arguments)
+@pytest.mark.parametrize("call", DROPPED, ids=str)
+def test_draws(call):
+    """Forward draws 16 bytes, backward nothing. Seeds reproduce, and differ. What is seeded in between changes nothing."""
+    leaves = call.make()
 
-    def step(seed, between, mode):
-        """Outputs and gradients, and the generator's state after forward."""
+    def step(seed, between):
+        """The result and gradients, and the generator's state after forward."""
         torch.manual_seed(seed)
-        y = [one for one in tree_leaves(catalog.call(entry, arguments, leaves, **mode)) if one is not None]
+        y = call.unseeded(leaves)
         drawn = torch.get_rng_state()
         torch.manual_seed(between)
         before = torch.get_rng_state()
-        grads = torch.autograd.grad(sum(one.sum() for one in y), list(leaves.values()))
+        grads = torch.autograd.grad(y.sum(), list(leaves.values()))
         assert torch.equal(torch.get_rng_state(), before), "backward draws"
-        return [*y, *grads], drawn
+        return [y, *grads], drawn
 
     torch.manual_seed(SEED)
     torch.randint(-(2**63), 2**63 - 1, (2,))
     expected = torch.get_rng_state()
-    for mode in [{"recompute": one} for one in entry.modes] or [{}]:
-        found, drawn = step(SEED, SEED, mode)
-        assert torch.equal(drawn, expected), f"forward draws something else than 16 bytes {mode}"
-        for other in (SEED, SEED + 1, SEED + 2**16):  # the last one would be the first if a seed were cut to 16 bits
-            same = all(map(torch.equal, found, step(other, 99, mode)[0]))
-            assert same == (other == SEED), (
-                f"seeds {SEED} and {other} give {'one mask' if same else 'two masks'} {mode}"
-            )
+    found, drawn = step(SEED, SEED)
+    assert torch.equal(drawn, expected), "forward draws something else than 16 bytes"
+    for other in (SEED, SEED + 1, SEED + 2**16):  # the last one would be the first if a seed were cut to 16 bits
+        same = all(map(torch.equal, found, step(other, 99)[0]))
+        assert same == (other == SEED), f"seeds {SEED} and {other} give {'one mask' if same else 'two masks'}"
+
+
+SHAPES = (0,), (7,), (3, 0), (0, 3), (1, 1), (2, 3, 4, 5)
 
 
 @pytest.mark.parametrize(
-    ("p", "shape"),
-    [(1e-3, (33, 70)), (0.1, (33, 70)), (0.9, (33, 70)), (0.9999, (33, 70)), *((0.5, shape) for shape in SHAPES)],
-    ids=str,
+    ("p", "shape"), [*((p, (33, 70)) for p in (1e-3, 0.1, 0.9, 0.9999)), *((0.5, shape) for shape in SHAPES)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_probabilities(dtype, p, shape):

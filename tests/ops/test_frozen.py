@@ -1,14 +1,12 @@
 """Frozen weights: every op computes with them what it computes with the dequantised weights, saves no more, and stays within
 its workspace."""
 
-import sys
-import types
 from unittest import mock
 
 import pytest
 import torch
-from support.calls import ENTRIES, Call, call_of
-from support.cases import seeded
+from support.cases import checkpointed, gradients, seeded
+from support.properties import OF_OPS, Case, call_of, outcome
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,8 +17,6 @@ from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.ops import catalog
 from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices
-
-branch = sys.modules["ckptkern.ops.mlp.branch"]  # ckptkern.ops.mlp is the function
 
 
 def is_matmul_weight(path, shape) -> bool:
@@ -33,7 +29,7 @@ def is_matmul_weight(path, shape) -> bool:
 
 
 WITH_WEIGHTS = [
-    name for name, entry in ENTRIES.items()
+    name for name, entry in OF_OPS.items()
     if any(is_matmul_weight(*one) for one in catalog.input_shapes(entry.inputs(Sizes())).items())
 ]  # fmt: skip
 
@@ -44,7 +40,7 @@ def block_fp8(shape, dtype=torch.float32) -> Frozen:
     return Frozen(data, scales * shape[-1] ** -0.5, kind="block_fp8", dtype=torch.float32).to(dtype)
 
 
-def frozen_and_dense(call: Call, dtype=torch.float32) -> tuple[dict, dict]:
+def frozen_and_dense(call: Case, dtype=torch.float32) -> tuple[dict, dict]:
     """Tensors by name with Frozen weights, and with what these stand for."""
     torch.manual_seed(0)
     leaves = call.make(dtype)
@@ -53,22 +49,22 @@ def frozen_and_dense(call: Call, dtype=torch.float32) -> tuple[dict, dict]:
     return leaves | frozen, leaves | {name: one.dequantize() for name, one in frozen.items()}
 
 
-def step(call: Call, tensors: dict) -> tuple[dict, int]:
-    """(the result and the gradients of what is trained, bytes that are saved besides tensors)."""
+def step(call: Case, tensors: dict) -> tuple[dict, int]:
+    """(the results and the gradients of what is trained, bytes that are saved besides tensors)."""
     with saved_tensors(exclude=tensors.values()) as saved:
-        y = call(tensors)
-    trained = {name: t for name, t in tensors.items() if t.requires_grad}
-    dy = torch.linspace(-1, 1, y.numel()).view(y.shape)
-    return {"y": y} | dict(zip(trained, torch.autograd.grad(y, list(trained.values()), dy), strict=True)), saved.bytes
+        results = call.results(tensors)
+    return outcome(results, tensors), saved.bytes
 
 
-@pytest.mark.parametrize("workspace", [None, 1])
+@pytest.mark.parametrize(("workspace", "backend"), [(None, "eager"), (1, "eager"), (1, "triton")])
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_an_op_computes_with_frozen_weights_what_it_computes_with_the_dequantised(name, workspace):
-    more = {"workspace": workspace} if "workspace" in ENTRIES[name].parameters else {}
-    for mode in range(len(ENTRIES[name].modes) or 1):
+def test_an_op_computes_with_frozen_weights_what_it_computes_with_the_dequantised(name, workspace, backend):
+    """Kernels read addresses, which a Frozen refuses to give: they get what is dequantised."""
+    more = {"workspace": workspace} if "workspace" in OF_OPS[name].parameters else {}
+    for mode in range(len(OF_OPS[name].modes) or 1):
         call = call_of(name, mode=mode, **more)
-        (ours, saved), (theirs, saved_of_dense) = (step(call, tensors) for tensors in frozen_and_dense(call))
+        with ckptkern.backend(backend if call.entry.op.kernels else "eager"):
+            (ours, saved), (theirs, saved_of_dense) = (step(call, tensors) for tensors in frozen_and_dense(call))
         torch.testing.assert_close(ours, theirs)
         assert saved == saved_of_dense
 
@@ -76,20 +72,13 @@ def test_an_op_computes_with_frozen_weights_what_it_computes_with_the_dequantise
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 LARGE = Sizes((4, 128), 96, 352, 600, heads=24, experts=4)  # weights take as much as chunks do
-BOUNDED = {
-    "mlp_block": call_of("mlp_block", "gate_weight", sizes=LARGE, activation="silu", norm="rms"),
-    "mlp_block, LoRA": call_of("mlp_block", "lora", sizes=LARGE, norm="rms"),
-    "attention_block": call_of("attention_block", sizes=LARGE, is_causal=True, norm="rms", residual=True),
-    "transformer_layer": call_of("transformer_layer", sizes=LARGE),
-    "linear_stack": call_of("linear_stack", sizes=LARGE, activation="gelu"),
-    "moe_mlp": call_of("moe_mlp", sizes=LARGE._replace(hidden=128)),
-    "linear_cross_entropy": call_of("linear_cross_entropy", sizes=LARGE, reduction="none"),
-}
+BOUNDED = dict.fromkeys(("attention_block", "transformer_layer", "linear_stack", "moe_mlp", "linear_cross_entropy"), ())
+BOUNDED |= {"mlp_block": ("gate_weight", "lora")}
 
 
-def passes(call: Call, tensors: dict, workspace: int) -> tuple[int, int]:
+def passes(call: Case, tensors: dict, workspace: int) -> tuple[int, int]:
     """How far forward rises above what it saves and gives, and backward above the gradient of the input."""
-    call, x = call.with_(workspace=workspace, recompute="full"), next(iter(tensors.values()))
+    call, x = call.with_(workspace=workspace), next(iter(tensors.values()))
     with peak_memory("cpu") as forward, saved_tensors([*tensors.values(), *tree_leaves(call.others)]) as saved:
         y = call(tensors)
     dy = torch.ones_like(y)
@@ -102,7 +91,7 @@ def passes(call: Call, tensors: dict, workspace: int) -> tuple[int, int]:
 def test_dequantised_weights_count_against_the_workspace(name, monkeypatch):
     """From a little more than the least on, where one weight after the other is dequantised, to where all are held."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    call = BOUNDED[name]
+    call = call_of(name, *BOUNDED[name], recompute="full", sizes=LARGE)
     tensors, _ = frozen_and_dense(call, torch.bfloat16)
     least, whole = (max(passes(call, tensors, workspace)) for workspace in (1, 2**40))
     assert least < 0.75 * whole
@@ -118,7 +107,8 @@ def test_dequantised_weights_count_against_the_workspace(name, monkeypatch):
 def test_a_weight_is_dequantised_once_in_each_pass_if_it_is_held(name, weights, again, workspace, holds, monkeypatch):
     """A layer dequantises the weights of its attention again, to form their gradients: the MLP's pass, which comes in between,
     has a workspace of its own."""
-    call, before, count = BOUNDED[name].with_(recompute="full", workspace=workspace), kinds.KINDS["block_fp8"], []
+    call = call_of(name, *BOUNDED[name], recompute="full", sizes=LARGE, workspace=workspace)
+    before, count = kinds.KINDS["block_fp8"], []
     tensors, _ = frozen_and_dense(call, torch.bfloat16)
     counted = before._replace(dequantized=lambda *given: count.append(1) or before.dequantized(*given))
     monkeypatch.setitem(kinds.KINDS, "block_fp8", counted)
@@ -137,38 +127,31 @@ BLOCK = call_of(
 )
 
 
-def first_order(function, tensors, create_graph=False):
-    y = function(tensors)
-    return [
-        y,
-        *torch.autograd.grad(
-            y.square().sum(), [t for t in tensors.values() if t.requires_grad], create_graph=create_graph
-        ),
-    ]
+def trained(tensors):
+    return {name: t for name, t in tensors.items() if t.requires_grad}
 
 
 def second_order(function, tensors):
-    y, *grads = first_order(function, tensors, create_graph=True)
-    return [y, *grads, *torch.autograd.grad(grads[0].square().sum(), [t for t in tensors.values() if t.requires_grad])]
+    leaves = [*trained(tensors).values()]
+    grads = torch.autograd.grad(function(tensors).square().sum(), leaves, create_graph=True)
+    return torch.autograd.grad(grads[0].square().sum(), leaves)
 
 
 def of_transform(function, tensors):
-    trained = {name: t.detach() for name, t in tensors.items() if t.requires_grad}
-    return torch.func.grad(lambda trained: function(tensors | trained).square().sum())(trained)
-
-
-def checkpointed(function, tensors):
-    return first_order(
-        lambda t: ckptkern.checkpoint(lambda *v: function(dict(zip(t, v, strict=True))), *t.values()), tensors
-    )
+    leaves = {name: t.detach() for name, t in trained(tensors).items()}
+    return torch.func.grad(lambda leaves: function(tensors | leaves).square().sum())(leaves)
 
 
 def compiled(function, tensors):
-    return first_order(seeded(torch.compile(BLOCK.unseeded, backend="aot_eager", fullgraph=True)), tensors)
+    return gradients(seeded(torch.compile(BLOCK.unseeded, backend="aot_eager", fullgraph=True)), tensors)
+
+
+def in_a_checkpoint(function, tensors):
+    return gradients(checkpointed(function, ckptkern.checkpoint), tensors)
 
 
 CALLS = {
-    "alone": first_order, "a checkpoint": checkpointed, "second order": second_order, "torch.func": of_transform,
+    "alone": gradients, "a checkpoint": in_a_checkpoint, "second order": second_order, "torch.func": of_transform,
     "torch.compile": compiled,
 }  # fmt: skip
 
@@ -186,20 +169,6 @@ def test_frozen_weights_however_an_op_is_called(name):
                 CALLS[name](BLOCK, tensors)
             flops.append(counter.get_total_flops())
         assert flops[0] < flops[1] if name in ("second order", "torch.func") else flops[0] == flops[1]
-
-
-def test_kernels_get_what_is_dequantised():
-    """Triton reads addresses, which a Frozen refuses to give."""
-    call, seen, kernels = call_of("gated_mlp"), [], types.SimpleNamespace(**vars(ckptkern.eager))
-    tensors, _ = frozen_and_dense(call)
-    for launcher in ("linear", "mm", "gated_fwd", "gated_bwd", "act_fwd", "act_bwd"):
-        function = getattr(ckptkern.eager, launcher)
-        setattr(kernels, launcher, lambda *a, f=function, **k: seen.extend(map(type, a)) or f(*a, **k))
-    with ckptkern.backend("triton"), mock.patch.object(branch, "primitives", return_value=kernels):
-        for workspace in (1, "1GiB"):
-            call.with_(workspace=workspace)(tensors).sum().backward()
-    assert seen
-    assert Frozen not in seen
 
 
 def test_a_dtype_that_is_not_xs_is_refused():

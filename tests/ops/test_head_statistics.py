@@ -1,14 +1,13 @@
 """What linear_cross_entropy and selected_log_probs return of each token beside its loss, against float64 logits."""
 
-import functools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ops.test_cross_entropy import IGNORED, each_backend, make, ours
-from support.cases import check_exactness, clone, gradients
-from support.oracles import ORACLES
+from ops.test_cross_entropy import IGNORED, ours
+from support import oracles
+from support.cases import clone, each_backend, gradients
 
 import ckptkern
 
@@ -20,10 +19,10 @@ def test_the_first_of_equal_logits_is_the_arg_max(backend):
     t["bias"][[40, 45, 250]] = 2.0
     target = torch.tensor([40, 45, IGNORED])
     with ckptkern.backend(backend):
-        found, mean = (ours(target, t, return_accuracy=True, reduction=one) for one in ("none", "mean"))
+        found, mean = (ours(target, return_accuracy=True, reduction=one)(t) for one in ("none", "mean"))
         t["bias"][:290] = -torch.inf
         t["bias"][295] = 1.0
-        last = ours(target.clamp_min(295), t, return_accuracy=True)
+        last = ours(target.clamp_min(295), return_accuracy=True)(t)
     assert found.arg_max.tolist() == [40, 40, 0]
     assert found.accuracy.tolist() == [1, 0, 0]
     assert mean.accuracy == 0.5  # of the two that count
@@ -31,8 +30,8 @@ def test_the_first_of_equal_logits_is_the_arg_max(backend):
     assert last.accuracy == 1
 
 
-def selected(tokens, t, function=ckptkern.selected_log_probs, **options):
-    return function(t["x"], t["weight"], tokens, bias=t["bias"], **options)
+def selected(tokens, function=ckptkern.selected_log_probs, **options):
+    return lambda t: function(t["x"], t["weight"], tokens, bias=t["bias"], **options)
 
 
 @each_backend
@@ -45,34 +44,9 @@ def test_entropy_of_certain_even_and_masked_tokens(mode, backend):
     t = {name: one.requires_grad_() for name, one in t.items()}
     tokens = torch.tensor([5, 7, IGNORED])
     with ckptkern.backend(backend):
-        found = gradients(lambda t: selected(tokens, t, return_entropy=True, recompute=mode).entropy, t, torch.ones(3))
+        found = gradients(lambda t: selected(tokens, return_entropy=True, recompute=mode)(t).entropy, t, torch.ones(3))
     torch.testing.assert_close(found.pop("y"), torch.tensor([math.log(100), 0.0, 0.0]), rtol=1e-4, atol=1e-30)
     assert all(grad.abs().max() < 1e-4 for grad in found.values())
-
-
-@each_backend
-@pytest.mark.parametrize(("mode", "updated"), [("none", False), ("full", False), ("full", True)])
-@pytest.mark.parametrize("lead", [(5, 7), (0,)], ids=str)
-def test_candidates(lead, mode, updated, backend):
-    """Log-probabilities of k tokens for each place, padding among them, some of them twice; with an entropy and an update."""
-    tensors, target = make(lead, 33, 300)
-    tokens = torch.stack([target, target, target.roll(1), torch.full_like(target, 299)], -1)
-    if updated:
-        tensors |= {"a": torch.randn(4, 33, requires_grad=True), "b": torch.randn(300, 4, requires_grad=True)}
-    tokens[target == IGNORED] = IGNORED
-
-    def of(function):
-        def run(t):
-            lora = ckptkern.LoRA(t["a"], t["b"], 0.1) if updated else None
-            options = dict(temperature=0.7, return_entropy=True, recompute=mode, workspace=1, lora=lora)
-            log_probs, entropy = selected(tokens, t, function, **options)
-            assert log_probs.shape == tokens.shape
-            return torch.cat([log_probs.reshape(-1), entropy.reshape(-1)])
-
-        return run
-
-    with ckptkern.backend(backend):
-        check_exactness(of(ckptkern.selected_log_probs), of(ORACLES["selected_log_probs"]), tensors)
 
 
 @each_backend
@@ -85,11 +59,11 @@ def test_the_gradient_of_a_certain_candidate(dtype, mode, updated, backend):
     t = {name: one.requires_grad_() for name, one in t.items()}
     lora = ckptkern.LoRA(x.new_zeros(4, 16), x.new_zeros(300, 4)) if updated else None
 
-    def run(t, **options):
-        return selected(torch.arange(8)[:, None], t, **options).sum()
+    def total(**options):
+        return lambda t: selected(torch.arange(8)[:, None], **options)(t).sum()
 
-    exact = gradients(functools.partial(run, function=ORACLES["selected_log_probs"]), clone(t, torch.float64))
+    exact = gradients(total(function=oracles.selected_log_probs), clone(t, torch.float64))
     with ckptkern.backend(backend):
-        found = gradients(functools.partial(run, recompute=mode, workspace=1, lora=lora), t)
+        found = gradients(total(recompute=mode, workspace=1, lora=lora), t)
     for name in t:
         assert (found[name].double() - exact[name]).norm() < 0.01 * exact[name].norm(), name

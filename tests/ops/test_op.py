@@ -1,19 +1,21 @@
 """What every op is to autograd: which node, what surrounds it and changes nothing, what is refused, what is not written to."""
 
 import functools
+import itertools
 import re
 
 import pytest
 import torch
-from support.calls import ENTRIES, Call, call_of, dropping
 from support.cases import (
     Tensors,
     Watch,
     assert_same,
     assert_same_within_rounding,
+    checkpointed,
     gradients,
     output_gradient,
 )
+from support.properties import OF_OPS, call_of, dropping
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -28,55 +30,34 @@ bf16_autocast = functools.partial(torch.autocast, "cpu", dtype=BF16)
 
 def modes_of(name: str) -> list[int]:
     """The places of the default mode and of the one that is farthest from it."""
-    return [0, -1] if ENTRIES[name].modes else [0]
+    return [0, -1] if OF_OPS[name].modes else [0]
 
 
-EACH = [pytest.param(dropping(name, mode=i), id=f"{name}-{i}") for name in ENTRIES for i in modes_of(name)]
+EACH = [pytest.param(dropping(name, mode=i), id=f"{name}-{i}") for name in OF_OPS for i in modes_of(name)]
 FIRST = [one for one in EACH if one.id.endswith("-0")]
 
 
 # -- what surrounds an op and changes no bit ---------------------------------------------------------------------------
 
 
-def around(context, before: bool = False):
-    """A step whose forward runs inside, or runs once inside before, and one that has nothing around it."""
-
-    def steps(call: Call, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        def run(t):
-            with context():
-                y = call(t)
-            return call(t) if before else y
-
-        return gradients(run, tensors), gradients(call, tensors)
-
-    return steps
-
-
-def no_grad_first(call: Call, tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """A weight that was cast under no_grad is not taken by the step that follows."""
-
-    def run(t, first=True):
-        with bf16_autocast():
-            if first:
-                with torch.no_grad():
-                    call(t)
-            return call(t)
-
-    return gradients(run, tensors), gradients(functools.partial(run, first=False), tensors)
-
-
-AROUND = {
-    "inference first": around(torch.inference_mode, before=True),
-    "autocast switched off": around(lambda: torch.autocast("cpu", enabled=False)),
-    "a mode that sees the library op": around(Watch),
-    "no_grad first": no_grad_first,
-}
-
-
-@pytest.mark.parametrize("way", AROUND)
 @pytest.mark.parametrize("call", FIRST)
-def test_what_changes_no_bit(call, way):
-    assert_same(*AROUND[way](call, call.make()))
+def test_what_changes_no_bit(call):
+    tensors = call.make()
+    expected = gradients(call, tensors)
+    with torch.inference_mode():
+        call(tensors)
+    assert_same(gradients(call, tensors), expected, "after inference")
+    for context in (torch.autocast("cpu", enabled=False), Watch()):  # Watch sees the library op
+        with context:
+            found = gradients(call, tensors)
+        assert_same(found, expected, f"inside {context}")
+    with bf16_autocast():
+        expected = gradients(call, tensors)
+    with bf16_autocast():
+        with torch.no_grad():
+            call(tensors)  # casts weights, which the step that follows does not take
+        found = gradients(call, tensors)
+    assert_same(found, expected, "after no_grad")
 
 
 KERNELS = "mlp", "attention_block", "latent_attention_block", "varlen_attn", "moe_mlp", "linear_cross_entropy"
@@ -120,7 +101,7 @@ def watched(function, tensors: Tensors) -> Watch:
 
 def with_wrapper(wrap, call):
     """sin saves its input, so that a recompute runs to the end of the region."""
-    return lambda t: wrap(lambda *values: call(dict(zip(t, values, strict=True))).sin(), *t.values())
+    return checkpointed(lambda t: call(t).sin(), wrap)
 
 
 @pytest.mark.parametrize("way", WRAPPED)
@@ -170,7 +151,7 @@ def test_what_changes_before_backward_is_harmless_or_an_error(call):
     """Inputs, parameters, masks, targets, and the output."""
     expected, caught = gradients(call, call.make()), []
     for i in range(len(call.make()) + len(call.others) + 1):
-        tensors, copy = call.make(), call._replace(arguments=tree_map_only(torch.Tensor, torch.clone, call.arguments))
+        tensors, copy = call.make(), call.with_(**tree_map_only(torch.Tensor, torch.clone, call.arguments))
         y = copy(tensors)
         dy = output_gradient(y)
         changed([*tensors.values(), *copy.others, y][i])
@@ -196,22 +177,19 @@ class Made(Watch):
         return out
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if ENTRIES[name].modes])
+@pytest.mark.parametrize("name", [name for name in OF_OPS if OF_OPS[name].modes])
 def test_inference_saves_nothing(name):
     """Without a gradient a forward op returns its results, also at "none", and two numbers for each token at most: choices of
     experts and statistics of the loss."""
-    made = []
-    for mode in ("none", "full"):
-        call = dropping(name).with_(recompute=mode)
-        tensors = call.make()
-        for graded, given in ((False, tensors), (True, call.make(frozen=tensors))):
-            with torch.set_grad_enabled(graded), Made() as found, saved_tensors() as saved:
-                y = call(given)
-            assert not y.requires_grad
-            assert saved.bytes == 0
-            made.append(found.bytes)
-    assert len(set(made)) == 1, f'{made} bytes at "none" and at "full"'
-    assert made[0] <= y.nbytes + 8 * catalog.Sizes().tokens
+    made = set()
+    for mode, graded in itertools.product(("none", "full"), (False, True)):
+        call = dropping(name, recompute=mode)
+        with torch.set_grad_enabled(graded), Made() as found, saved_tensors() as saved:
+            y = call(call.make(frozen=call.make() if graded else ()))
+        assert (y.requires_grad, saved.bytes) == (False, 0)
+        made.add(found.bytes)
+    assert len(made) == 1, f'{made} bytes at "none" and at "full"'
+    assert made.pop() <= y.nbytes + 8 * catalog.Sizes().tokens
 
 
 @pytest.mark.parametrize("call", EACH)
@@ -240,11 +218,8 @@ def test_every_saved_tensor_is_unpacked_once(call):
 @pytest.mark.parametrize("call", FIRST)
 def test_the_node_has_the_ops_name(call):
     """It shows in tracebacks of anomaly mode, profiles and drawings of the graph."""
-    arguments = {name: t * 1 for name, t in call.make().items()}
-    y = call(arguments)
-    name, nodes, seen = call.entry.op.__name__, [y.grad_fn], []
-    while nodes:
-        node = nodes.pop()
+    nodes, seen = [call(call.make()).grad_fn], []
+    for node in nodes:
         seen.append(node.name())
         nodes += [one for one, _ in node.next_functions if one is not None]
-    assert f"{name}FunctionBackward" in seen
+    assert f"{call.entry.op.__name__}FunctionBackward" in seen

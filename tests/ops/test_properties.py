@@ -6,6 +6,7 @@ classes and heads are taken in several chunks and groups, the last of which are 
 
 import pytest
 import torch
+from support.cases import assert_same, assert_same_within_rounding, uninitialised_is_nan
 from support.properties import (
     ALL,
     HEADS,
@@ -14,10 +15,9 @@ from support.properties import (
     TILED,
     Case,
     alone,
-    assert_bits,
-    assert_equal_to_rounding,
     each,
     each_call,
+    each_pair,
     in_pairs,
     joined,
     many,
@@ -53,11 +53,11 @@ REFUSED = {
 
 def check_against_oracle(case: Case, **more) -> None:
     """Results, whether they have a graph, and gradients."""
-    leaves = case.make()
+    leaves = case.make(torch.float64)
     results, expected = case.results(leaves, **more), case.oracle(leaves)
     graphs = [[one.requires_grad for one in found] for found in (results, expected)]
     assert graphs[0] == graphs[1], f"{case}: results have a graph: {graphs[0]}, but of the oracle {graphs[1]}"
-    assert_equal_to_rounding(outcome(results, leaves), outcome(expected, leaves), case, "the oracle")
+    assert_same_within_rounding(outcome(results, leaves), outcome(expected, leaves), case, "the oracle")
 
 
 def refuses(case: Case) -> str:
@@ -75,14 +75,7 @@ def refuses(case: Case) -> str:
     return refusal
 
 
-PAIRS = [
-    pytest.param(entry, first, id=f"{named(name)}-{first or 'none'}")
-    for name, entry in ALL.items()
-    for first in in_pairs(entry)
-]
-
-
-@pytest.mark.parametrize(("entry", "first"), PAIRS)
+@pytest.mark.parametrize(("entry", "first"), each_pair())
 def test_pairs_of_options(entry: Entry, first: str):
     """Modes in turn, the smallest workspace, and an option alone in the default's, too. What is refused is what REFUSED
     lists."""
@@ -116,30 +109,27 @@ def test_second_order(entry: Entry):
     """Of a penalty on the gradients, with each option, and without any for each input alone: others may then not be saved."""
     for i, options in enumerate(alone(entry)):
         case = Case(entry, options, mode_in_turn(entry, i) if options else "full" if entry.modes else "")
-        names = list(case.make())
-        for trained in [names] if options else [names, *([name] for name in names)]:
-            leaves = {name: leaf.requires_grad_(name in trained) for name, leaf in case.make().items()}
+        names = case.make().keys()
+        for trained in [names] if options else [names, *({name} for name in names)]:
+            leaves = case.make(torch.float64, frozen=names - trained)
             ours, theirs = (penalty(run(leaves), leaves) for run in (case.results, case.oracle))
-            assert_equal_to_rounding(ours, theirs, f"second order of {case}, trained: {trained}", "the oracle")
+            assert_same_within_rounding(ours, theirs, f"second order of {case}, trained: {trained}", "the oracle")
 
 
 def penalty(results, leaves) -> dict[str, torch.Tensor]:
     """Gradients of the square of the gradients, and the first ones as double backward sees them."""
-    names = [name for name, leaf in leaves.items() if leaf.requires_grad]
-    wanted, y = [leaves[name] for name in names], joined(results)
-    first = torch.autograd.grad(y.square().sum() / 2, wanted, create_graph=True, allow_unused=True)
-    first = [torch.zeros_like(leaf) if one is None else one for one, leaf in zip(first, wanted, strict=True)]
-    second = torch.autograd.grad(sum(one.square().sum() for one in first), wanted, allow_unused=True)
-    found = {f"first {name}": one.detach() for name, one in zip(names, first, strict=True)}
-    return found | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(names, second, strict=True)}
+    first = outcome([joined(results).square().sum()], leaves, create_graph=True)
+    grads = [first[name] for name, leaf in leaves.items() if leaf.requires_grad]
+    squares = sum(one.square().sum() for one in grads)
+    return {f"first {name}": one.detach() for name, one in first.items()} | outcome([squares], leaves)
 
 
 # -- recompute ---------------------------------------------------------------------------------------------------------
 
-RECOMPUTE = [one for one in each(OF_OPS) if one.values[0].modes and one.values[0].name not in HEADS]
+RECOMPUTE = [name for name, one in OF_OPS.items() if one.modes and name not in HEADS]
 
 
-@pytest.mark.parametrize("entry", RECOMPUTE)
+@pytest.mark.parametrize("entry", each(RECOMPUTE))
 def test_every_mode_gives_the_same_bits(entry: Entry):
     """Modes differ in what they save: what is recomputed equals what forward computed, in one chunk and in several in turn.
 
@@ -151,10 +141,10 @@ def test_every_mode_gives_the_same_bits(entry: Entry):
             case = Case(entry, options, mode, sizes_of(entry))
             leaves = case.make(torch.bfloat16)
             found[mode] = outcome(case.results(leaves, **more), leaves)
-        assert_bits(found["selective"], found["full"], case, "recompute='full'")
+        assert_same(found["selective"], found["full"], case, "recompute='full'")
         if more and {"num_heads", "attention_arguments"} & entry.parameters.keys():
             found = {mode: {n: t for n, t in one.items() if n.startswith("result")} for mode, one in found.items()}
-        assert_bits(found["none"], found["full"], case, "recompute='full'")
+        assert_same(found["none"], found["full"], case, "recompute='full'")
 
 
 MANY_CLASSES = Sizes((2, 3), 8, 40, 2050)  # three times as many slices of classes as are combined at once
@@ -170,20 +160,21 @@ def on_kernels(name: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("entry", "options"), each_call(WITH_KERNELS, on_kernels))
+@uninitialised_is_nan()
 def test_kernels_compute_what_pytorch_ops_do(entry: Entry, options):
     """With many options in two modes, which give the same bits where they recompute, and then in groups of heads."""
     found, modes = {}, (*entry.modes[:1], *entry.modes[-1:]) if len(options) != 1 else entry.modes[:1]
     sizes = MANY_CLASSES if entry.op is LinearCrossEntropy else TILED
     for mode in modes or ("",):
         case = Case(entry, options, mode, sizes)
-        leaves = case.make(torch.float32)
+        leaves = case.make()
         theirs = outcome(case.results(leaves), leaves)
         with ckptkern.backend("triton"):
             found[mode] = outcome(case.results(leaves), leaves)
-        assert_equal_to_rounding(found[mode], theirs, f"{case} on the kernels", "PyTorch ops")
+        assert_same_within_rounding(found[mode], theirs, f"{case} on the kernels", "PyTorch ops")
     if len(found) > 1 and entry.name not in HEADS:
-        assert_bits(*found.values(), f"{case} on the kernels", "another mode")
+        assert_same(*found.values(), f"{case} on the kernels", "another mode")
     if len(options) > 1 and "num_heads" in entry.parameters:
         with ckptkern.backend("triton"):
             groups = outcome(case.results(leaves, workspace=1), leaves)
-        assert_equal_to_rounding(groups, theirs, f"{case} on the kernels, in groups of heads", "PyTorch ops")
+        assert_same_within_rounding(groups, theirs, f"{case} on the kernels, in groups of heads", "PyTorch ops")

@@ -2,19 +2,22 @@
 sizes of zero, memory, checkpoints, graphs and transforms."""
 
 import functools
-from typing import NamedTuple
+import gc
 
 import pytest
 import torch
 from support.cases import (
-    SEED,
+    Tensors,
     Watch,
-    assert_flat_memory,
+    assert_same,
+    assert_same_within_rounding,
     every_other,
+    gradients,
     output_gradient,
     padded_rows,
-    through_export,
+    seeded,
     transposed,
+    uninitialised_is_nan,
 )
 from support.properties import (
     HEADS,
@@ -22,8 +25,6 @@ from support.properties import (
     TILED,
     Case,
     alone,
-    assert_bits,
-    assert_equal_to_rounding,
     calls_of,
     each,
     each_call,
@@ -47,29 +48,17 @@ from ckptkern.ops.catalog import Entry, Sizes
 READ_X = {"linear_act": {"weight"}, "mlp": {"fc1_weight"}, "gated_mlp": {"gate_weight", "up_weight"}}
 
 
-def frozen_but(leaves: dict, name: str) -> dict:
-    return {one: leaf.detach().requires_grad_(one == name) for one, leaf in leaves.items()}
-
-
 def flops_of(function) -> int:
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
 
 
-class Backward(NamedTuple):
-    """flops: of the matmuls that run; registered: by the ops' formulas."""
-
-    flops: int
-    registered: int
-    grads: dict[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, results, leaves, names):
-        y = joined(results)
-        with Watch() as watch:
-            grads = torch.autograd.grad(y, [leaves[name] for name in names], output_gradient(y), retain_graph=True)
-        return cls(watch.flops, watch.registered, dict(zip(names, grads, strict=True)))
+def backward(results, leaves: Tensors, *names: str) -> tuple[Watch, Tensors]:
+    y = joined(results)
+    with Watch() as watch:
+        grads = torch.autograd.grad(y, [leaves[name] for name in names], output_gradient(y), retain_graph=True)
+    return watch, dict(zip(names, grads, strict=True))
 
 
 def with_own_core(entry: Entry, options: tuple[str, ...]) -> tuple[str, ...]:
@@ -106,113 +95,110 @@ def test_each_input_alone(entry: Entry):
 
 
 def check_inputs_alone(case: Case, names: list[str]) -> None:
-    entry, leaves = case.entry, case.make(torch.float32)
-    counted = "cu_seqlens" not in case.arguments and "cu_seq_q" not in case.arguments
+    entry, leaves = case.entry, case.make()
     with saved_tensors() as everything:
         results = case.results(leaves)
-    whole = Backward.of(results, leaves, list(leaves))
+    whole, grads = backward(results, leaves, *leaves)
+    counted = not {"cu_seqlens", "cu_seq_q"} & case.arguments.keys()
     assert whole.flops == whole.registered or not counted, (
         f"{case}: backward runs {whole.flops} FLOPs, but {whole.registered} are registered"
     )
     bounded = counted and entry.function.__name__ != "transformer_layer" and len(case.options) <= 2
-    oracle, forward = (case.oracle(leaves), flops_of(lambda: case.oracle(leaves))) if bounded else ((), 0)
+    oracle, forward = (joined(case.oracle(leaves)), flops_of(lambda: case.oracle(leaves))) if bounded else (None, 0)
+    # an expert's h is formed another way for a weight's gradient alone
+    rounded = entry.name in HEADS or "moe" in entry.name or "experts" in entry.name
+    compare = assert_same_within_rounding if rounded else assert_same
     for name in names:
-        alone_, label = frozen_but(leaves, name), f"{case}, {name} alone"
+        alone_, label = case.make(frozen=leaves.keys() - {name}), f"{case}, {name} alone"
         with saved_tensors() as saved:
             results_alone = case.results(alone_)
-        trained, asked_for = Backward.of(results_alone, alone_, [name]), Backward.of(results, leaves, [name])
-        expected = {name: whole.grads[name]}
-        chosen = (
-            "moe" in entry.name or "experts" in entry.name
-        )  # whose h is formed another way for a weight's gradient alone
-        compare = assert_equal_to_rounding if entry.name in HEADS or chosen else assert_bits
-        compare(asked_for.grads, expected, f"{label} asked for", "a backward for all")
-        compare(trained.grads, expected, f"{label} trained", "a backward for all")
+        asked_for, found = backward(results, leaves, name)
+        compare(found, {name: grads[name]}, f"{label} asked for", "a backward for all")
+        trained, found = backward(results_alone, alone_, name)
+        compare(found, {name: grads[name]}, f"{label} trained", "a backward for all")
         assert saved.bytes <= everything.bytes, f"{label}: saves {saved.bytes} bytes, with all {everything.bytes}"
         if case.mode in ("none", "selective") and name not in READ_X.get(entry.name, leaves):
             assert leaves["x"].shape not in [shape for shape, *_ in saved.tensors], f"{label}: x is saved and not read"
         if not bounded:
             continue
-        eager = flops_of(functools.partial(backward_of, oracle, leaves[name]))
-        assert trained.flops == trained.registered, (
-            f"{label}: backward runs {trained.flops} FLOPs, but {trained.registered} are registered"
+        assert trained.flops == trained.registered == asked_for.flops, (
+            f"{label}: backward runs {trained.flops} FLOPs, and {asked_for.flops} if others are trained, but not asked for; "
+            f"{trained.registered} are registered"
         )
-        assert trained.flops == asked_for.flops, (
-            f"{label}: backward runs {asked_for.flops} FLOPs if others are trained, but not asked for; else {trained.flops}"
+        of_eager = functools.partial(
+            torch.autograd.grad, oracle, leaves[name], output_gradient(oracle), retain_graph=True
         )
+        eager = flops_of(of_eager)
         most = min(whole.flops, eager + recomputed_flops(entry, forward))
         assert trained.flops <= most, (
             f"{label}: backward runs {trained.flops} FLOPs, but {most} are enough: {eager} are eager's"
         )
 
 
-def backward_of(results, leaf) -> None:
-    y = joined(results)
-    torch.autograd.grad(y, leaf, output_gradient(y), retain_graph=True, allow_unused=True)
+# -- again, and other layouts ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("entry", "options"), each_call(OF_OPS))
 def test_backward_again_and_again(entry: Entry, options):
-    """Runs have the same bits, also a second backward through a retained graph; nothing is left behind, nothing that was given
-    is changed."""
+    """Runs have the same bits, also a second backward through a retained graph; nothing that was given is changed, and with the
+    garbage collector off nothing is left behind, also where a graph is dropped."""
     for mode in entry.modes or ("",):
         case = Case(entry, options, mode)
-        leaves = case.make(torch.float32)
-        copies, first = case.make(torch.float32), outcome(case.results(leaves), leaves)
-        results = case.results(leaves)
-        y = joined(results)
-        dy = output_gradient(y)
-        sent = dy.clone()
-        for again in range(2):
-            grads = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=not again)
-            found = {f"result {i}": one.detach() for i, one in enumerate(results)} | dict(
-                zip(leaves, grads, strict=True)
-            )
-            assert_bits(found, first, case, "a run before")
-        assert torch.equal(dy, sent)
-        assert_bits(leaves, copies, f"inputs of {case}", "the values that were given")
-    assert_flat_memory(case.function, leaves, next(iter(leaves)), steps=6)
+        leaves = case.make()
+        first, results = outcome(case.results(leaves), leaves), case.results(leaves)
+        for retain_graph in (True, False):
+            assert_same(outcome(results, leaves, retain_graph=retain_graph), first, case, "a run before")
+        assert_same(leaves, case.make(), f"inputs of {case}", "the values that were given")
+    name = next(iter(leaves))
+
+    def step(backward: bool = True) -> None:
+        y = case({**leaves, name: leaves[name] * 1})
+        if backward:
+            y.square().mean().backward()
+
+    def left() -> int:
+        return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+    gc.disable()
+    gc.freeze()  # what is there already is not looked through, and counted, again and again
+    try:
+        step()
+        before = left()
+        for runs_backward in (True, True, False):
+            step(runs_backward)
+        assert left() == before, f"{case}: two steps and a forward leave {left() - before} tensors"
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
-@pytest.mark.parametrize("layout", [transposed, padded_rows, every_other], ids=lambda layout: layout.__name__)
+def expanded_rows(t: torch.Tensor) -> torch.Tensor:
+    return t[..., :1].expand(t.shape)
+
+
+def one_number(t: torch.Tensor) -> torch.Tensor:
+    return t.new_tensor(0.7).expand(t.shape)
+
+
+OF_INPUTS = transposed, padded_rows, every_other
+
+
+@pytest.mark.parametrize("layout", [*OF_INPUTS, expanded_rows, one_number], ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize(("entry", "options"), each_call(OF_OPS))
 def test_strides(entry: Entry, options, layout):
-    """Inputs and output gradients with other strides; a gradient has the strides of its parameter, if that is dense."""
+    """Inputs and output gradients with other strides, the latter also with those of a sum, which are zero; a gradient has the
+    strides of its parameter, if that is dense."""
     case = Case(entry, options, sizes=Sizes(experts=4))
-    dense = case.make(torch.float32)
-    strided = {name: layout(leaf.detach()).requires_grad_() for name, leaf in dense.items()}
-    found = []
-    for leaves, laid in ((dense, lambda t: t), (strided, layout)):
-        results = case.results(leaves)
-        graphs = [one for one in results if one.requires_grad]
-        sent = [laid(output_gradient(one)) if one.dim() else output_gradient(one) for one in graphs]
-        grads = torch.autograd.grad(graphs, list(leaves.values()), sent)
-        found.append(
-            {f"result {i}": one.detach() for i, one in enumerate(results)} | dict(zip(leaves, grads, strict=True))
-        )
-    assert_equal_to_rounding(found[1], found[0], f"{case}, {layout.__name__}", "dense inputs")
-    if layout is transposed:
-        for name, leaf in strided.items():
-            leaf.grad = None
-            joined(case.results(strided)).sum().backward(inputs=[leaf])
-            assert leaf.grad.stride() == leaf.stride(), (
-                f"{case}: the gradient of {name} has strides {leaf.grad.stride()}"
-            )
-
-
-@pytest.mark.parametrize(("entry", "options"), each_call(OF_OPS))
-def test_expanded_output_gradients(entry: Entry, options):
-    """Strides of zero, as those of a sum or a mean."""
-    case = Case(entry, options)
-    leaves = case.make(torch.float32)
-    y = next(one for one in case.results(leaves) if one.requires_grad)
-    for dy in (y.new_tensor(0.7).expand(y.shape), *([output_gradient(y)[..., :1].expand(y.shape)] if y.dim() else [])):
-        wanted = list(leaves.values())
-        grads, dense = (
-            torch.autograd.grad(y, wanted, one, retain_graph=True, allow_unused=True) for one in (dy, dy.clone())
-        )
-        found = ({n: g for n, g in zip(leaves, one, strict=True) if g is not None} for one in (grads, dense))
-        assert_equal_to_rounding(*found, case, "a dense output gradient")
+    strided, dense = case.make(), case.make()
+    if layout in OF_INPUTS:
+        strided = {name: layout(leaf.detach()).requires_grad_() for name, leaf in strided.items()}
+    found = outcome(case.results(strided), strided, layout)
+    expected = outcome(case.results(dense), dense, lambda dy: layout(dy).contiguous())
+    assert_same_within_rounding(found, expected, f"{case}, {layout.__name__}", "dense ones")
+    for name, leaf in strided.items() if layout is transposed else ():
+        case(strided).sum().backward(inputs=[leaf])
+        strides = leaf.grad.stride()
+        assert strides == leaf.stride(), f"{case}: the gradient of {name} has strides {strides}"
 
 
 LEADING = [name for name, one in OF_OPS.items() if "cu_seq_q" not in one.parameters]
@@ -220,19 +206,15 @@ LEADING = [name for name, one in OF_OPS.items() if "cu_seq_q" not in one.paramet
 
 @pytest.mark.parametrize("lead", [(0, 3), (2, 0), (1, 1)], ids=str)
 @pytest.mark.parametrize("entry", each(LEADING))
+@uninitialised_is_nan()
 def test_sizes_of_zero_and_one(entry: Entry, lead: tuple[int, ...]):
-    """Gradients are there and finite; in deterministic mode, which fills what torch.empty gives with NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        for mode in entry.modes or ("",):
-            case = Case(entry, (), mode, Sizes(lead))
-            options = {"reduction": "sum"} if "reduction" in entry.parameters else {}  # a mean of nothing is NaN
-            leaves = case.make(torch.float32)
-            found = outcome(case.results(leaves, **options), leaves)
-            expected = outcome(case.oracle(leaves, **options), leaves)
-            assert_equal_to_rounding(found, expected, f"{case}, of {lead} tokens", "the oracle")
-    finally:
-        torch.use_deterministic_algorithms(False)
+    """Gradients are there and finite."""
+    for mode in entry.modes or ("",):
+        case = Case(entry, (), mode, Sizes(lead))
+        options = {"reduction": "sum"} if "reduction" in entry.parameters else {}  # a mean of nothing is NaN
+        leaves = case.make()
+        both = (outcome(of(leaves, **options), leaves) for of in (case.results, case.oracle))
+        assert_same_within_rounding(*both, f"{case}, of {lead} tokens", "the oracle")
 
 
 # -- graphs and transforms ---------------------------------------------------------------------------------------------
@@ -240,18 +222,15 @@ def test_sizes_of_zero_and_one(entry: Entry, lead: tuple[int, ...]):
 
 @pytest.mark.parametrize("entry", each(OF_OPS))
 def test_fakes(entry: Entry):
-    """Shapes, dtypes and strides of every result on tensors without data; of each option, modes in turn, and under autocast."""
-    for i, options in enumerate(alone(entry)):
-        for inside in (False, True) if not options else (False,):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-                calls = calls_of(Case(entry, options, mode_in_turn(entry, i)))
-            check_fakes(calls)
-
-
-@pytest.mark.parametrize("entry", [one for one in each(OF_OPS) if "made_on_meta" in vars(one.values[0].op)])
-def test_fakes_of_what_kernels_save_in_other_shapes(entry: Entry):
-    for mode in entry.modes or ("",):
-        with ckptkern.backend("triton"):
+    """Shapes, dtypes and strides of every result on tensors without data; of each option, modes in turn, under autocast, and of
+    what kernels save in other shapes."""
+    found = [calls_of(Case(entry, one, mode_in_turn(entry, i))) for i, one in enumerate(alone(entry))]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found.append(calls_of(Case(entry)))
+    for calls in found:
+        check_fakes(calls)
+    with ckptkern.backend("triton"):
+        for mode in (entry.modes or ("",)) if "made_on_meta" in vars(entry.op) else ():
             check_fakes(calls_of(Case(entry, (), mode, TILED)))
 
 
@@ -260,134 +239,123 @@ def check_fakes(calls: list[tuple]) -> None:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-# Compiling costs seconds: in `make test` each op with many options at once.
-COMPILED = [
-    pytest.param(
-        *one.values, id=one.id, marks=[] if one.id.endswith("1") or one.id == "dropout-none" else pytest.mark.long
-    )
-    for one in each_call(OF_OPS)
-]
-
-
-def seeded_outcome(function, leaves) -> dict[str, torch.Tensor]:
-    torch.manual_seed(SEED)
-    return outcome((function(leaves),), leaves)
-
-
-@pytest.mark.parametrize(("entry", "options"), COMPILED)
-def test_compiled_equals_eager(entry: Entry, options):
-    """As one graph, with the same masks."""
+def compiled(call, backend: str = "aot_eager"):
     torch._dynamo.reset()
-    case = Case(entry, options)
-    leaves = case.make(torch.float32)
-    call = case.bound(leaves)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    ours, theirs = (seeded_outcome(one, leaves) for one in (compiled, call))
-    assert_equal_to_rounding(ours, theirs, f"{case}, compiled", "the call as it is")
+    return torch.compile(call, backend=backend, fullgraph=True)
+
+
+def offloaded(region):
+    def run(*values):
+        with torch.autograd.graph.save_on_cpu():
+            return region(*values)
+
+    return run
+
+
+def exported(region, backend: str):
+    """torch.export leaves only the bare ops. If these recorded no graph, parameters would silently get no gradient."""
+
+    class Module(torch.nn.Module):
+        def forward(self, *values):
+            return region(*values)
+
+    def run(*values):
+        with ckptkern.backend(backend):
+            return torch.export.export(Module(), values).module()(*values)
+
+    return run
+
+
+AROUND = {
+    "inside torch's checkpoint": lambda region: functools.partial(checkpoint, region, use_reentrant=False),
+    "inside a reentrant checkpoint": lambda region: functools.partial(checkpoint, region, use_reentrant=True),
+    "inside our checkpoint": lambda region: functools.partial(ckptkern.checkpoint, region),
+    "with saved tensors offloaded": offloaded,
+    "compiled": compiled,
+    "exported": lambda region: exported(region, "eager"),
+    "exported with kernels": lambda region: exported(region, "triton"),
+    "compiled by inductor": lambda region: compiled(region, "inductor"),
+}
+BITS = [*AROUND][:4]
+WITH_X = "mlp", "mlp_block", "linear_act", "linear_stack", "gated_mlp", "attention_block", "moe_block", "dropout"
+WITH_X_DROPPING = [
+    pytest.param(OF_OPS[name], ("dropout_p",) * ("dropout_p" in OF_OPS[name].parameters), id=name) for name in WITH_X
+]
+# What compiling or exporting costs are seconds: in `make test` each op is compiled with many options at once.
+IN_GRAPHS = [(one, way, False) for one in each_call(OF_OPS) for way in BITS]
+IN_GRAPHS += [(one, "compiled", not one.id.endswith("1") and one.id != "dropout-none") for one in each_call(OF_OPS)]
+IN_GRAPHS += [(one, way, "mlp" not in one.id) for one in WITH_X_DROPPING for way in [*AROUND][5:7]]
+IN_GRAPHS += [(one, "compiled by inductor", True) for one in WITH_X_DROPPING[4:6]]
+
+
+@pytest.mark.parametrize(
+    ("entry", "options", "way"),
+    [
+        pytest.param(*one.values, way, id=f"{one.id}-{way}", marks=[pytest.mark.long] * is_long)
+        for one, way, is_long in IN_GRAPHS
+    ],
+)
+def test_inside_checkpoints_hooks_and_graphs(entry: Entry, options, way):
+    """The masks and the generator's state are those of the call alone; outside of graphs bits are, too."""
+    case = Case(entry, options).with_()
+    leaves = case.make()
+
+    def region(*values):
+        return case.unseeded(dict(zip(leaves, values, strict=True))).sin()
+
+    def step(run) -> Tensors:
+        return gradients(seeded(lambda leaves: run(*leaves.values())), leaves)
+
+    expected, state = step(region), torch.get_rng_state()
+    compare = assert_same_within_rounding if entry.name in HEADS or way not in BITS else assert_same
+    compare(step(AROUND[way](region)), expected, f"{case} {way}", "the call alone")
+    assert torch.equal(torch.get_rng_state(), state), f"{case} {way} leaves the generator elsewhere"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", each(["mlp", "attention_block", "linear_cross_entropy"]))
 def test_one_graph_for_all_sizes_and_modes_of_autograd(entry: Entry):
     """Sizes compile once, dynamically, and seeds compile nothing; evaluation has a graph of its own, which saves nothing."""
-    torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     first = Case(entry, ("dropout_p",) if "dropout_p" in entry.parameters else ())
 
     def call(leaves, given):
         return catalog.call(entry, given, leaves)
 
-    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    run = compiled(call, counter)
     for tokens, seed in ((3, 1), (5, 1), (5, 2), (9, 1), (33, 1)):
         case = first._replace(sizes=Sizes((2, tokens)))
-        leaves = case.make(torch.float32)
+        leaves = case.make()
         given = case.given(leaves)
         found = []
-        for function in (compiled, call):
+        for function in (run, call):
             torch.manual_seed(seed)
-            found.append(outcome((function(leaves, given),), leaves))
-        assert_equal_to_rounding(*found, f"{case} of {tokens} tokens, compiled", "the call as it is")
-    assert counter.frame_count <= 2, (
-        f"{counter.frame_count} graphs, but one of the first size and one of any are enough"
-    )
+            found.append(outcome([function(leaves, given)], leaves))
+        assert_same_within_rounding(*found, f"{case} of {tokens} tokens, compiled", "the call as it is")
+    graphs = counter.frame_count
+    assert graphs <= 2, f"{graphs} graphs, but one of the first size and one of any are enough"
     with torch.no_grad(), saved_tensors() as saved:
-        assert not compiled(leaves, given).requires_grad
+        assert not run(leaves, given).requires_grad
     assert saved.bytes == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("entry", each(["gated_mlp", "attention_block", "scaled_dot_product_attention"]))
-def test_inductor(entry: Entry):
-    """What passes from graph to graph has the strides of its fake."""
-    torch._dynamo.reset()
-    case = Case(entry, ("dropout_p",), "selective" if entry.modes else "")
-    leaves = case.make(torch.float32)
-    call = case.bound(leaves)
-    with torch._inductor.config.patch(force_disable_caches=True):
-        ours = seeded_outcome(torch.compile(call, backend="inductor", fullgraph=True), leaves)
-    assert_equal_to_rounding(ours, seeded_outcome(call, leaves), f"{case}, by inductor", "the call as it is")
-
-
-EXPORTED = [
-    pytest.param(
-        OF_OPS[name], backend, id=f"{name}-{backend}", marks=[] if name in ("mlp", "mlp_block") else pytest.mark.long
-    )
-    for name in (
-        "linear_act",
-        "linear_stack",
-        "mlp",
-        "gated_mlp",
-        "mlp_block",
-        "attention_block",
-        "moe_block",
-        "dropout",
-    )
-    for backend in ("eager", "triton")
-]
-
-
-@pytest.mark.parametrize(("entry", "backend"), EXPORTED)
-def test_exported_graphs_have_gradients(entry: Entry, backend: str):
-    """torch.export leaves only the bare ops. If these recorded no graph, parameters would silently get no gradient."""
-    case = Case(entry, ("dropout_p",) if "dropout_p" in entry.parameters else ())
-    leaves = case.make(torch.float32)
-    call = case.bound(leaves)
-    with ckptkern.backend(backend):
-        ours, theirs = through_export(call, leaves), seeded_outcome(call, leaves)
-    ours["result 0"] = ours.pop("y")
-    assert_equal_to_rounding(ours, theirs, f"{case}, exported", "the call as it is")
 
 
 @pytest.mark.parametrize(("entry", "options"), each_call(OF_OPS))
 def test_gradients_of_torch_func(entry: Entry, options):
     """torch.func.grad, and the vmap of a batch of output gradients."""
     case = Case(entry, options)
-    leaves = case.make(torch.float32)
-    call, names = case.bound(leaves), list(leaves)
-    expected = outcome(case.results(leaves), leaves)
-    dy = output_gradient(case.function(leaves))
-
-    def loss(*values):
-        return (call(dict(zip(names, values, strict=True))) * dy).sum()
-
-    torch.manual_seed(SEED)
-    values = [leaf.detach() for leaf in leaves.values()]
-    grads = torch.func.grad(loss, argnums=tuple(range(len(names))))(*values)
-    expected = {name: expected[name] for name in names}
-    assert_equal_to_rounding(dict(zip(names, grads, strict=True)), expected, f"{case}, by torch.func.grad", "autograd")
-    y = case.function(leaves)
-    for create_graph in (False, True):
-        batched = torch.autograd.grad(
-            y,
-            list(leaves.values()),
-            torch.stack([dy, 2 * dy]),
-            is_grads_batched=True,
-            retain_graph=True,
-            create_graph=create_graph,
-        )
+    leaves = case.make()
+    y = case(leaves)
+    dy, wanted = output_gradient(y), list(leaves.values())
+    grads = torch.func.grad(lambda leaves: (case(leaves) * dy).sum())({n: t.detach() for n, t in leaves.items()})
+    expected = gradients(case, leaves)
+    del expected["y"]
+    assert_same_within_rounding(grads, expected, f"{case}, by torch.func.grad", "autograd")
+    for create_graph in (True, False):
+        both = torch.stack([dy, 2 * dy])
+        batched = torch.autograd.grad(y, wanted, both, True, create_graph, is_grads_batched=True)
         for i in range(2):
-            found = {name: one[i] / (i + 1) for name, one in zip(names, batched, strict=True)}
-            assert_equal_to_rounding(found, expected, f"{case}, of a batch of output gradients", "autograd")
+            found = {name: one[i] / (i + 1) for name, one in zip(leaves, batched, strict=True)}
+            assert_same_within_rounding(found, expected, f"{case}, of a batch of output gradients", "autograd")
 
 
 # Ops whose other arguments have no batch dimension.
@@ -399,65 +367,19 @@ BATCHED += [name for name in OF_OPS if name.endswith("_block") and name not in B
 def test_gradients_of_each_sample(entry: Entry):
     """vmap(grad) over a batch equals a loop over its samples."""
     for mode in entry.modes:
-        case = Case(entry, (), mode)
-        leaves = case.make(torch.float32)
-        call, names = case.bound(leaves), list(leaves)
-        x, *parameters = (leaf.detach() for leaf in leaves.values())
-
-        def loss(*values, call=call, names=names):
-            return call(dict(zip(names, values, strict=True))).square().sum()
-
-        grad = torch.func.grad(loss, argnums=tuple(range(len(names))))
-        batched = torch.func.vmap(grad, in_dims=(0, *[None] * len(parameters)))(x, *parameters)
-        for i in range(len(x)):
-            pair = ([one[i] for one in batched], grad(x[i], *parameters))
-            found = (dict(zip(names, grads, strict=True)) for grads in pair)
-            assert_equal_to_rounding(*found, f"{case}, sample {i} of vmap", "the sample alone")
+        case = Case(entry, (), mode).with_()
+        leaves = {name: t.detach() for name, t in case.make().items()}
+        grad = torch.func.grad(lambda t, case=case: case.unseeded(t).square().sum())
+        batched = torch.func.vmap(grad, in_dims=(dict.fromkeys(leaves) | {"x": 0},))(leaves)
+        for i, sample in enumerate(leaves["x"]):
+            found, expected = {name: t[i] for name, t in batched.items()}, grad(leaves | {"x": sample})
+            assert_same_within_rounding(found, expected, f"{case}, sample {i} of vmap", "the sample alone")
 
 
 @pytest.mark.parametrize("entry", each(OF_OPS))
 def test_forward_mode_is_refused(entry: Entry):
     case = Case(entry)
-    leaves = case.make(torch.float32)
-    (name, x), call = next(iter(leaves.items())), case.bound(leaves)
-    message = f"^{entry.op.name}: forward-mode AD is not supported"
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match=message):
-        call({**leaves, name: torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))})
-    with pytest.raises(NotImplementedError, match=message):
-        torch.func.jvp(lambda one: call({**leaves, name: one}), (x.detach(),), (torch.ones_like(x),))
-
-
-WRAPS = {
-    "torch's checkpoint": functools.partial(checkpoint, use_reentrant=False),
-    "a reentrant checkpoint": functools.partial(checkpoint, use_reentrant=True),
-    "our checkpoint": ckptkern.checkpoint,
-}
-
-
-@pytest.mark.parametrize(("entry", "options"), each_call(OF_OPS))
-def test_inside_checkpoints_and_hooks(entry: Entry, options):
-    """The bits, the masks and the generator's state are those of the call alone."""
-    case = Case(entry, options)
-    leaves = case.make(torch.float32)
-    call, names = case.bound(leaves), list(leaves)
-    expected = seeded_outcome(lambda leaves: call(leaves).sin(), leaves)
-    state = torch.get_rng_state()
-    compare = assert_equal_to_rounding if entry.name in HEADS else assert_bits
-
-    def region(*values):
-        return call(dict(zip(names, values, strict=True))).sin()
-
-    for name, wrap in WRAPS.items():
-        torch.manual_seed(SEED)
-        y = wrap(region, *leaves.values())
-        y.backward(output_gradient(y))
-        found = {"result 0": y.detach()} | {
-            n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()
-        }
-        compare(found, expected, f"{case} inside {name}", "the call alone")
-        assert torch.equal(torch.get_rng_state(), state), f"{case} inside {name} leaves the generator elsewhere"
-        for leaf in leaves.values():
-            leaf.grad = None
-    with torch.autograd.graph.save_on_cpu():
-        found = seeded_outcome(lambda leaves: call(leaves).sin(), leaves)
-    compare(found, expected, f"{case} with saved tensors offloaded", "the call alone")
+    leaves = case.make()
+    name, x = next(iter(leaves.items()))
+    with pytest.raises(NotImplementedError, match=f"^{entry.op.name}: forward-mode AD is not supported"):
+        torch.func.jvp(lambda one: case({**leaves, name: one}), (x.detach(),), (torch.ones_like(x),))

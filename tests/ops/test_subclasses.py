@@ -4,16 +4,14 @@ import logging
 
 import pytest
 import torch
-from support.calls import call_of, dropping
 from support.cases import assert_same, assert_same_within_rounding, gradients, seeded
+from support.properties import call_of, dropping
 from support.wrappers import Int8Weight, Logged, Named
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import bias
 
 import ckptkern
-from ckptkern import subclasses
 from ckptkern.memory import saved_tensors
 from ckptkern.ops.dispatch import choices as _choices
 
@@ -70,12 +68,10 @@ def test_a_causal_bias_is_the_mask_that_it_stands_for(make_bias, lengths, option
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_causal_bias_compiled(dynamic):
     """With symbols too, without which every length compiles anew."""
-    run = torch.compile(
-        lambda t, mask: attention(attn_mask=mask)(t), fullgraph=True, dynamic=dynamic, backend="aot_eager"
-    )
+    run = torch.compile(ckptkern.scaled_dot_product_attention, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for mask in (lower_right(4, 6), upper_left(6, 4), lower_right(6, 4))[: 3 if dynamic else 1]:
         tensors = heads(mask.seq_len_q, mask.seq_len_kv)
-        ours = gradients(lambda t, mask=mask: run(t, mask), tensors)
+        ours = gradients(lambda t, mask=mask: run(**t, attn_mask=mask), tensors)
         assert_same_within_rounding(ours, gradients(torchs(attn_mask=mask._materialize()), tensors))
 
 
@@ -89,25 +85,27 @@ def test_a_causal_bias_saves_no_mask():
 
 
 def test_what_torch_accepts_of_other_lengths():
-    """An upper-left or a square bias is is_causal at any length, as in torch; another lower-right one is refused."""
-    tensors, block = heads(4, 6), call_of("attention_block")
+    """An upper-left or a square bias is is_causal at any length, as in torch."""
+    tensors = heads(4, 6)
     for mask in (upper_left(9, 9), upper_left(3, 8), lower_right(8, 8)):
         assert_same_within_rounding(*(gradients(of(attn_mask=mask), tensors) for of in (attention, torchs)))
-    with pytest.raises(ValueError, match=r"causal_lower_right\(4, 7\), but query has 4 rows and key 6"):
-        attention(attn_mask=lower_right(4, 7))(tensors)
-    with pytest.raises(ValueError, match=r"causal_lower_right\(3, 4\), but query has 3 rows and key 3"):
-        block.with_(attn_mask=lower_right(3, 4))(block.make())
 
 
-def test_a_causal_bias_has_one_place():
-    mask, tensors = lower_right(4, 6), heads(4, 6)
-    with pytest.raises(ValueError, match="causal=True"):
-        attention(attn_mask=mask, is_causal=True)(tensors)
-    with pytest.raises(TypeError, match="result of an operation on a CausalBias"):
-        attention(attn_mask=mask[0])(tensors)
-    for call in (call_of("linear_act", x=mask), call_of("attention_block", key_padding_mask=upper_left(2, 3)[0])):
-        with pytest.raises(TypeError, match=f"{call.op}: a CausalBias does not hold numbers"):
-            call(call.make())
+SDPA = "scaled_dot_product_attention"
+REFUSED = [
+    (SDPA, dict(attn_mask=lower_right(3, 7)), r"causal_lower_right\(3, 7\), but query has 3 rows and key 4"),
+    (SDPA, dict(attn_mask=lower_right(3, 4), is_causal=True), "a CausalBias should not be used with is_causal=True"),
+    (SDPA, dict(attn_mask=lower_right(3, 4)[0]), "result of an operation on a CausalBias"),
+    ("linear_act", dict(x=lower_right(3, 6)), "a CausalBias does not hold numbers"),
+    ("attention_block", dict(key_padding_mask=upper_left(2, 3)[0]), "a CausalBias does not hold numbers"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
+def test_a_causal_bias_has_one_place(name, arguments, message):
+    call = call_of(name, **arguments)
+    with pytest.raises((TypeError, ValueError), match=f"{name}: .*{message}"):
+        call(call.make())
 
 
 @pytest.mark.parametrize("mask_is_exclusion", [False, True])
@@ -154,7 +152,7 @@ def test_composed_is_said_once_and_refused_of_the_kernels(caplog):
     with caplog.at_level(logging.INFO, "ckptkern"):
         call(tensors)
         call(tensors)
-    assert sum("Int8Weight has operations of its own" in record.message for record in caplog.records) == 1
+    assert caplog.text.count("Int8Weight has operations of its own") == 1
     with ckptkern.backend("triton"), pytest.raises(RuntimeError, match=r"mlp: .* Int8Weight has operations of its own"):
         call(tensors)
 
@@ -179,24 +177,6 @@ def test_a_subclass_without_operations_is_memory(name):
     assert y.grad_fn.name().endswith("FunctionBackward")
     assert torch.equal(y.as_subclass(Tensor), call(tensors))
     assert type(call(with_weights(call, type("Own", (torch.nn.Parameter,), {})))) is Tensor
-
-
-def test_who_has_operations_of_its_own():
-    with FakeTensorMode():
-        fake = torch.randn(3)
-    plain, own = torch.randn(3), type("Own", (torch.nn.Parameter,), {})
-    without = (
-        plain,
-        None,
-        torch.nn.Parameter(plain),
-        plain.as_subclass(Named),
-        own(plain),
-        fake,
-        torch.nn.Parameter(fake),
-    )
-    assert subclasses.own_dispatch(without) is None
-    assert subclasses.own_dispatch((plain, plain.as_subclass(Logged))) is Logged
-    assert subclasses.own_dispatch([upper_left(2, 2)]) is bias.CausalBias
 
 
 def test_attention_of_a_subclass_is_torchs():
