@@ -66,6 +66,7 @@ def found(word: str, texts: dict[str, str]) -> list[str]:
     return [
         f"{name}:{number}: {line.strip()[:100]}"
         for name, text in texts.items()
+        if re.search(word, text, re.IGNORECASE)
         for number, line in enumerate(text.splitlines(), 1)
         if re.search(word, line, re.IGNORECASE)
     ]

@@ -34,7 +34,6 @@ from support.properties import (
     outcome,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
@@ -267,8 +266,6 @@ def exported(region, backend: str):
 
 
 AROUND = {
-    "inside torch's checkpoint": lambda region: functools.partial(checkpoint, region, use_reentrant=False),
-    "inside a reentrant checkpoint": lambda region: functools.partial(checkpoint, region, use_reentrant=True),
     "inside our checkpoint": lambda region: functools.partial(ckptkern.checkpoint, region),
     "with saved tensors offloaded": offloaded,
     "compiled": compiled,
@@ -276,7 +273,7 @@ AROUND = {
     "exported with kernels": lambda region: exported(region, "triton"),
     "compiled by inductor": lambda region: compiled(region, "inductor"),
 }
-BITS = [*AROUND][:4]
+BITS = [*AROUND][:2]
 WITH_X = "mlp", "mlp_block", "linear_act", "linear_stack", "gated_mlp", "attention_block", "moe_block", "dropout"
 WITH_X_DROPPING = [
     pytest.param(OF_OPS[name], ("dropout_p",) * ("dropout_p" in OF_OPS[name].parameters), id=name) for name in WITH_X
@@ -284,7 +281,7 @@ WITH_X_DROPPING = [
 # What compiling or exporting costs are seconds: in `make test` each op is compiled with many options at once.
 IN_GRAPHS = [(one, way, False) for one in each_call(OF_OPS) for way in BITS]
 IN_GRAPHS += [(one, "compiled", not one.id.endswith("1") and one.id != "dropout-none") for one in each_call(OF_OPS)]
-IN_GRAPHS += [(one, way, "mlp" not in one.id) for one in WITH_X_DROPPING for way in [*AROUND][5:7]]
+IN_GRAPHS += [(one, way, "mlp" not in one.id) for one in WITH_X_DROPPING for way in [*AROUND][3:5]]
 IN_GRAPHS += [(one, "compiled by inductor", True) for one in WITH_X_DROPPING[4:6]]
 
 
