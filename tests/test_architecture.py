@@ -375,7 +375,7 @@ def built_by_place(source: str) -> list[str]:
 
 
 def test_options_are_built_by_name():
-    """Two swapped values of one type raise nothing; `test_catalog.py` looks at the values of those that are built by place."""
+    """Two swapped values of one type raise nothing; `test_properties.py` looks at the values of those built by place."""
     assert built_by_place("def f(a, b):\n    return _apply(SomeOptions(a, last=b))") == ["SomeOptions(a, last=b)"]
     found = {
         name: built_by_place(source) for name, (_, source) in sources().items() if name.startswith("ckptkern.ops.")

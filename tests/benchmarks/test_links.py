@@ -103,7 +103,7 @@ ALL, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_t
 X = 2 * tensor_parallel.TOKENS * 4096
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_collectives_of_our_layer():
     """No recompute has any but the gathers of x; the sum of an input's gradient runs under the weights' matmuls."""
     process = outside.start(__file__, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -162,6 +162,9 @@ def feed_forward(**changes) -> dict:
 
 
 REFUSED = {
+    "linear_topk_distillation": {
+        "Target -1 is out of bounds": dict(teacher_tokens=torch.full((2, 3, 3), -1)),
+    },
     "linear_stack": {
         "weights must be a list of tensors, not Tensor": dict(weights=UP),
         "at least one weight is needed": dict(weights=[], biases=None),

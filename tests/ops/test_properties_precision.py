@@ -163,7 +163,7 @@ def has_main_grad(name: str, leaf: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("entry", "options"), each_call(OF_OPS))
 def test_weights_are_summed_in_main_grad(entry: Entry, options):
     """Over two micro-batches, in chunks or groups that each add their part: `.grad` stays empty, and other inputs' as ever."""
-    case = Case(entry, options, sizes=sizes_of(entry))
+    case = Case(entry, options, mode_in_turn(entry, 1), sizes_of(entry))
     leaves, more = case.make(), smallest_chunks(entry)
     expected = gradients(functools.partial(case, **more), leaves)
     weights = {name: leaf for name, leaf in leaves.items() if has_main_grad(name, leaf)}

@@ -124,7 +124,7 @@ def outcome(results: list[Tensor], leaves: Tensors, laid: Callable[[Tensor], Ten
     laid: gives a result's gradient other strides.
     """
     graphs = [one for one in results if one.requires_grad]
-    sent = [laid(dy) if dy.dim() else dy for dy in map(output_gradient, graphs)]
+    sent = [laid(dy) if dy.dim() else dy for dy in map(output_gradient, graphs, range(len(graphs)))]
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
     grads = torch.autograd.grad(graphs, [leaves[name] for name in names], sent, allow_unused=True, **more)
     found = {f"result {i}": one.detach() for i, one in enumerate(results)}
@@ -352,24 +352,30 @@ def named(name: str) -> str:
     return name.replace(" ", "_")
 
 
+# Whose sublayers are those of "transformer_layer" and of "transformer_layer-latents and experts".
+LONG = "transformer_layer-latents", "transformer_layer-experts"
+
+
+def _param(name: str, *values, id: str):
+    return pytest.param(ALL[name], *values, id=id, marks=[pytest.mark.long] * (name in LONG))
+
+
 def each(names: Iterable[str] = ALL) -> list:
     """pytest parameters: entries."""
-    return [pytest.param(ALL[name], id=named(name)) for name in names]
+    return [_param(name, id=named(name)) for name in names]
 
 
 def each_pair(names: Iterable[str] = ALL) -> list:
     """pytest parameters: entries, and names of options, of which `in_pairs` has the pairs."""
     return [
-        pytest.param(ALL[name], first, id=f"{named(name)}-{first or 'none'}")
-        for name in names
-        for first in in_pairs(ALL[name])
+        _param(name, first, id=f"{named(name)}-{first or 'none'}") for name in names for first in in_pairs(ALL[name])
     ]
 
 
 def each_call(names: Iterable[str] = ALL, calls: Callable[[str], list[tuple[str, ...]]] = many) -> list:
     """pytest parameters: entries without an option, and with the options of `calls`, by default with many at once."""
     return [
-        pytest.param(ALL[name], options, id=f"{named(name)}-{_id_of(options, i)}")
+        _param(name, options, id=f"{named(name)}-{_id_of(options, i)}")
         for name in names
         for i, options in enumerate(dict.fromkeys([(), *calls(name)]))
     ]
