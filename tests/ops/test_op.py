@@ -218,7 +218,8 @@ def test_every_saved_tensor_is_unpacked_once(call):
 @pytest.mark.parametrize("call", FIRST)
 def test_the_node_has_the_ops_name(call):
     """It shows in tracebacks of anomaly mode, profiles and drawings of the graph."""
-    nodes, seen = [call(call.make()).grad_fn], []
+    y = call(call.make())  # which holds its node
+    nodes, seen = [y.grad_fn], []
     for node in nodes:
         seen.append(node.name())
         nodes += [one for one, _ in node.next_functions if one is not None]
