@@ -173,7 +173,7 @@ def test_replays_draw_anew_and_masks_agree_within_one(device):
     assert not torch.equal(seen[1], seen[2])
 
 
-@pytest.mark.slow
+@long_on_cpu
 def test_a_converted_training_step_replays(device):
     """Forward, backward and optimizer of layers with dropout at every place: each replay trains, with other masks."""
     network, given = build("converted", 0.2).to(device), ids().to(device)

@@ -31,7 +31,7 @@ def report():
     return out.splitlines()[1:]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_step_is_measured_and_checked(report):
     found = {}
     for line in report:

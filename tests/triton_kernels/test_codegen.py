@@ -1,4 +1,6 @@
-"""The code-generation check: the default tiles pass it, injected faults do not, and no value compiles a kernel again."""
+"""The code-generation check: the default tiles pass it, injected faults do not, and no value compiles a kernel again.
+
+CI runs it by name, beside `make codegen-check`."""
 
 import itertools
 import json
@@ -75,8 +77,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["some_injected", pytest.param("injected", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["some_injected", "injected"])
 def test_injected_faults_are_found(which):
     """And nothing is found where nothing is injected."""
     injected = learned(which)
@@ -94,7 +96,7 @@ WITH_BITS = [f"{op}, relu" for op in cases.OPS if op not in cases.VARIANTS]
 LAUNCHES = {*cases.OPS, *WITH_BITS, *PERSISTENT, *cases.ATTENTION_OPS, "attn_dmask"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_launches_compile():
     found = learned("at_once")
 

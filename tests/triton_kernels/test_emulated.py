@@ -1,5 +1,5 @@
-"""In `make test`: a kernel of each family as compiled, on the emulator, in a process of its own, because here kernels are
-interpreted. CI runs more (.ci/run), and `make emulate` everything."""
+"""Named by CI: a kernel of each family as compiled, on the emulator, in a process of its own, because here kernels are
+interpreted. CI also runs the tiles of sm_90, and `make emulate` everything."""
 
 import subprocess
 
@@ -21,7 +21,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_kernels():
     """These cases of test_default_tiles.py pass with --device emulated."""
     if not triton.knobs.runtime.interpret:
