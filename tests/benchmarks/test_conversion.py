@@ -31,7 +31,7 @@ def test_a_wrong_one_shows():
 
 
 def test_steps_with_dropout_are_compared_in_distribution():
-    """Of other draws, and of another probability."""
+    """Accepts other random masks, and refuses another probability."""
     model = ARCHITECTURES["llama"].model().train()
     for layer in model.layers:
         layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.2))

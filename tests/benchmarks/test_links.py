@@ -82,8 +82,8 @@ def _between(launches, number):
 
 
 def _traced(variant):
-    """Of a replicated layer, and of one whose sequence is sharded, in each pass: the collectives by name, with their bytes and
-    the matmuls that run before the wait."""
+    """Returns, for a replicated layer and for one whose sequence is sharded, the collectives of each pass by name, with their
+    bytes and the matmuls that run before the wait."""
     cases = [tensor_parallel.Case("Llama 8B", 2, sequence) for sequence in (False, True)]
     steps = [tensor_parallel.traced(rates.GPUS["h100"], case, [variant])[variant] for case in cases]
     return [

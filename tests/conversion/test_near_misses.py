@@ -198,7 +198,8 @@ class Miss(NamedTuple):
 
 
 def miss(*calls, kind=Layer, example=None, change=lambda layer: None, fused=False, **methods):
-    """Of a kind of layer with other methods. Without calls: one of more samples and tokens than the example has."""
+    """Makes a near-miss of a kind of layer with other methods. Without calls: one call of more samples and tokens than the
+    example has."""
     given = {Adaptive: conditioned, Decoder: remembering}.get(kind, call)
     layer = variant(kind, **methods) if methods else kind
     return Miss(layer, example or given(), calls or (given(3, 12),), change, fused)

@@ -158,7 +158,7 @@ def test_the_default_is_a_part_of_the_gpu(memory, workspace, monkeypatch):
 
 
 def workspaces(name: str, **more) -> set[int]:
-    """Those of an op's call."""
+    """Returns the workspaces, in bytes, with which an op's call runs."""
     call = call_of(name, **more)
     (_, (_, *lists)), _ = calls_of(call)
     return {*codec.values_of(codec.unpack(codec.layout_of(call.entry.op.Options), lists), "workspace")} - {None}

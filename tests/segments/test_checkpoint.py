@@ -133,7 +133,7 @@ def test_without_gradients_nothing_is_saved():
     [({}, None, 1), ({"early_stop": False}, None, 2), ({}, False, 2), ({"context_fn": matmuls}, None, 0)],
 )
 def test_early_stop_and_policies_leave_out_matmuls(options, torchs_switch, recomputed):
-    """Of two of equal size. Early stop leaves out the last."""
+    """Counts recomputed matmuls, of two of equal size. Early stop leaves out the last."""
     model, x, flops = mlp()[:4], leaf(5, 8), []
     for run in (functools.partial(checkpoint, **options), lambda model, x: model(x)):
         with torch_checkpoint.set_checkpoint_early_stop(torchs_switch):

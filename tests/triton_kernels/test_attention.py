@@ -216,7 +216,7 @@ def test_rows_that_a_finite_mask_hides(value, dtype, device):
 
 
 def test_no_row_beyond_the_longest_sequence(device):
-    """Of sequences longer than they were said to be the rows and columns beyond give zeros and are not seen."""
+    """Gives zeros for rows beyond max_seqlen, and does not read keys beyond it, where sequences are longer than was said."""
     case = Case(lengths="packed")
     core = core_of(case, device)._replace(max_q=20, max_k=33)
     assert_accurate(*of_all(inputs_of(case, device), core))
