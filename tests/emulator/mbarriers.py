@@ -121,7 +121,7 @@ class MBarriers:
             self._settle(barrier)
 
     def wait(self, address, parity, mask, at) -> np.ndarray:
-        """Returns, for each thread, whether the phase of this parity is complete; if it is not, it can be only at a later call."""
+        """Returns, for each thread, whether the phase of this parity is complete, which changes between calls only."""
         cta = self.cta
         result, late = np.zeros(cta.threads, bool), None
         for place, threads in self._places(address, mask):

@@ -35,7 +35,7 @@ CASES = of_any_architecture()
 
 
 def in_sample(case: Case | AttentionCase, arch: int) -> bool:
-    """Returns whether `--sample` runs the case: a third on each architecture, not the same one, and no heads wider than 128."""
+    """Returns whether `--sample` runs the case: another third on each architecture, and no heads wider than 128."""
     wide = isinstance(case, AttentionCase) and case.head_dim > 128
     return not wide and CASES.index(case) % 3 == arch // 10 % 3
 
