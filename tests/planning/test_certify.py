@@ -41,7 +41,7 @@ def test_a_right_model_passes(converted, dtype):
     found = ckptkern.certify(model, x, labels=LABELS)
     assert found.passed, str(found)
     assert {one.name for one in found.gradients} == dict(model.named_parameters()).keys()
-    assert all(0 < one.eager < 4 * torch.finfo(dtype).eps for one in found.gradients)
+    assert all(0 < one.eager < 16 * torch.finfo(dtype).eps for one in found.gradients)
     assert {"layers.0", "layers.1"} <= found.replaced.keys()
     assert found.saved[1] < found.saved[0]
     assert found.dropout
