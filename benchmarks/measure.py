@@ -52,6 +52,9 @@ class Row:
     peak_bytes: int | None = None
     error_ratio: float | None = None  # largest error of output and gradients, in eager's own: at most 2 for ours
     note: str = ""
+    tokens: int | None = None  # of a step of a whole model
+    longest: int | None = None  # tokens of the longest sequence whose step fits the memory
+    source: str = ""  # of a figure that others published; its status is "published"
 
     def add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, (self.note, text)))
