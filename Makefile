@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu gpu-tests gpu-bench clean
+.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -111,20 +111,12 @@ test-matrix: $(STAMP) ## the suite on the oldest and the newest torch (downloads
 test-cpus: $(STAMP) ## the suite as on Intel and AMD, with 1, 2 and 4 threads and older instruction sets. ARGS="tests/ops"
 	.ci/test-cpus $(PY) $(ARGS)
 
-# No venv, no network: whatever torch PYTHON has. .ci/gpu says what it writes.
-gpu: ## gpu-tests, then gpu-bench, with PYTHON's own torch: make gpu OUT=DIR [PYTHON=python3] [DRY=1, without a GPU]
-	@$(gpu) tests bench
-
-gpu-tests: ## the tests marked gpu, nine minutes at most; again, those that have not passed. OUT=DIR [TESTS='-k norm'] [LIST=1]
-	@$(gpu) tests
-
-gpu-bench: ## the benchmark on a GPU, nine minutes at most; again, what is not measured yet. OUT=DIR [CASES=mlp,stack]
-	@$(gpu) bench
-
-define gpu
-test -n "$(OUT)$(LIST)" || { echo "make $@: name the folder for the results: make $@ OUT=DIR"; exit 2; }; \
-	CASES='$(CASES)' TESTS='$(TESTS)' LIST='$(LIST)' DRY='$(DRY)' BUDGET='$(BUDGET)' .ci/gpu "$(or $(OUT),build/gpu/list)" $(PYTHON)
-endef
+# No venv, no network: whatever torch PYTHON has. What it writes: `make gpu HELP=1`.
+COMMIT ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
+gpu: ## all that is measured on a GPU, in three parts of 570 s: make gpu PART=1 OUT=DIR [IN=DIR] [PYTHON=python3] [DRY=1, without a GPU] [HELP=1]
+	@CKPTKERN_COMMIT='$(COMMIT)' $(PYTHON) -m benchmarks.gpu $(if $(HELP),--help) $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)') \
+	  $(if $(IN),--in '$(IN)') $(if $(DRY),--dry) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(WHEELS),--wheels '$(WHEELS)') \
+	  --cases='$(CASES)' --tests='$(subst ','\'',$(TESTS))' --steps='$(STEPS)'
 
 clean: ## remove builds and caches, not .venv
 	rm -rf build dist site *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache

@@ -250,7 +250,7 @@ def _measure(
     model, x, dy = build(item, device)
     checker = Checker(item, model, x, dy)
     inputs = rotation(x, dy)
-    dtype = str(dy.dtype).removeprefix("torch.")
+    dtype = str((x if x.is_floating_point() else dy).dtype).removeprefix("torch.")  # a loss is float32 in any model
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
     for name, make in makers.items():

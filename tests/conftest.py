@@ -56,6 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
     parser.addoption("--counterparts", action="store_true", help="only the CPU counterparts of the tests marked gpu")
     parser.addoption(
+        "--without-counterpart", action="store_true", help="with -m gpu: only the tests that have no CPU counterpart"
+    )
+    parser.addoption(
         "--list-gpu", action="store_true", help="print the tests marked gpu with their CPU counterparts, and run none"
     )
 
@@ -114,7 +117,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         pytest.exit("\n".join(["", *gpu_runs.listed(items)]), returncode=0)
     gpu_run = gpu_runs.is_gpu_run(config)
     if gpu_run:
-        chosen = gpu_runs.chosen(items, config.option.counterparts, config.stash[gpu_runs.PASSED])
+        chosen = gpu_runs.chosen(items, config, config.stash[gpu_runs.PASSED])
         config.hook.pytest_deselected(items=list({*items} - {*chosen}))
         items[:] = chosen
     if config.option.quick:

@@ -10,20 +10,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkern.benchmarks.cases import BY_SUBLAYER, MODES, Item
+from ckptkern.benchmarks.measure import one_line
 from ckptkern.benchmarks.run import DEFAULT_RESULTS, say, select
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 
 from . import __doc__ as description
 from . import calibrate, published, rates, sheet, tensor_parallel
+from .trace import Trace
 
+DEFAULT_GPU = "h200"
 NOTES = Path("benchmarks/NOTES.md")
 DISTRIBUTED = Path("docs/how-to/distributed.md")
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m benchmarks.model", description=description.split("\n")[0])
-    made.add_argument("--gpu", choices=rates.GPUS, default="h200", help="whose rates (default: %(default)s)")
+    made.add_argument(
+        "--gpu",
+        choices=rates.GPUS,
+        help=f"whose rates (default: {DEFAULT_GPU}; of --calibrate, that of the run's env.json)",
+    )
     made.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     made.add_argument("--modes", default="", help=f"of ours: some of {','.join(MODES + BY_SUBLAYER)} (default: all)")
     made.add_argument(
@@ -71,17 +78,23 @@ def chosen(pattern: str) -> list[Item]:
     return found
 
 
-def _calibrate(gpu: rates.GPU, args: argparse.Namespace, items: Sequence[Item]) -> None:
+def _calibrate(args: argparse.Namespace, items: Sequence[Item]) -> None:
     known = {item.name: item for item in items}
-    measured = calibrate.read(args.calibrate, gpu, list(known))
-    timed = {row.case: known[row.case] for row in measured}
-    steps = sheet.traces(gpu, timed.values(), only={(row.case, row.variant) for row in measured})
+    gpu, measured, left = calibrate.read(args.calibrate, known, rates.GPUS.get(args.gpu))
+    steps: dict[tuple[str, str], Trace] = {}
+    for case in dict.fromkeys(row.case for row in measured):
+        try:
+            steps |= sheet.traces(gpu, [known[case]], only={(row.case, row.variant) for row in measured})
+        except Exception as error:  # what a model raises on meta tensors
+            left.append(f"left out, which cannot be counted: {case}: {one_line(error)}")
     rows = [row for row in measured if (row.case, row.variant) in steps]
+    if others := sorted({row.variant for row in measured} - {row.variant for row in rows}):
+        left.append(f"left out, of which the model has no variant: {', '.join(others)}")
     if not rows:
-        raise ValueError(f"{args.calibrate} has no variant that the cost model estimates")
+        raise ValueError("\n".join([f"{args.calibrate} has no variant that the cost model estimates", *left]))
     codes = sheet.codes_of(gpu, steps, args.workers)
     fitted = calibrate.fit(gpu, [steps[row.case, row.variant] for row in rows], [row.ms for row in rows], codes)
-    print("\n".join(calibrate.report(gpu, fitted, rows, steps, codes)))
+    print("\n".join([*calibrate.report(gpu, fitted, rows, steps, codes), *left]))
     folder = args.out or args.calibrate.parent
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rates-{gpu.name}.json"
@@ -110,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0, or 2 for arguments that make no sense."""
     args = parser().parse_args(argv)
     modes = [mode for mode in args.modes.split(",") if mode]
-    gpu = rates.GPUS[args.gpu]
+    gpu = rates.GPUS[args.gpu or DEFAULT_GPU]
     try:
         if unknown := set(modes) - {*MODES, *BY_SUBLAYER}:
             raise ValueError(f"--modes: {', '.join(sorted(unknown))} is none of {', '.join(MODES + BY_SUBLAYER)}")
@@ -123,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _own_cases(args)
             return 0
         if args.calibrate:
-            _calibrate(gpu, args, items)
+            _calibrate(args, items)
             return 0
         gpu = rates.read(gpu, args.rates) if args.rates else gpu
     except re.error as error:

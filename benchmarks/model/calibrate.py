@@ -10,12 +10,13 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from . import rates
 from .estimate import Codes, total
 from .rates import GPU, Scales
 from .trace import Trace
@@ -36,8 +37,12 @@ class Measured(NamedTuple):
     ms: float
 
 
-def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
-    """The timed rows of a results.csv. known: the model's cases. Raises ValueError for a file that is no match."""
+def read(path: Path, known: Collection[str], gpu: GPU | None = None) -> tuple[GPU, list[Measured], list[str]]:
+    """Returns the GPU of a results.csv by the env.json beside it, its timed rows that the cost model can estimate, and a line
+    for each kind of row that is left out. known: the model's cases. gpu: whose run it must be.
+
+    Raises ValueError for another kind of file, another GPU, and a file of which no row is left.
+    """
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
@@ -45,23 +50,34 @@ def read(path: Path, gpu: GPU, known: Sequence[str]) -> list[Measured]:
                 raise ValueError(
                     f"{path} is not a results.csv of `ckptkern bench`: it lacks the columns {', '.join(missing)}"
                 )
-            lines = [row for row in reader if row["status"] == "ok" and row["ms"]]
+            timed = [row for row in reader if row["status"] == "ok" and row["ms"]]
+        device = json.loads(path.with_name("env.json").read_text()).get("device", "")
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
-    lines = [row for row in lines if not row["case"].startswith(NOT_ESTIMATED)]
-    if not lines:
-        raise ValueError(f"{path} has no timed case")
-    if others := {row["device"] for row in lines} - {"cuda"}:
-        raise ValueError(f"{path} was measured on {', '.join(sorted(others))}; the cost model estimates CUDA devices")
-    if others := {row["dtype"] for row in lines} - {"bfloat16"}:
-        raise ValueError(f"{path} has times in {', '.join(sorted(others))}; the cost model's are in bfloat16")
-    if others := sorted({row["case"] for row in lines} - set(known)):
-        raise ValueError(f"{path} has cases that the cost model does not know: {', '.join(others)}")
-    environment = path.with_name("env.json")
-    device = json.loads(environment.read_text()).get("device", "") if environment.exists() else gpu.name
-    if gpu.name not in device:
-        raise ValueError(f"{path} was measured on {device}, not on {gpu.name}: name its table by --gpu")
-    return [Measured(row["case"], row["variant"], float(row["ms"])) for row in lines]
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
+    measured_on = rates.of_device(device)
+    if gpu not in (None, measured_on):
+        raise ValueError(f"{path} was measured on {device}, not on {gpu.name}")
+    rows, left = [], {}
+    for row in timed:
+        if row["case"].startswith(NOT_ESTIMATED):
+            continue
+        if reason := _unreadable(row, known):
+            left.setdefault(reason, []).append(f"{row['case']} {row['variant']}")
+        else:
+            rows.append(Measured(row["case"], row["variant"], float(row["ms"])))
+    lines = [f"left out, {reason}: {', '.join(names)}" for reason, names in left.items()]
+    if not rows:
+        raise ValueError("\n".join([f"{path} has no timed case that the cost model estimates", *lines]))
+    return measured_on, rows, lines
+
+
+def _unreadable(row: Mapping[str, str], known: Collection[str]) -> str | None:
+    """Returns why the cost model has no estimate of a row, or None."""
+    if row["device"] != "cuda":
+        return f"measured on {row['device']}"
+    if row["dtype"] != "bfloat16":
+        return f"in {row['dtype']}, and the model's times are in bfloat16"
+    return None if row["case"] in known else "of which the model has no case"
 
 
 class Fit(NamedTuple):
@@ -99,7 +115,7 @@ def report(
 ) -> list[str]:
     """What came out: rates, and how far the model is off for each row, before and after."""
     fitted, scales = fit.gpu, fit.gpu.scales
-    rates = {
+    parts = {
         "cuBLAS, TFLOP/s": (table.matmuls / 1e12, scales.matmuls),
         "our kernels' tensor cores and epilogues, part of the table's": (1.0, scales.kernels),
         "bandwidth, TB/s": (table.bandwidth / 1e12, scales.bandwidth),
@@ -109,7 +125,7 @@ def report(
         "gap between launches, us": (1e6 * table.launch, 1 / scales.launch),
     }  # fmt: skip
     lines = [f"cost model of {table.name}, fitted to {len(rows)} rows: rate in the table, and fitted"]
-    for (name, (rate, scale)), error in zip(rates.items(), fit.errors, strict=True):
+    for (name, (rate, scale)), error in zip(parts.items(), fit.errors, strict=True):
         sure = f"± {100 * error:.1f} %" if math.isfinite(error) else "no row depends on it"
         lines.append(f"  {name:62} {rate:8.3g} {rate / scale:8.3g}  {sure}")
     lines.append(f"{'case':40} {'variant':28} {'measured ms':>12} {'before':>8} {'after':>8}")

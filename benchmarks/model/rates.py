@@ -104,6 +104,14 @@ GPUS = {
 }  # fmt: skip
 
 
+def of_device(device: str) -> GPU:
+    """Returns the GPU of a device's name such as "nvidia-h100-80gb-hbm3". Raises ValueError if the table has none of it."""
+    found = [gpu for name, gpu in GPUS.items() if name in device.split("-")]
+    if not found:
+        raise ValueError(f"the cost model has no rates of {device or 'an unknown device'}, only of {', '.join(GPUS)}")
+    return found[0]
+
+
 def write(gpu: GPU, path: Path, note: str) -> None:
     """The factors of a calibrated GPU, for `read`."""
     found = {"source": "cost model", "gpu": gpu.name, "time factors": gpu.scales._asdict(), "note": note}

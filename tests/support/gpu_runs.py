@@ -1,5 +1,6 @@
 """Runs of the tests marked `gpu`: only files that have some are collected, what is most likely to fail runs first, every result
 is on the disk when it is known, and what passed before is left out. Without a GPU, their CPU counterparts show that it works.
+Tests without a counterpart can run alone: nothing else has run what they do.
 
 A test's CPU counterpart is the same case of the same function with "cpu" where it has "cuda".
 """
@@ -43,12 +44,16 @@ def place(nodeid: str) -> int:
     return next((n for n, pattern in enumerate(FIRST) if pattern.search(nodeid)), len(FIRST))
 
 
-def chosen(items: Iterable[pytest.Item], counterparts: bool, passed: frozenset[str]) -> list[pytest.Item]:
-    """The tests marked gpu, or their CPU counterparts, that have not passed yet, in the order of `place`."""
+def chosen(items: Iterable[pytest.Item], config: pytest.Config, passed: frozenset[str]) -> list[pytest.Item]:
+    """Returns the tests marked gpu, those of them without a CPU counterpart, or the counterparts, that have not passed yet, in
+    the order of `place`."""
     on_gpu = {item.nodeid: item for item in items if "gpu" in item.keywords}
-    if counterparts:
-        wanted = {counterpart_of(nodeid) for nodeid in on_gpu} - on_gpu.keys()
-        found = [item for item in items if item.nodeid in wanted]
+    on_cpu = {item.nodeid: item for item in items if "gpu" not in item.keywords}
+    pairs = {nodeid: on_cpu.get(counterpart_of(nodeid)) for nodeid in on_gpu}
+    if config.option.counterparts:
+        found = [*dict.fromkeys(item for item in pairs.values() if item is not None)]
+    elif config.option.without_counterpart:
+        found = [on_gpu[nodeid] for nodeid, counterpart in pairs.items() if counterpart is None]
     else:
         found = [*on_gpu.values()]
     return sorted((item for item in found if item.nodeid not in passed), key=lambda item: place(item.nodeid))

@@ -1,0 +1,372 @@
+"""``python -m benchmarks.gpu``, which `make gpu` calls: everything that is measured on a GPU, in three parts.
+
+Each part builds ckptkern with this Python's own torch (no network, no venv), runs its steps, the most valuable first, and ends
+within its seconds; what time is left goes to steps of the other parts. Results lie in OUT when they are known, and what has a
+result there, or in IN, is not measured again:
+
+    results.csv      a row per case and variant: benchmarks and whole models
+    env.json         device, versions, commit, ceilings
+    report.md        tables of results.csv
+    calibration.txt  how far the cost model was off, before and after it was fitted
+    rates-GPU.json   the fitted rates
+    tests.csv        a row per test
+    log.txt          what every step printed, with the second in which it did
+    caches.tgz       the extension, compiled kernels and the tuned table, for the next part on a machine that keeps nothing
+
+The exit status is 1 if anything of ours was wrong or failed, and 0 otherwise, also if not all was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from . import caches, rehearsal
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHES = "caches.tgz"
+CUT, NO_TESTS = 124, 5  # exit statuses: of a program whose time was up, and pytest's
+SECONDS = 570  # of a part, the build included
+MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # of OUT, and of each of its files
+FINISH = 8  # seconds to end the last step and to pack the caches
+SMALLEST = 10  # seconds with which no step begins
+
+
+class Run(NamedTuple):
+    """What the steps need. work: what is built and cached. cases, tests: the user's choice of some."""
+
+    out: Path
+    work: Path
+    dry: bool
+    cases: str
+    tests: list[str]
+    cores: int
+
+    def program(self, module: str, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", module, *map(str, arguments)]
+
+    def bench(self, seconds: int, *arguments: str) -> list[str]:
+        """Its budget ends sooner, because a case may be under way."""
+        cases = ["--cases", self.cases] if self.cases else []
+        small = ["--device", "cpu", "--rounds", "7"] if self.dry else []
+        budget = ("--budget-minutes", f"{0.9 * seconds / 60:.2f}")
+        return self.program(
+            "ckptkern", "bench", "--out", self.out, "--resume", "--no-figures", *budget, *small, *cases, *arguments
+        )
+
+    def headline(self, seconds: int) -> list[str]:
+        return self.bench(seconds, "--headline")
+
+    def published(self, seconds: int) -> list[str]:
+        return self.bench(seconds, "--published")
+
+    def rest(self, seconds: int) -> list[str]:
+        return self.bench(seconds)
+
+    def models(self, seconds: int) -> list[str]:
+        device = "cpu" if self.dry else "cuda"
+        return self.program(
+            "benchmarks.gpu.models", "--out", self.out, "--resume", "--device", device, "--seconds", seconds - 5
+        )
+
+    def calibration(self, seconds: int) -> list[str]:
+        results = rehearsal.results_of_an_h100(self.work / "h100") if self.dry else self.out / "results.csv"
+        return self.program("benchmarks.model", "--calibrate", results, "--out", self.out, "--workers", self.cores)
+
+    def pytest(self, *arguments: str) -> list[str]:
+        """Most of the time is Triton's, which compiles each kernel on one core. In small portions, so that order stays."""
+        workers = ["-n", str(min(self.cores, 14)), "--dist", "load", "--maxschedchunk", "4"]
+        return self.program(
+            "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "--no-summary",
+            "--results", self.out / "tests.csv", *(workers if importlib.util.find_spec("xdist") else []),
+            *(["--timeout", "60"] if importlib.util.find_spec("pytest_timeout") else []),
+            *arguments, *self.tests, *([] if any(one.startswith("tests/") for one in self.tests) else [ROOT / "tests"]),
+        )  # fmt: skip
+
+    def alone(self, seconds: int) -> list[str]:
+        return self.pytest("-m", "gpu", "--without-counterpart")
+
+    def others(self, seconds: int) -> list[str]:
+        return self.pytest(*(["--counterparts", "--quick"] if self.dry else ["-m", "gpu"]))
+
+    def autotune(self, seconds: int) -> list[str]:
+        small = ["--device", "cpu", "--shapes", "32x64", "--tokens", "64"] if self.dry else []
+        return self.program("ckptkern", "autotune", "--minutes", f"{0.9 * seconds / 60:.2f}", *small)
+
+    def sanitizer(self, seconds: int) -> list[str]:
+        return self.kernels(seconds, "--sanitize")
+
+    def kernels(self, seconds: int, *arguments: str) -> list[str]:
+        device = "cpu" if self.dry else "cuda"
+        return self.program(
+            "benchmarks.gpu.kernels", "--device", device, "--workers", self.cores, "--seconds", seconds - 5, *arguments
+        )
+
+
+class Step(NamedTuple):
+    """A program of a part. share: of the part's time that is left, beside later steps'. file: of OUT, for what it prints."""
+
+    part: int
+    name: str
+    share: int
+    command: Callable[[Run, int], list[str]]
+    file: str = ""
+
+
+STEPS = (
+    Step(1, "headline cases", 330, Run.headline),
+    Step(1, "tests without a counterpart", 120, Run.alone),
+    Step(1, "calibration", 90, Run.calibration, "calibration.txt"),
+    Step(2, "whole models", 330, Run.models),
+    Step(2, "published cases", 200, Run.published),
+    Step(3, "other cases", 150, Run.rest),
+    Step(3, "autotune", 170, Run.autotune),
+    Step(3, "other tests", 120, Run.others),
+    Step(3, "sanitizer", 60, Run.sanitizer),
+    Step(3, "emulator", 60, Run.kernels),
+)
+
+
+class Log:
+    """Prints lines, and appends them to a file, each with the second of the part in which it came."""
+
+    def __init__(self, path: Path):
+        self.path, self.start = path, time.monotonic()
+
+    def __call__(self, line: str) -> None:
+        line = f"{time.monotonic() - self.start:5.0f} s  {line}"
+        print(line, flush=True)
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+
+def run(command: Sequence[str], seconds: float, log: Callable[[str], None], file: Path | None = None) -> int:
+    """Returns the exit status of a program, whose lines go to the log; 124 if its time was up.
+
+    It is interrupted then, and killed with what it has started if it goes on for ten seconds.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    ended = threading.Event()
+
+    def stop() -> None:
+        for number, patience in ((signal.SIGINT, seconds), (signal.SIGKILL, FINISH - 2)):
+            if ended.wait(patience):
+                return
+            stopped.append(number)
+            os.killpg(process.pid, number)
+
+    stopped: list[int] = []
+    watch = threading.Thread(target=stop, daemon=True)
+    watch.start()
+    copy = file.open("w", buffering=1) if file else None
+    try:
+        for line in process.stdout or ():
+            log(line.rstrip("\n"))
+            if copy:
+                copy.write(line)
+        status = process.wait()
+    except BaseException:  # this process's own end
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    finally:
+        ended.set()
+        if copy:
+            copy.close()
+    return CUT if stopped else status
+
+
+def build(work: Path, log: Log) -> Path:
+    """Returns the folder of ckptkern, built with this Python's torch. An extension that is newer than its sources stays."""
+    import torch
+
+    lib = work / f"{sys.implementation.cache_tag}-torch-{torch.__version__}" / "lib"
+    lib.mkdir(parents=True, exist_ok=True)
+    for path in lib.rglob("*.py"):
+        path.unlink()
+    base = lib.parent.relative_to(ROOT) if lib.is_relative_to(ROOT) else lib.parent
+    command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(base), "--build-lib", str(lib)]
+    log(f"build: with torch {torch.__version__}")
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        log(done.stdout)
+        raise SystemExit("make gpu: ckptkern does not build: the log says why")
+    return lib
+
+
+def unpack_wheels(folder: Path, site: Path) -> list[str]:
+    """Returns the names of the pure-Python wheels of a folder, which it unpacks: their kernels are read as source files."""
+    wheels = sorted(folder.glob("*-none-any.whl")) if folder.is_dir() else []
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(site)
+    return [wheel.name for wheel in wheels]
+
+
+def failures(out: Path) -> list[str]:
+    """Returns a line for everything of ours that results.csv and tests.csv say was wrong or failed."""
+    rows, tests = read(out / "results.csv"), {row["test"]: row for row in read(out / "tests.csv")}
+    found = [
+        f"{row['case']} {row['variant']}: {row['status']}: {row['note']}"
+        for row in rows
+        if row["variant"].startswith("ckptkern") and row["status"] in ("failed", "wrong")
+    ]
+    return found + [
+        f"{name}: {row['message']}" for name, row in tests.items() if row["outcome"] not in ("passed", "skipped")
+    ]
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def too_much(out: Path) -> list[str]:
+    """Returns what of OUT would not come back from a machine that returns eight files of 16 MiB."""
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    found = [f"{path.name}: {path.stat().st_size} bytes, at most {MOST_BYTES}" for path in files
+             if path.stat().st_size > MOST_BYTES]  # fmt: skip
+    if len(files) > MOST_FILES:
+        found.append(
+            f"{len(files)} files, at most {MOST_FILES}: {', '.join(str(path.relative_to(out)) for path in files)}"
+        )
+    return found
+
+
+def prepare(part: int, given: argparse.Namespace, log: Log) -> None:
+    """Takes over what IN has, and builds; afterwards programs find ckptkern, the wheels and the caches."""
+    log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
+    if given.resume and given.resume.resolve() != given.out.resolve():
+        for path in sorted(given.resume.iterdir()):
+            if path.name != log.path.name and not (given.out / path.name).exists():
+                shutil.copyfile(path, given.out / path.name)
+    if (archive := given.out / CACHES).exists():
+        log(f"caches: {caches.unpack(archive, given.work)}")
+    lib = build(given.work, log)
+    wheels = unpack_wheels(given.wheels, given.work / "site")
+    paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(given.work / "site")]
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1", TRITON_CACHE_DIR=str(given.work / "cache/triton"),
+        TORCHINDUCTOR_CACHE_DIR=str(given.work / "cache/inductor"),
+    )  # fmt: skip
+    log(f"built; {gpu_of()}; wheels: {', '.join(wheels) or 'none'}")
+
+
+def gpu_of() -> str:
+    """Returns a line about the GPU. It is asked in another process, which gives its memory back."""
+    ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "no GPU"
+
+
+def run_steps(part: int, given: argparse.Namespace, log: Log, packer: caches.Packer) -> list[str]:
+    """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
+    this = Run(given.out, given.work, given.dry, given.cases, shlex.split(given.tests), os.cpu_count() or 1)
+    own = [step for step in STEPS if step.part == part and given.steps in step.name]
+    others = (
+        []
+        if given.dry or given.steps
+        else sorted((step for step in STEPS if step.part != part), key=lambda step: step.part)
+    )
+    cut: list[Step] = []
+    bad: list[str] = []
+    while queue := own or cut or others:
+        left = int(log.start + given.seconds - time.monotonic()) - FINISH
+        if left < SMALLEST:
+            log(f"no time is left for: {', '.join(step.name for step in own + cut + others)}")
+            break
+        seconds = left * queue[0].share // sum(one.share for one in own) if own else left
+        step, is_own = queue.pop(0), queue is own
+        log(f"{step.name}: at most {seconds} s")
+        status = run(step.command(this, seconds), seconds, log, given.out / step.file if step.file else None)
+        log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
+        if status == CUT and is_own:
+            cut.append(step)
+        elif status not in (0, CUT) and not (status == NO_TESTS and "tests" in step.name):
+            bad.append(f"{step.name}: exit status {status}")
+        packer.start()
+    return bad
+
+
+def run_part(part: int, given: argparse.Namespace) -> list[str]:
+    """Runs one part, and returns what was not right."""
+    log = Log(given.out / "log.txt")
+    packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
+    try:
+        prepare(part, given, log)
+        bad = run_steps(part, given, log, packer)
+    finally:
+        log(f"caches: {packer.finish()}")
+    bad += failures(given.out) + too_much(given.out)
+    for path in sorted(given.out.iterdir()):
+        log(f"{path.stat().st_size:11,} bytes  {path.name}")
+    for line in bad:
+        log(f"NOT RIGHT: {line}")
+    log(f"part {part} ended; not right: {len(bad)}")
+    return bad
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="OUT: where results are written")
+    made.add_argument("--in", type=Path, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
+    made.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
+    made.add_argument(
+        "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
+    )
+    made.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
+    made.add_argument(
+        "--tests", default="", metavar="ARGS", help="TESTS: more arguments for pytest, as a shell reads them"
+    )
+    made.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
+    made.add_argument(
+        "--wheels",
+        type=Path,
+        default=ROOT / "build/gpu/wheels",
+        metavar="DIR",
+        help="WHEELS: pure-Python ones, of rivals",
+    )
+    made.add_argument("--work", type=Path, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, 1 if something of ours was not right, or 2 for arguments that make no sense."""
+    made = parser()
+    given = made.parse_args(argv)
+    if importlib.util.find_spec("torch") is None:
+        made.error(f"{sys.executable} has no torch. Install it, or name another Python: make gpu PYTHON=...")
+    if given.resume and not given.resume.is_dir():
+        made.error(f"IN: {given.resume} is not a folder; name the OUT of the part before")
+    if not given.dry and gpu_of() == "no GPU":
+        made.error("torch sees no GPU here. DRY=1 shows on a CPU what is run")
+    given.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    bad = []
+    for part in (given.part,) if given.part else (1, 2, 3):
+        bad += run_part(part, given)
+        given.resume = None
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
