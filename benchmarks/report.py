@@ -172,9 +172,11 @@ def write(folder: Path) -> None:
     (folder / "report.md").write_text(report(folder))
 
 
-def write_all(folder: Path) -> None:
-    """report.md, and the figures if matplotlib is there."""
+def write_all(folder: Path, figures: bool = True) -> None:
+    """Writes report.md and, if asked for and matplotlib is there, the figures."""
     write(folder)
+    if not figures:
+        return
     if hint := missing("matplotlib"):
         print(f"no figures: {hint}", file=sys.stderr)
     else:

@@ -11,6 +11,7 @@ import csv
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -48,11 +49,21 @@ def _answer(*command: str) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
+def commit() -> str:
+    """$CKPTKERN_COMMIT, or what git says of this file; "unknown", with a warning, in a tree without history."""
+    described = os.environ.get("CKPTKERN_COMMIT") or _answer(
+        "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"
+    )
+    if not described:
+        say("WARNING: git knows no commit of this tree: env.json says unknown. Set CKPTKERN_COMMIT")
+    return described or "unknown"
+
+
 def environment(device: torch.device) -> dict[str, Any]:
     """What a figure must come with: versions, devices, clocks, SDPA backends, tiles, commit, date."""
     found = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _answer("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"),
+        "commit": commit(),
         **env.collect(),
     }
     if device.type == "cuda":
@@ -93,12 +104,15 @@ class Sheet:
         self._write()
 
     def _write(self) -> None:
-        new = self._path.with_suffix(".new")
-        with open(new, "w", newline="") as file:
-            writer = csv.DictWriter(file, measure.FIELDS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows.values())
-        new.replace(self._path)
+        new = self._path.with_suffix(".new")  # in the same folder, because another may be on another filesystem
+        try:
+            with open(new, "w", newline="") as file:
+                writer = csv.DictWriter(file, measure.FIELDS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(self.rows.values())
+            new.replace(self._path)
+        finally:  # of an interrupt: nothing but results.csv stays in the folder
+            new.unlink(missing_ok=True)
 
     def __call__(self, row: measure.Row) -> None:
         self.rows[row.case, row.variant] = {
@@ -220,6 +234,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
     )
+    parser.add_argument(
+        "--figures", action=argparse.BooleanOptionalAction, default=True,
+        help="draw figures/CASE.png (default); without them --out holds results.csv, env.json and report.md alone",
+    )  # fmt: skip
     micro.add_arguments(parser)
 
 
@@ -373,7 +391,7 @@ def run(
     bad, dropped = measure_all(
         jobs, needs, Sheet(out / "results.csv", earlier), device, out, found, args.rounds, minutes
     )
-    report.write_all(out)
+    report.write_all(out, args.figures)
     for line in bad:
         say(f"NOT RIGHT: {line}")
     if dropped:
