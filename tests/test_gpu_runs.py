@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import gpu_runs
 
 TESTS = Path(__file__).parent
@@ -50,6 +51,8 @@ def test_is_recomputed(device): pass
 def test_fails(device): assert os.path.exists("mended"), "not\\nyet"
 def test_is_skipped(device): pytest.skip("for a reason")
 def test_on_cpu_alone(): raise SystemExit
+@pytest.mark.gpu
+def test_on_gpu_alone(): pass
 """
 
 
@@ -63,9 +66,9 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
     markers = '["gpu", "slow", "long"]'
     (tmp_path / "pyproject.toml").write_text(f'[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = {markers}')
 
-    def run(*workers: str) -> tuple[int, list[dict[str, str]]]:
-        options = ["-p", "no:cacheprovider", "--counterparts", "--results", "r.csv", "--no-summary"]
-        command = [sys.executable, "-m", "pytest", *options, *workers]
+    def run(*more: str, which: str = "--counterparts") -> tuple[int, list[dict[str, str]]]:
+        options = ["-p", "no:cacheprovider", which, "--results", "r.csv", "--no-summary"]
+        command = [sys.executable, "-m", "pytest", *options, *more]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
         said = done.stdout + done.stderr
         assert done.returncode == 0 or "FAILED test_suite.py::test_fails[cpu]\n" in done.stdout, said
@@ -89,3 +92,8 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
     assert {(row["test"], row["outcome"]) for row in rows[4:]} == {
         ("fails[cpu]", "passed"), ("is_skipped[cpu]", "skipped")
     }  # fmt: skip
+    status, rows = run("-m", "gpu", which="--without-counterpart")
+    assert status == 0
+    assert [(row["test"], row["outcome"]) for row in rows[6:]] == [
+        ("on_gpu_alone", "skipped" if not torch.cuda.is_available() else "passed")
+    ]

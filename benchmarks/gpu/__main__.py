@@ -32,7 +32,7 @@ import time
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import caches, rehearsal
 
@@ -41,6 +41,8 @@ CACHES = "caches.tgz"
 CUT, NO_TESTS = 124, 5  # exit statuses: of a program whose time was up, and pytest's
 SECONDS = 570  # of a part, the build included
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # of OUT, and of each of its files
+# Of its own, to be ended with what it starts. A new session, too, would outlive whatever ends this one.
+GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 FINISH = 8  # seconds to end the last step and to pack the caches
 SMALLEST = 10  # seconds with which no step begins
 
@@ -159,7 +161,7 @@ def run(command: Sequence[str], seconds: float, log: Callable[[str], None], file
     It is interrupted then, and killed with what it has started if it goes on for ten seconds.
     """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **GROUP
     )
     ended = threading.Event()
 
@@ -268,6 +270,11 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> None:
     log(f"built; {gpu_of()}; wheels: {', '.join(wheels) or 'none'}")
 
 
+def words(text: str) -> list[str]:
+    """Returns the words of an argument of make, as a shell reads them."""
+    return shlex.split(text)
+
+
 def gpu_of() -> str:
     """Returns a line about the GPU. It is asked in another process, which gives its memory back."""
     ask = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
@@ -277,7 +284,7 @@ def gpu_of() -> str:
 
 def run_steps(part: int, given: argparse.Namespace, log: Log, packer: caches.Packer) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(given.out, given.work, given.dry, given.cases, shlex.split(given.tests), os.cpu_count() or 1)
+    this = Run(given.out, given.work, given.dry, given.cases, words(given.tests), os.cpu_count() or 1)
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
     others = (
         []

@@ -40,6 +40,7 @@ def files_of(work: Path, inductor: bool = True) -> Iterator[Path]:
 
 def pack(archive: Path, work: Path, limit: int) -> str:
     """Writes the archive, and returns a line about it. Files that end or change meanwhile belong to programs that run."""
+    work.mkdir(parents=True, exist_ok=True)
     for inductor in (True, False):
         new = work / "caches.new"
         with tarfile.open(new, "w:gz", compresslevel=6) as packed:

@@ -16,6 +16,7 @@ from support import outside
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.gpu import rehearsal
 from benchmarks.model import calibrate, estimate, published, rates, sass, sheet, trace
 from benchmarks.model.__main__ import main
 from ckptkern.benchmarks import cases, measure
@@ -582,19 +583,37 @@ def test_calibrate_and_rates_as_commands(results, capsys, tmp_path):
     assert main(["--gpu", "a100", "--rates", str(tmp_path / "rates-h200.json")]) == 2
 
 
+@pytest.mark.slow
+def test_an_h100_is_known_by_its_results(tmp_path):
+    """The case is an LM head, whose loss is float32. What the cost model has not is named."""
+    path = rehearsal.results_of_an_h100(tmp_path, ["linear_cross_entropy/d1024x16384"], slower=1.25)
+    with path.open("a") as file:
+        file.write("linear_cross_entropy/d1024x16384,compile,cuda,bfloat16,ok,1\n")
+    process = outside.start("-m", "benchmarks.model", "--calibrate", str(path), stdout=subprocess.PIPE)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert "cost model of h100, fitted to 4 rows" in out
+    assert "mean distance: 20.0% before, 0.0% after" in out
+    assert "left out, of which the model has no case: model/llama eager" in out
+    assert "left out, of which the model has no variant: compile" in out
+    assert rates.read(rates.GPUS["h100"], tmp_path / "rates-h100.json").scales.matmuls == pytest.approx(1.25, rel=0.01)
+
+
 def test_calibrate_refuses_what_is_no_match(results, capsys, tmp_path):
     def refused(path, *arguments):
         assert main(["--calibrate", str(path), *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "was measured on cpu; the cost model estimates CUDA devices" in refused(CPU_RESULTS)
+    assert "has no rates of cpu, only of h200, h100, a100" in refused(CPU_RESULTS)
     assert "No such file" in refused(tmp_path / "none.csv")
     row = ("mlp-gelu/d1024x16384", "eager", "cuda", 1.0)
-    assert "does not know: mlp/d1" in refused(results(row, ("mlp/d1", "eager", "cuda", 1.0)))
-    assert "was measured on nvidia-a100-sxm4-80gb, not on h200" in refused(results(row, name="nvidia-a100-sxm4-80gb"))
-    assert "times in float16" in refused(results(row, dtype="float16"))
+    path = results(row, name="nvidia-a100-sxm4-80gb")
+    assert "was measured on nvidia-a100-sxm4-80gb, not on h200" in refused(path, "--gpu", "h200")
+    assert "no rates of nvidia-gh200-480gb" in refused(results(row, name="nvidia-gh200-480gb"))
+    assert "left out, in float16, and the model's times" in refused(results(row, dtype="float16"))
+    assert "left out, measured on cpu: mlp-gelu" in refused(results((*row[:2], "cpu", 1.0)))
     assert "has no timed case" in refused(results(("ceiling", "copy", "cuda", 1.0)))
-    assert "has no variant that the cost model estimates" in refused(results((row[0], "compile", "cuda", 1.0)))
+    assert "of which the model has no variant: compile" in refused(results((row[0], "compile", "cuda", 1.0)))
     (tmp_path / "results.csv").write_text("case,ms\n")
     assert "lacks the columns variant, device, dtype, status" in refused(tmp_path / "results.csv")
 
