@@ -111,7 +111,7 @@ test-matrix: $(STAMP) ## the suite on the oldest and the newest torch (downloads
 test-cpus: $(STAMP) ## the suite as on Intel and AMD, with 1, 2 and 4 threads and older instruction sets. ARGS="tests/ops"
 	.ci/test-cpus $(PY) $(ARGS)
 
-# No venv, no network: whatever torch PYTHON has. What it writes: `make gpu HELP=1`.
+# No venv, no network: whatever torch PYTHON has.
 COMMIT ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 gpu: ## all that is measured on a GPU, in three parts of 570 s: make gpu PART=1 OUT=DIR [IN=DIR] [PYTHON=python3] [DRY=1, without a GPU] [HELP=1]
 	@CKPTKERN_COMMIT='$(COMMIT)' $(PYTHON) -m benchmarks.gpu $(if $(HELP),--help) $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)') \
