@@ -155,13 +155,14 @@ class Log:
             file.write(line + "\n")
 
 
-def run(command: Sequence[str], seconds: float, log: Callable[[str], None], file: Path | None = None) -> int:
-    """Returns the exit status of a program, whose lines go to the log; 124 if its time was up.
+def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib: Path, file: Path | None = None) -> int:
+    """Returns the exit status of a program, whose lines go to the log; 124 if its time was up. It runs where ckptkern was built,
+    because Python finds first what lies where it starts.
 
     It is interrupted then, and killed with what it has started if it goes on for ten seconds.
     """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **GROUP
+        command, cwd=lib, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **GROUP
     )
     ended = threading.Event()
 
@@ -251,10 +252,10 @@ def too_much(out: Path) -> list[str]:
     return found
 
 
-def prepare(part: int, given: argparse.Namespace, log: Log) -> None:
-    """Takes over what IN has, and builds; afterwards programs find ckptkern, the wheels and the caches."""
+def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
+    """Takes over what IN has, builds, and returns the folder of what was built; programs find the wheels and the caches."""
     log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
-    if given.resume and given.resume.resolve() != given.out.resolve():
+    if given.resume and given.resume != given.out:
         for path in sorted(given.resume.iterdir()):
             if path.name != log.path.name and not (given.out / path.name).exists():
                 shutil.copyfile(path, given.out / path.name)
@@ -268,6 +269,7 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> None:
         TORCHINDUCTOR_CACHE_DIR=str(given.work / "cache/inductor"),
     )  # fmt: skip
     log(f"built; {gpu_of()}; wheels: {', '.join(wheels) or 'none'}")
+    return lib
 
 
 def words(text: str) -> list[str]:
@@ -282,7 +284,7 @@ def gpu_of() -> str:
     return done.stdout.strip() or "no GPU"
 
 
-def run_steps(part: int, given: argparse.Namespace, log: Log, packer: caches.Packer) -> list[str]:
+def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, packer: caches.Packer) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
     this = Run(given.out, given.work, given.dry, given.cases, words(given.tests), os.cpu_count() or 1)
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
@@ -301,7 +303,7 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, packer: caches.Pac
         seconds = left * queue[0].share // sum(one.share for one in own) if own else left
         step, is_own = queue.pop(0), queue is own
         log(f"{step.name}: at most {seconds} s")
-        status = run(step.command(this, seconds), seconds, log, given.out / step.file if step.file else None)
+        status = run(step.command(this, seconds), seconds, log, lib, given.out / step.file if step.file else None)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
         if status == CUT and is_own:
             cut.append(step)
@@ -316,8 +318,8 @@ def run_part(part: int, given: argparse.Namespace) -> list[str]:
     log = Log(given.out / "log.txt")
     packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
     try:
-        prepare(part, given, log)
-        bad = run_steps(part, given, log, packer)
+        lib = prepare(part, given, log)
+        bad = run_steps(part, given, log, lib, packer)
     finally:
         log(f"caches: {packer.finish()}")
     bad += failures(given.out) + too_much(given.out)
@@ -329,13 +331,17 @@ def run_part(part: int, given: argparse.Namespace) -> list[str]:
     return bad
 
 
+def folder(name: str) -> Path:
+    return Path(name).resolve()
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--part", type=int, choices=(1, 2, 3), help="PART: of three (default: all, one after another)")
-    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="OUT: where results are written")
-    made.add_argument("--in", type=Path, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
+    made.add_argument("--out", type=folder, required=True, metavar="DIR", help="OUT: where results are written")
+    made.add_argument("--in", type=folder, dest="resume", metavar="DIR", help="IN: the OUT of the part before")
     made.add_argument("--dry", action="store_true", help="DRY=1: the same programs on a CPU, with small sizes")
     made.add_argument(
         "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
@@ -352,7 +358,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="WHEELS: pure-Python ones, of rivals",
     )
-    made.add_argument("--work", type=Path, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
+    made.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
     return made
 
 

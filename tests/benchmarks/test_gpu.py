@@ -40,7 +40,7 @@ def said():
 def test_a_program_ends_by_itself_or_is_interrupted_or_killed(tmp_path):
     def python(text, seconds):
         lines, log = said()
-        return gpu.run([sys.executable, "-uc", text], seconds, log, tmp_path / "file"), lines
+        return gpu.run([sys.executable, "-uc", text], seconds, log, tmp_path, tmp_path / "file"), lines
 
     assert python("print('one'); print('two'); raise SystemExit(3)", 60) == (3, ["one", "two"])
     assert (tmp_path / "file").read_text() == "one\ntwo\n"
@@ -48,7 +48,7 @@ def test_a_program_ends_by_itself_or_is_interrupted_or_killed(tmp_path):
     assert python(waits, 3) == (gpu.CUT, ["begins", "interrupted"])
 
 
-def test_a_program_that_is_deaf_to_interrupts_is_killed_with_what_it_started(monkeypatch):
+def test_a_program_that_is_deaf_to_interrupts_is_killed_with_what_it_started(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "FINISH", 3)
     child = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -56,7 +56,7 @@ def test_a_program_that_is_deaf_to_interrupts_is_killed_with_what_it_started(mon
     text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     lines, log = said()
     begin = time.monotonic()
-    assert gpu.run([sys.executable, "-uc", text], 3, log) == gpu.CUT
+    assert gpu.run([sys.executable, "-uc", text], 3, log, tmp_path) == gpu.CUT
     assert time.monotonic() - begin < 50
     assert lines[0] == "deaf"
 
@@ -152,7 +152,7 @@ def step(part, name, share, count):
 
 
 gpu.STEPS = step(1, "first", 3, 5), step(1, "second", 1, int(sys.argv[1])), step(2, "third", 1, 3), step(3, "fourth", 1, 2)
-gpu.build = lambda work, log: work
+gpu.build = lambda work, log: work.mkdir(exist_ok=True) or work
 gpu.gpu_of = lambda: "a GPU"
 gpu.FINISH, gpu.SMALLEST = 3, 1
 sys.exit(gpu.main(sys.argv[2:]))
@@ -238,7 +238,7 @@ def test_a_part_that_is_cut_leaves_its_files_and_the_next_goes_on(parts, tmp_pat
     ("arguments", "status", "message"),
     [
         ([], 2, "torch sees no GPU here. DRY=1 shows on a CPU what is run"),
-        (["--in", "none"], 2, "IN: none is not a folder; name the OUT of the part before"),
+        (["--in", "none"], 2, "none is not a folder; name the OUT of the part before"),
         (["--part", "4"], 2, "invalid choice"),
     ],
 )
