@@ -156,8 +156,8 @@ class Log:
 
 
 def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib: Path, file: Path | None = None) -> int:
-    """Returns the exit status of a program, whose lines go to the log; 124 if its time was up. It runs where ckptkern was built,
-    because Python finds first what lies where it starts.
+    """Returns the exit status of a program, whose lines go to the log; 124 if its time was up. It runs where
+    ckptkern was built, because Python finds first what lies where it starts.
 
     It is interrupted then, and killed with what it has started if it goes on for ten seconds.
     """
