@@ -31,7 +31,7 @@ from ckptkern.benchmarks.measure import Row
 from ckptkern.errors import BudgetError
 from ckptkern.extras import missing
 from ckptkern.memory import format_size, free_memory, peak_memory, saved_tensors
-from ckptkern.planning.frontier import CLOSE, search
+from ckptkern.planning.frontier import CLOSE, crossing, search
 
 from . import variants
 from .variants import Model, Runner
@@ -39,8 +39,9 @@ from .variants import Model, Runner
 SECONDS = {"cuda": 500.0, "cpu": 60.0}  # of the whole run
 ROUNDS_SECONDS = {"cuda": 8.0, "cpu": 0.5}  # of timing a group of variants
 ROUNDS = 2, 20  # at least, at most
+LONG = 3.0  # seconds of a step; where one takes longer, all are timed once, while their peaks are measured
 MULTIPLE = {"cuda": 1024, "cpu": 128}  # of the longest sequences
-CPU_BUDGET = 64 * 2**20  # bytes of the longest sequences' steps on a CPU
+CPU_BUDGET = 16 * 2**20  # bytes of the longest sequences' steps on a CPU
 # Relative distances from eager's (or of the first variant that runs): of the loss, of the gradients' norm, and of the gradients
 # at SAMPLES places of each parameter. bfloat16: rounding alone moves the gradients by up to a tenth.
 BOUNDS = {torch.bfloat16: (0.01, 0.05, 0.3), torch.float32: (1e-5, 1e-4, 1e-3)}
@@ -73,8 +74,17 @@ class Result(NamedTuple):
         return abs(self.loss - of.loss) / abs(of.loss), abs(self.norm - of.norm) / of.norm, far.item()
 
 
+class Reference(NamedTuple):
+    """The variant that others are compared with, its first step's result, and the seconds of a later one."""
+
+    name: str
+    runner: Runner
+    result: Result
+    seconds: float
+
+
 def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
-    """A step's, with gradients that are zero before it."""
+    """Runs a step with gradients that are zero before it."""
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
     for gradient in gradients:
         gradient.zero_()
@@ -84,11 +94,11 @@ def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
     return Result(loss, torch.linalg.vector_norm(norms).item(), torch.cat(samples))
 
 
-def judged(row: Row, found: Result, reference: Result, dtype: torch.dtype, name: str) -> bool:
-    """Writes the distances into the row; False if one is beyond its bound."""
-    distances = found.distances(reference)
+def judged(row: Row, found: Result, reference: Reference, dtype: torch.dtype) -> bool:
+    """Writes the distances into the row, and returns whether they are within their bounds."""
+    distances = found.distances(reference.result)
     told = ", ".join(f"{what} {x:.1e}" for what, x in zip(("loss", "norm", "gradients"), distances, strict=True))
-    row.add_note(f"relative distance from {name}'s: {told}")
+    row.add_note(f"relative distance from {reference.name}'s: {told}")
     right = all(x <= bound for x, bound in zip(distances, BOUNDS[dtype], strict=True))
     row.status = "ok" if right else "wrong"
     return right
@@ -147,7 +157,7 @@ class Run:
 
 
 def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
-    """The model; None if it cannot be had, with that in the rows of all these variants."""
+    """Builds the model, or returns None if it cannot be had, with the reason in the rows of these variants."""
     try:
         return variants.build(model, of.device, of.dtype)
     except Exception as error:
@@ -166,7 +176,7 @@ def measure_model(of: Run, model: Model, names: list[str]) -> None:
     if whole is None:
         return
     ids = model.ids(of.device)
-    reference: tuple[str, Result] | None = None
+    reference: Reference | None = None
     size = sum(p.nbytes for p in whole.parameters()) + sum(p.grad.nbytes for p in whole.parameters() if p.requires_grad)
     note = f"parameters and gradients: {format_size(size)}"
     if model.quantised and missing("bitsandbytes"):
@@ -174,41 +184,43 @@ def measure_model(of: Run, model: Model, names: list[str]) -> None:
     for ours in (False, True):
         group = [name for name in left if name.startswith("ckptkern") == ours]
         if group:
-            first = reference[0] if reference else EAGER
+            first = reference.name if reference else EAGER
             reference = measure_group(of, model, whole, ids, [first, *(n for n in group if n != first)], reference, note)
 
 
 def measure_group(
-    of: Run, model: Model, whole: nn.Module, ids: Tensor, names: list[str], reference: tuple[str, Result] | None, note: str
-) -> tuple[str, Result] | None:  # fmt: skip
-    """Checks the variants, then times those that are right. The reference: (name, result), new if there was none."""
-    makers, rows, runners, takes = variants.variants(of.kind), {}, {}, {}
+    of: Run, model: Model, whole: nn.Module, ids: Tensor, names: list[str], reference: Reference | None, note: str
+) -> Reference | None:
+    """Checks the variants, then times those that are right, and returns the reference: the first that ran, if none is given."""
+    rows, runners, seconds = {}, {}, {}
     for name in names:
         row = of.row(model, name, note=note)
+        if reference and name == reference.name:
+            rows[name], runners[name], seconds[name] = row, reference.runner, reference.seconds
+            continue
         if of.left() < 0:
             row.status, row.note = "dropped", "over the budget of time"
             of.emit(row)
             continue
         try:
-            runner = makers[name](whole, ids)
+            runner = variants.variants(of.kind)[name](whole, ids)
             found = result_of(runner, whole, ids)
-            if reference is None:
-                reference = name, found
-            if name != reference[0] and not judged(row, found, reference[1], of.dtype, reference[0]):
+            if reference and not judged(row, found, reference, of.dtype):
                 of.emit(row)
                 continue
-            takes[name] = weighed(row, runner, whole, ids, of.device)
+            seconds[name] = weighed(row, runner, whole, ids, of.device)
         except Exception as error:  # whatever a variant raises is its result, and the others still run
             of.failed(row, error)
             continue
         rows[name], runners[name] = row, runner
+        reference = reference or Reference(name, runner, found, seconds[name])
         of.emit(dataclasses.replace(row, status="checked"))
-    time_group(of, rows, runners, takes, ids)
+    time_group(of, rows, runners, seconds, ids)
     return reference
 
 
 def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: torch.device) -> float:
-    """Measures the saved bytes and the peak of a step. Returns the seconds that the second step took."""
+    """Writes the saved bytes and the peak of a step into the row, and returns the seconds of the step."""
     with saved_tensors(whole) as saved, runner.around():
         runner.loss(ids)
     row.saved_bytes = saved.bytes
@@ -219,18 +231,20 @@ def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: tor
     return time.perf_counter() - begin
 
 
-def time_group(of: Run, rows: dict[str, Row], runners: dict[str, Runner], takes: dict[str, float], ids: Tensor) -> None:
-    """Times the variants in turns, and emits their rows."""
-    cuda = of.kind == "cuda"
-    seconds = max(0.0, min(ROUNDS_SECONDS[of.kind], of.left()))
-    rounds = max(ROUNDS[0], min(ROUNDS[1], int(seconds / max(sum(takes.values()), 1e-3))))
+def time_group(of: Run, rows: dict[str, Row], runners: dict[str, Runner], seconds: dict[str, float], ids: Tensor) -> None:
+    """Times the variants in turns, and emits their rows. seconds: of a step of each."""
     steps = {name: functools.partial(_step, runner, ids) for name, runner in runners.items()}
-    try:
-        times, errors = measure.interleaved(
-            steps, measure.cuda_clock if cuda else measure.cpu_clock, rounds, seconds, cuda
-        )
-    except Exception as error:  # the device's own, from a kernel of whichever variant
-        times, errors = {}, dict.fromkeys(steps, f"{FAULT} {measure.one_line(error)}")
+    cuda, most = of.kind == "cuda", max(0.0, min(ROUNDS_SECONDS[of.kind], of.left()))
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(most / max(sum(seconds.values()), 1e-3))))
+    errors: dict[str, str] = {}
+    if max(seconds.values(), default=0.0) > LONG:
+        times = {name: [1e3 * took] for name, took in seconds.items()}
+    else:
+        clock = measure.cuda_clock if cuda else measure.cpu_clock
+        try:
+            times, errors = measure.interleaved(steps, clock, rounds, most, cuda)
+        except Exception as error:  # the device's own, from a kernel of whichever variant
+            times, errors = {}, dict.fromkeys(steps, f"{FAULT} {measure.one_line(error)}")
     for name, row in rows.items():
         if name in errors:
             row.status, row.note = "failed", errors[name]
@@ -273,8 +287,9 @@ def measure_longest(of: Run, model: Model) -> None:
             runner = variants.variants(of.kind)[name](whole, model.ids(of.device, 1, MULTIPLE[of.kind]))
             row.longest, note = longest_of(of, model, runner, share)
         except Exception as error:
-            of.failed(dataclasses.replace(row, status="failed"), error)
-            continue
+            note = f"longest: {measure.one_line(error)}"
+            if name.startswith("ckptkern"):
+                of.bad.append(f"{model.case} {name}: {note}")
         row.add_note(note)
         of.sheet(row)
         run.say(f"  {name:30} longest  {row.longest or 'unknown'}: {note}")
@@ -301,16 +316,23 @@ def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[
         took[:] = time.monotonic() - begin, size
         return tried[size]
 
+    def largest() -> int | None:
+        return max((size for size, peak in tried.items() if peak <= budget), default=None)
+
+    def line() -> int:
+        return int(crossing(tried, largest(), budget)) // multiple * multiple
+
     end = f"longest within {format_size(budget)}"
     try:
         found, _ = search(peak_of, budget, multiple, 2 * multiple, model.limit)
-        at_limit = found + max(multiple, found // CLOSE) > model.limit
-        return found, f"{end}: at least, the limit of the search" if at_limit else end
+        if found + max(multiple, found // CLOSE) > model.limit:
+            end += f": at least, because the search ends there; the line through the peaks ends at {line():,}"
+        return found, end
     except BudgetError as error:
         return None, measure.one_line(error)
     except Spent:
-        fits = [size for size, peak in tried.items() if peak <= budget]
-        return max(fits, default=None), f"{end}: at least, the seconds of the search were over"
+        end += ": at least, because the seconds of the search were over"
+        return largest(), end if largest() is None else f"{end}; the line through the peaks ends at {line():,}"
 
 
 def row_of(cells: dict[str, object]) -> Row:

@@ -293,13 +293,16 @@ def small(model: Model) -> Model:
         shape["head_dim"] = 16
     if "num_experts" in shape:
         shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
-    only = tuple(bounded("cpu") if name == bounded("cuda") else name for name in model.only)
-    length = model.length // 64 if model.length > 8192 else 256 // model.batch
+    length = 256 // model.batch
+    limit = min(model.limit, 2048)
     return model._replace(
-        name=f"{model.name}-small", shape=shape, length=length, limit=min(model.limit, 2048), only=only, published=()
+        name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=()
     )
 
 
 def models(kind: str) -> tuple[Model, ...]:
-    """The models of a kind of device, the most valuable first."""
-    return ON_GPU if kind == "cuda" else tuple(map(small, ON_GPU))
+    """Returns the models of a kind of device, the most valuable first; on a CPU the first of each kind with its adapters."""
+    if kind == "cuda":
+        return ON_GPU
+    first = {(model.kind, model.rank, model.quantised): small(model) for model in reversed(ON_GPU)}
+    return tuple(reversed(first.values()))
