@@ -78,11 +78,11 @@ def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
 
 def chunked_loss(model: nn.Module, ids: Tensor, chunks: int = 16) -> Tensor:
     """The loss in checkpointed chunks of tokens, as users of torch before 2.15 write it."""
-    hidden = model.base_model(input_ids=ids).last_hidden_state[0, :-1]
-    target = ids[0, 1:]
+    hidden = model.base_model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
+    target = ids[:, 1:].flatten()
 
     def part(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, model.lm_head.weight), target, reduction="sum")
+        return F.cross_entropy(F.linear(hidden, model.lm_head.weight).float(), target, reduction="sum")
 
     parts = zip(hidden.chunk(chunks), target.chunk(chunks), strict=True)
     return sum(checkpoint(part, *one, use_reentrant=False) for one in parts) / len(target)
@@ -163,7 +163,8 @@ def variants(
 
 def with_gradients(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
     return model
 
 

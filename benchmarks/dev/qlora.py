@@ -48,21 +48,27 @@ def base(name: str, layers: int, width: int) -> nn.Module:
     return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**shape, **experts))
 
 
-def qlora(name: str, layers: int, width: int) -> nn.Module:
+def to_nf4(model: nn.Module) -> nn.Module:
+    """Quantises the linear layers of the model's layers in place, and returns the model."""
     import bitsandbytes
-    import peft
 
-    model = base(name, layers, width)
     for path, linear in list(model.model.layers.named_modules()):
         if isinstance(linear, nn.Linear) and path.endswith("proj"):
-            made = bitsandbytes.nn.Linear4bit(
-                linear.in_features, linear.out_features, False, compute_dtype=torch.float32, quant_type="nf4"
-            )
-            made.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4").to(
-                "cpu"
-            )
+            weight = linear.weight.data
+            with torch.device("meta"):
+                made = bitsandbytes.nn.Linear4bit(
+                    linear.in_features, linear.out_features, False, compute_dtype=weight.dtype, quant_type="nf4"
+                )
+            made.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4").to(weight.device)
             model.model.layers.set_submodule(path, made)
     model.is_loaded_in_4bit = True
+    return model
+
+
+def qlora(name: str, layers: int, width: int) -> nn.Module:
+    import peft
+
+    model = to_nf4(base(name, layers, width))
     return peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=TARGETS)).train()
 
 

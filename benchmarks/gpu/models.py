@@ -1,0 +1,466 @@
+"""``python -m benchmarks.gpu.models --out DIR``: a training step of whole models, in every variant, into DIR/results.csv.
+
+A step is forward + backward with gradients allocated before it, and no optimizer. Its peak is above the parameters, the
+gradients and whatever else is there when it begins. The models have random weights of configurations of transformers; on a CPU
+they are small. First come times and peaks of all models, then the longest sequences, then torch.compile, each row when known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import gc
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckptkern.benchmarks import compare, measure, run
+from ckptkern.benchmarks.cases import EAGER
+from ckptkern.benchmarks.measure import Row
+from ckptkern.errors import BudgetError
+from ckptkern.extras import missing
+from ckptkern.memory import format_size, free_memory, peak_memory, saved_tensors
+from ckptkern.planning.frontier import CLOSE, crossing, search
+
+from . import variants
+from .variants import Model, Runner
+
+SECONDS = {"cuda": 500.0, "cpu": 60.0}  # of the whole run
+ROUNDS_SECONDS = {"cuda": 8.0, "cpu": 0.5}  # of timing a group of variants
+ROUNDS = 2, 20  # at least, at most
+LONG = 3.0  # seconds of a step; where one takes longer, all are timed once, while their peaks are measured
+MULTIPLE = {"cuda": 1024, "cpu": 128}  # of the longest sequences
+CPU_BUDGET = 16 * 2**20  # bytes of the longest sequences' steps on a CPU
+# Relative distances from eager's (or of the first variant that runs): of the loss, of the gradients' norm, and of the gradients
+# at SAMPLES places of each parameter. bfloat16: rounding alone moves the gradients by up to a tenth.
+BOUNDS = {torch.bfloat16: (0.01, 0.05, 0.3), torch.float32: (1e-5, 1e-4, 1e-3)}
+SAMPLES = 4096
+FAULT = "the GPU is unusable after"
+OUT_OF_MEMORY = "out of memory"
+
+
+class Unusable(Exception):
+    """A kernel broke the process's CUDA context, so that nothing else can be measured in it."""
+
+
+class Spent(Exception):
+    """The seconds for a search are over."""
+
+
+# -- right ------------------------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """loss: a number; norm: of all gradients, in float32; samples: the gradients at some places, in float32."""
+
+    loss: float
+    norm: float
+    samples: Tensor
+
+    def distances(self, of: Result) -> tuple[float, float, float]:
+        """Relative distances of the loss, the norm and the samples from those of another result."""
+        far = torch.linalg.vector_norm(self.samples - of.samples) / torch.linalg.vector_norm(of.samples)
+        return abs(self.loss - of.loss) / abs(of.loss), abs(self.norm - of.norm) / of.norm, far.item()
+
+
+class Reference(NamedTuple):
+    """The variant that others are compared with, its first step's result, and the seconds of a later one."""
+
+    name: str
+    runner: Runner
+    result: Result
+    seconds: float
+
+
+def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
+    """Runs a step with gradients that are zero before it."""
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    for gradient in gradients:
+        gradient.zero_()
+    loss = runner.step(ids).item()
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients])
+    samples = [g.flatten()[:: max(1, g.numel() // SAMPLES)].float() for g in gradients]
+    return Result(loss, torch.linalg.vector_norm(norms).item(), torch.cat(samples))
+
+
+def judged(row: Row, found: Result, reference: Reference, dtype: torch.dtype) -> bool:
+    """Writes the distances into the row, and returns whether they are within their bounds."""
+    distances = found.distances(reference.result)
+    told = ", ".join(f"{what} {x:.1e}" for what, x in zip(("loss", "norm", "gradients"), distances, strict=True))
+    row.add_note(f"relative distance from {reference.name}'s: {told}")
+    right = all(x <= bound for x, bound in zip(distances, BOUNDS[dtype], strict=True))
+    row.status = "ok" if right else "wrong"
+    return right
+
+
+# -- a model ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A run's rows and limits."""
+
+    def __init__(self, sheet: run.Sheet, device: torch.device, deadline: float, resume: bool):
+        self.sheet, self.device, self.deadline, self.resume = sheet, device, deadline, resume
+        self.kind, self.dtype = device.type, variants.DTYPES[device.type]
+        self.bad: list[str] = []
+
+    def stands(self, case: str, variant: str) -> bool:
+        """Is the row of an earlier run, or of this one, final?"""
+        row = self.sheet.rows.get((case, variant), {})
+        return row.get("status") in run.STAND or row.get("note", "").startswith(FAULT)
+
+    def emit(self, row: Row) -> None:
+        if self.stands(row.case, row.variant):
+            return  # the reference, once more
+        self.sheet(row)
+        if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked", "dropped"):
+            self.bad.append(f"{row.case} {row.variant}: {row.status}: {row.note}")
+
+    def row(self, model: Model, variant: str, **fields) -> Row:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Row(model.case, variant, self.kind, dtype, tokens=model.tokens, **fields)
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def failed(self, row: Row, error: BaseException) -> None:
+        """Emits the row. Raises Unusable if the GPU is."""
+        if isinstance(error, ImportError):
+            row.status, row.note = "missing", measure.one_line(error)
+        else:
+            is_memory = isinstance(error, torch.OutOfMemoryError)
+            row.status, row.note = "failed", OUT_OF_MEMORY if is_memory else measure.one_line(error)
+        try:
+            self.tidy()
+        except Exception:
+            row.note = f"{FAULT} {row.note}"
+            self.emit(row)
+            raise Unusable(row.note) from error
+        self.emit(row)
+
+    def tidy(self) -> None:
+        gc.collect()
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+
+def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
+    """Builds the model, or returns None if it cannot be had, with the reason in the rows of these variants."""
+    try:
+        return variants.build(model, of.device, of.dtype)
+    except Exception as error:
+        for name in names:
+            of.failed(of.row(model, name), error)
+        return None
+
+
+def measure_model(of: Run, model: Model, names: list[str]) -> None:
+    """The rows of these variants, without `longest`. Baselines are checked and timed before ours run at all, because a kernel
+    that breaks the GPU ends the process; then ours, interleaved with the reference."""
+    left = [name for name in names if not of.stands(model.case, name)]
+    if not left:
+        return
+    whole = build(of, model, left)
+    if whole is None:
+        return
+    ids = model.ids(of.device)
+    reference: Reference | None = None
+    size = sum(p.nbytes for p in whole.parameters()) + sum(p.grad.nbytes for p in whole.parameters() if p.requires_grad)
+    note = f"parameters and gradients: {format_size(size)}"
+    if model.quantised and missing("bitsandbytes"):
+        note = f"{variants.MXFP4}; {note}"
+    for ours in (False, True):
+        group = [name for name in left if name.startswith("ckptkern") == ours]
+        if group:
+            first = reference.name if reference else EAGER
+            reference = measure_group(of, model, whole, ids, [first, *(n for n in group if n != first)], reference, note)
+
+
+def measure_group(
+    of: Run, model: Model, whole: nn.Module, ids: Tensor, names: list[str], reference: Reference | None, note: str
+) -> Reference | None:
+    """Checks the variants, then times those that are right, and returns the reference: the first that ran, if none is given."""
+    rows, runners, seconds = {}, {}, {}
+    for name in names:
+        row = of.row(model, name, note=note)
+        if reference and name == reference.name:
+            rows[name], runners[name], seconds[name] = row, reference.runner, reference.seconds
+            continue
+        if of.left() < 0:
+            row.status, row.note = "dropped", "over the budget of time"
+            of.emit(row)
+            continue
+        try:
+            runner = variants.variants(of.kind)[name](whole, ids)
+            found = result_of(runner, whole, ids)
+            if reference and not judged(row, found, reference, of.dtype):
+                of.emit(row)
+                continue
+            seconds[name] = weighed(row, runner, whole, ids, of.device)
+        except Exception as error:  # whatever a variant raises is its result, and the others still run
+            of.failed(row, error)
+            continue
+        rows[name], runners[name] = row, runner
+        reference = reference or Reference(name, runner, found, seconds[name])
+        of.emit(dataclasses.replace(row, status="checked"))
+    time_group(of, rows, runners, seconds, ids)
+    return reference
+
+
+def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: torch.device) -> float:
+    """Writes the saved bytes and the peak of a step into the row, and returns the seconds of the step."""
+    with saved_tensors(whole) as saved, runner.around():
+        runner.loss(ids)
+    row.saved_bytes = saved.bytes
+    begin = time.perf_counter()
+    with peak_memory(device) as peak:
+        runner.step(ids)
+    row.peak_bytes = peak.bytes
+    return time.perf_counter() - begin
+
+
+def time_group(of: Run, rows: dict[str, Row], runners: dict[str, Runner], seconds: dict[str, float], ids: Tensor) -> None:
+    """Times the variants in turns, and emits their rows. seconds: of a step of each."""
+    steps = {name: functools.partial(_step, runner, ids) for name, runner in runners.items()}
+    cuda, most = of.kind == "cuda", max(0.0, min(ROUNDS_SECONDS[of.kind], of.left()))
+    rounds = max(ROUNDS[0], min(ROUNDS[1], int(most / max(sum(seconds.values()), 1e-3))))
+    errors: dict[str, str] = {}
+    if max(seconds.values(), default=0.0) > LONG:
+        times = {name: [1e3 * took] for name, took in seconds.items()}
+    else:
+        clock = measure.cuda_clock if cuda else measure.cpu_clock
+        try:
+            times, errors = measure.interleaved(steps, clock, rounds, most, cuda)
+        except Exception as error:  # the device's own, from a kernel of whichever variant
+            times, errors = {}, dict.fromkeys(steps, f"{FAULT} {measure.one_line(error)}")
+    for name, row in rows.items():
+        if name in errors:
+            row.status, row.note = "failed", errors[name]
+        else:
+            row.ms, row.p20_ms, row.p80_ms = measure.spread(times[name])
+            row.rounds = len(times[name])
+            row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
+        of.emit(row)
+    if any(text.startswith(FAULT) for text in errors.values()):
+        raise Unusable(next(iter(errors.values())))
+
+
+def _step(runner: Runner, ids: Tensor, index: int) -> None:
+    runner.step(ids)
+
+
+# -- the longest sequence ---------------------------------------------------------------------------------------------
+
+
+def longest_first(kind: str) -> list[str]:
+    """The variants whose longest sequence is looked for, the most valuable first."""
+    return [EAGER, variants.CHUNKED, variants.LIGER, variants.bounded(kind), variants.CHECKPOINTING, variants.DEFAULT]
+
+
+def measure_longest(of: Run, model: Model) -> None:
+    """Completes the rows of a model by the longest sequence whose step fits the memory."""
+    left = []
+    for name in longest_first(of.kind):
+        row = of.sheet.rows.get((model.case, name), {})
+        if (row.get("status") == "ok" or row.get("note") == OUT_OF_MEMORY) and not row.get("longest"):
+            left.append(name)
+    whole = build(of, model, []) if left and of.left() > 0 else None
+    if whole is None:
+        return
+    for place, name in enumerate(left):
+        share = time.monotonic() + max(0.0, of.left()) / (len(left) - place)
+        row = row_of(of.sheet.rows[model.case, name])
+        try:
+            of.tidy()
+            runner = variants.variants(of.kind)[name](whole, model.ids(of.device, 1, MULTIPLE[of.kind]))
+            row.longest, note = longest_of(of, model, runner, share)
+        except Exception as error:
+            note = f"longest: {measure.one_line(error)}"
+            if name.startswith("ckptkern"):
+                of.bad.append(f"{model.case} {name}: {note}")
+        row.add_note(note)
+        of.sheet(row)
+        run.say(f"  {name:30} longest  {row.longest or 'unknown'}: {note}")
+
+
+def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[int | None, str]:
+    """(tokens of the longest sequence of one whose step fits, what that is)."""
+    multiple, tried = MULTIPLE[of.kind], {}
+    budget = free_memory(of.device) if of.kind == "cuda" else CPU_BUDGET
+    took = [0.0, 1]  # seconds and size of the last step
+
+    def peak_of(size: int) -> float:
+        if time.monotonic() + took[0] * (size / took[1]) ** 2 > deadline:  # at most, because attention is quadratic
+            raise Spent
+        begin = time.monotonic()
+        ids = model.ids(of.device, 1, size)
+        try:
+            with peak_memory(of.device) as peak:
+                runner.step(ids)
+            tried[size] = peak.bytes
+        except torch.OutOfMemoryError:
+            tried[size] = math.inf
+        of.tidy()
+        took[:] = time.monotonic() - begin, size
+        return tried[size]
+
+    def largest() -> int | None:
+        return max((size for size, peak in tried.items() if peak <= budget), default=None)
+
+    def line() -> int:
+        return int(crossing(tried, largest(), budget)) // multiple * multiple
+
+    end = f"longest within {format_size(budget)}"
+    try:
+        found, _ = search(peak_of, budget, multiple, 2 * multiple, model.limit)
+        if found + max(multiple, found // CLOSE) > model.limit:
+            end += f": at least, because the search ends there; the line through the peaks ends at {line():,}"
+        return found, end
+    except BudgetError as error:
+        return None, measure.one_line(error)
+    except Spent:
+        end += ": at least, because the seconds of the search were over"
+        return largest(), end if largest() is None else f"{end}; the line through the peaks ends at {line():,}"
+
+
+def row_of(cells: dict[str, object]) -> Row:
+    """The Row of a line of results.csv."""
+    kinds = {"int | None": int, "float | None": float}
+    values = {
+        field.name: None if cells.get(field.name) in ("", None) else kinds[field.type](cells[field.name])
+        for field in dataclasses.fields(Row)
+        if field.type in kinds
+    }
+    return Row(**{field.name: cells.get(field.name) or "" for field in dataclasses.fields(Row)} | values)
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+def rows_of_published(model: Model, kind: str) -> Iterator[Row]:
+    """The figures of others, with the time of our tokens at their tokens a second."""
+    for one in model.published:
+        ms = one.tokens_per_second and 1e3 * model.tokens / one.tokens_per_second
+        size = None if one.gigabytes is None else int(1e9 * one.gigabytes)
+        yield Row(
+            model.case, one.variant, kind, "", "published", ms=ms, p20_ms=ms, p80_ms=ms, peak_bytes=size,
+            tokens=model.tokens, source=one.source, note="" if ms else OUT_OF_MEMORY,
+        )  # fmt: skip
+
+
+def selected(pattern: str, kind: str) -> list[Model]:
+    """The models whose case matches the regular expression. Raises ValueError where none does."""
+    try:
+        matches = re.compile(pattern.replace(",", "|")).search
+    except re.error as error:
+        raise ValueError(f"--only {pattern!r} is not a regular expression: {error}") from error
+    every = variants.models(kind)
+    if not (found := [model for model in every if matches(model.case)]):
+        raise ValueError(f"--only {pattern!r} matches none of {', '.join(model.case for model in every)}")
+    return found
+
+
+def names_of(model: Model, kind: str, compiling: bool) -> tuple[list[str], list[str]]:
+    """(the variants that come first, those of torch.compile)."""
+    names = [name for name in variants.variants(kind) if not model.only or name in model.only]
+    compiled = [name for name in names if name == variants.COMPILE and compiling]
+    return [name for name in names if name != variants.COMPILE], compiled
+
+
+def measure_all(of: Run, models: list[Model], compiling: bool) -> None:
+    """Everything, in order of value."""
+    for model in models:
+        for row in rows_of_published(model, of.kind):
+            of.sheet(row)
+    jobs = [(model, functools.partial(measure_model, names=names_of(model, of.kind, compiling)[0])) for model in models]
+    jobs += [(model, measure_longest) for model in models if model.limit]
+    jobs += [(model, functools.partial(measure_model, names=names_of(model, of.kind, compiling)[1])) for model in models]
+    for place, (model, job) in enumerate(jobs, 1):
+        run.say(f"[{place}/{len(jobs)}] {model.case}, {max(0.0, of.left()):.0f} s left")
+        job(of, model)
+        of.tidy()
+
+
+def opened(out: Path, device: torch.device, resume: bool, models: list[Model]) -> run.Sheet:
+    """The sheet, with all rows that are there: of other programs, and with resume those of these models. Raises ValueError if
+    they were measured on another device, torch or triton."""
+    environment = {"device": run.device_name(device), **run.environment(device)}
+    path, ours = out / "results.csv", {model.case for model in models}
+    standing = []
+    if path.exists():
+        run.standing(out, compare.setting_of(environment))
+        with path.open(newline="") as file:
+            standing = [row for row in csv.DictReader(file) if resume or row["case"] not in ours]
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "env.json").exists():
+        (out / "env.json").write_text(json.dumps(environment, indent=2) + "\n")
+    return run.Sheet(path, standing)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.models",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, metavar="DIR", help="has results.csv, whose other rows stay")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
+    made.add_argument("--only", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    made.add_argument("--seconds", type=float, metavar="S", help="after which nothing new begins (default: 500; CPU: 60)")
+    made.add_argument("--resume", action="store_true", help="measure only what DIR lacks")
+    made.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
+    )
+    made.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense."""
+    args = parser().parse_args(arguments)
+    kind = args.device
+    compiling = kind == "cuda" if args.compile is None else args.compile
+    try:
+        models = selected(args.only, kind)
+        if args.list:
+            for model in models:
+                print(f"{model.case:40} {', '.join(sum(names_of(model, kind, compiling), []))}")
+            return 0
+        if args.out is None:
+            raise ValueError("--out is missing: name a folder")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device: torch sees no CUDA device: pass --device cpu for small models")
+        if hint := missing("transformers"):
+            raise ValueError(hint)
+        device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
+        sheet = opened(args.out, device, args.resume, models)
+    except ValueError as error:
+        run.say(f"models: {error}")
+        return 2
+    seconds = SECONDS[kind] if args.seconds is None else args.seconds
+    of = Run(sheet, device, time.monotonic() + seconds, args.resume)
+    try:
+        measure_all(of, models, compiling)
+    except KeyboardInterrupt:  # also of a time limit from outside
+        of.bad.append("interrupted; --resume measures what is missing")
+    except Unusable as error:
+        of.bad.append(f"{error}; --resume goes on with the other variants")
+    for line in of.bad:
+        run.say(f"NOT RIGHT: {line}")
+    return 1 if of.bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

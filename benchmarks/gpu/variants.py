@@ -1,0 +1,308 @@
+"""Whole models of transformers with random weights, and the variants in which a training step of them runs.
+
+All variants of a model share its parameters, gradients and buffers. A step is forward + backward, without an optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from ckptkern import Frozen
+from ckptkern.benchmarks.cases import COMPILED, EAGER
+from ckptkern.benchmarks.own import shared
+from ckptkern.extras import missing
+from ckptkern.memory import format_size
+
+from ..dev.frontier import checkpointed, chunked_loss, converted, whole_loss, with_gradients
+from ..dev.qlora import TARGETS, to_nf4
+
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+WORKSPACE = {"cuda": 256 * 2**20, "cpu": 2**20}  # the small one, in bytes
+CHUNK = 1024  # tokens of which the chunked loss has logits at a time
+MXFP4_SCALE = 120  # 2 ** (120 - 127): random codes of MXFP4 are then weights of a standard deviation of 0.02
+MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
+
+
+class Published(NamedTuple):
+    """A figure of others. gigabytes: as they report it; None: out of memory."""
+
+    variant: str
+    tokens_per_second: float | None
+    gigabytes: float | None
+    source: str
+
+
+class Model(NamedTuple):
+    """A model and a step. shape: of a configuration of transformers; adapters: LoRA of `rank` on all linear layers of the
+    layers, whose weights are frozen, and with `quantised` in 4 bits; limit: of the longest sequence that is looked for, 0 if
+    none is."""
+
+    name: str
+    kind: str
+    shape: dict[str, Any]
+    batch: int
+    length: int
+    rank: int | None = None
+    quantised: bool = False
+    limit: int = 0
+    only: tuple[str, ...] = ()  # variants; all if empty
+    published: tuple[Published, ...] = ()
+
+    @property
+    def case(self) -> str:
+        return f"model/{self.name}/{self.batch}x{self.length}"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    def ids(self, device: torch.device, batch: int | None = None, length: int | None = None) -> Tensor:
+        """Token ids [batch, length]."""
+        generator = torch.Generator().manual_seed(1)
+        size = (batch or self.batch, length or self.length)
+        return torch.randint(self.shape["vocab_size"], size, generator=generator).to(device)
+
+
+def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on the device, in training mode, with gradients. Raises ImportError for a package that it needs."""
+    needed = ["transformers"] + ["peft"] * (model.rank is not None)
+    if hint := missing(*needed):
+        raise ImportError(hint)
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[model.kind](**model.shape, use_cache=False, max_position_embeddings=2**20)
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        if model.quantised:
+            made = to_mxfp4(made) if missing("bitsandbytes") else to_nf4(made)
+        if model.rank is not None:
+            made = with_lora(made, model.rank, dtype)
+    return with_gradients(made)
+
+
+def to_mxfp4(model: nn.Module) -> nn.Module:
+    """Puts random MXFP4 codes in place of the linear weights of the layers: `Frozen` dequantises them where they are read."""
+    for path, linear in model.model.layers.named_modules():
+        if isinstance(linear, nn.Linear) and path.endswith("proj"):
+            n, k = linear.weight.shape
+            codes = torch.randint(256, (n, k // 32, 16), dtype=torch.uint8)
+            scales = torch.full((n, k // 32), MXFP4_SCALE, dtype=torch.uint8)
+            weight = Frozen(codes, scales, kind="mxfp4", dtype=linear.weight.dtype)
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def with_lora(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
+    """peft's LoRA on the layers' linear layers; all else is frozen. B is random, so that A has a gradient too."""
+    import peft
+
+    made = peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS), model)
+    for name, parameter in made.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.02)
+    return made
+
+
+# -- variants
+
+
+class Runner(NamedTuple):
+    """loss: token ids [batch, length] -> the mean loss. around: entered for a step, its backward too."""
+
+    loss: Callable[[Tensor], Tensor]
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    def step(self, ids: Tensor) -> Tensor:
+        """Adds to the gradients, and returns the loss."""
+        with self.around():
+            loss = self.loss(ids)
+            loss.backward()
+        return loss.detach()
+
+
+Maker = Callable[[nn.Module, Tensor], Runner]
+
+
+def _eager(model: nn.Module, ids: Tensor) -> Runner:
+    return Runner(functools.partial(whole_loss, model))
+
+
+def _checkpointed(model: nn.Module, ids: Tensor) -> Runner:
+    return Runner(functools.partial(whole_loss, checkpointed(shared(model))))
+
+
+def _chunked(model: nn.Module, ids: Tensor) -> Runner:
+    made = checkpointed(shared(model))
+    return Runner(lambda ids: chunked_loss(made, ids, -(-ids.numel() // CHUNK)))
+
+
+def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
+    """Liger's kernels and its fused loss. What it sets in transformers' module is there only during a step of this variant."""
+    if not ids.is_cuda:
+        raise ImportError("Liger's kernels need a GPU")
+    patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    made = checkpointed(shared(model)) if checkpoints else shared(model)
+    apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[made.config.model_type]
+    return Runner(functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made))
+
+
+def patched(
+    module: Any, apply: Callable[..., None], model: nn.Module
+) -> Callable[[], contextlib.AbstractContextManager]:
+    """Calls apply(model=model), undoes what that set in the module, and returns a context in which it is set again."""
+    before = dict(vars(module))
+    apply(model=model)
+    changed = {name: value for name, value in vars(module).items() if before.get(name) is not value}
+    for name in changed:
+        setattr(module, name, before[name])
+    return functools.partial(mock.patch.multiple, module, **changed) if changed else contextlib.nullcontext
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one function of the ids, for torch.compile."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return whole_loss(self.model, ids)
+
+
+def _compiled(name: str, model: nn.Module, ids: Tensor) -> Runner:
+    return Runner(COMPILED[name](_WithLoss(shared(model)), ids))
+
+
+def _ours(model: nn.Module, ids: Tensor, **options: Any) -> Runner:
+    return Runner(functools.partial(whole_loss, converted(shared(model), ids, **options)))
+
+
+CHECKPOINTING = "gradient checkpointing"
+CHUNKED, LIGER = f"{CHECKPOINTING}, chunked loss", f"{CHECKPOINTING}, Liger"
+COMPILE = "compile, budget 0.5"
+DEFAULT, FULL = "ckptkern selective", "ckptkern full"
+
+
+def bounded(kind: str) -> str:
+    """The name of ours with the small workspace of a kind of device."""
+    return f"{FULL}, {format_size(WORKSPACE[kind])}"
+
+
+def variants(kind: str) -> dict[str, Maker]:
+    """All variants by name, eager first, those of torch.compile last."""
+    return {
+        EAGER: _eager,
+        CHECKPOINTING: _checkpointed,
+        CHUNKED: _chunked,
+        "Liger": functools.partial(_liger, False),
+        LIGER: functools.partial(_liger, True),
+        DEFAULT: _ours,
+        FULL: functools.partial(_ours, recompute="full"),
+        bounded(kind): functools.partial(_ours, recompute="full", workspace=WORKSPACE[kind]),
+        COMPILE: functools.partial(_compiled, COMPILE),
+    }
+
+
+# -- models
+
+A100 = (
+    "LLaMA-Factory wiki, Performance comparison: A100 40 GB, QLoRA of rank 8 on all modules, batch 1, 4 accumulations, optimizer "
+    "in the time; GB of the GPU, with weights"
+)
+AXOLOTL = (
+    "axolotl#3776: Qwen3-8B, one sequence; the GPU, the adapters and the optimizer are not stated; GB above those at the step's "
+    "beginning"
+)
+
+
+def _qlora(length: int, fa2: tuple[float, float] | None, unsloth: tuple[float, float]) -> tuple[Published, ...]:
+    return (
+        Published("published: FlashAttention-2, A100 40 GB", *(fa2 or (None, None)), A100),
+        Published("published: Unsloth, A100 40 GB", *unsloth, A100),
+    )
+
+
+LLAMA_8B = dict(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8,
+)  # fmt: skip
+LLAMA_2_7B = dict(
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=32,
+)  # fmt: skip
+QWEN3_8B = dict(
+    vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128,
+)  # fmt: skip
+QWEN3_30B_LAYERS = dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=2,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+)  # fmt: skip
+LLAMA_1B = dict(
+    vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, tie_word_embeddings=True,
+)  # fmt: skip
+
+FIGURES = (CHUNKED, LIGER, bounded("cuda"))  # of steps that take 20 s
+ON_GPU = (
+    Model("llama-1b", "llama", LLAMA_1B, 4, 2048, limit=131072),
+    Model("llama-8b", "llama", LLAMA_8B, 1, 4096, limit=65536),
+    Model(
+        "qwen3-8b", "qwen3", QWEN3_8B, 1, 8192,
+        published=(
+            Published("published: gradient checkpointing", 3059.4, 17.16, AXOLOTL),
+            Published("published: offloaded checkpoints", 3072.9, 17.09, AXOLOTL),
+            Published("published: ALST", 2887.6, 17.22, AXOLOTL),
+        ),
+    ),
+    Model("qwen3-30b-a3b-2-layers", "qwen3_moe", QWEN3_30B_LAYERS, 1, 8192),
+    Model("llama-8b-lora", "llama", LLAMA_8B, 1, 8192, 16),
+    Model(
+        "llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, 32768, 8, True,
+        published=_qlora(32768, (2216, 32), (2456, 16)),
+    ),
+    Model(
+        "llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, 65536, 8, True, only=FIGURES,
+        published=_qlora(65536, None, (1820, 25)),
+    ),
+    Model(
+        "llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, 100000, 8, True, only=FIGURES,
+        published=_qlora(100000, None, (1202, 37)),
+    ),
+)  # fmt: skip
+
+
+def small(model: Model) -> Model:
+    """The same with two narrow layers and short sequences, for a CPU."""
+    shape = model.shape | dict(
+        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    if "head_dim" in shape:
+        shape["head_dim"] = 16
+    if "num_experts" in shape:
+        shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    length = 256 // model.batch
+    limit = min(model.limit, 2048)
+    return model._replace(
+        name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=()
+    )
+
+
+def models(kind: str) -> tuple[Model, ...]:
+    """Returns the models of a kind of device, the most valuable first; on a CPU the first of each kind with its adapters."""
+    if kind == "cuda":
+        return ON_GPU
+    first = {(model.kind, model.rank, model.quantised): small(model) for model in reversed(ON_GPU)}
+    return tuple(reversed(first.values()))
