@@ -1,0 +1,125 @@
+"""Runs `benchmarks.gpu.kernels --launch-only` under compute-sanitizer, and says which kernel each report is about."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+TOOLS = ("memcheck", "racecheck")
+CASE, LAUNCH, END = "case ", "launch ", "all launched"
+FOLDER = "/usr/local/cuda/bin"
+KERNEL = re.compile(r"\b_\w+_kernel\b")
+NO_KERNEL = "no kernel"
+# The first line of a report. Its details are indented, and what follows from others, or sums up, is none.
+REPORT = re.compile(r"={8,} (?=\S)(?!COMPUTE-SANITIZER|\w+ SUMMARY|and |Target application|Error: process didn't)(.*)")
+DETAIL = re.compile(r"={8,}\s{2,}(\S.*)")
+Reports = dict[tuple[str, str], list[str]]  # (kernel, case) -> the first lines of its reports
+
+
+def attributed(log: str) -> tuple[Reports, tuple[str, str] | None]:
+    """Reads a log: the reports of every launch, none where it is clean, and the launch that had not ended, if any.
+
+    A report is about the kernel that it names, else about the launch before it. Launches are announced by `CASE` and `LAUNCH`
+    lines, the next one after the last one has ended.
+    """
+    found: Reports = {}
+    case, kernel, reports = "", "", []
+    for line in log.splitlines():
+        if line.startswith(CASE):
+            case, kernel = line.removeprefix(CASE), NO_KERNEL
+        elif line.startswith(LAUNCH):
+            kernel = line.removeprefix(LAUNCH)
+            found.setdefault((kernel, case), [])
+        elif line == END:
+            case = ""
+        elif header := REPORT.match(line):
+            reports.append([(kernel, case), header[1]])
+        elif (detail := DETAIL.match(line)) and reports and not KERNEL.search(reports[-1][1]):
+            reports[-1][1] += f" {detail[1]}"
+    for (launched, of_case), text in reports:
+        name = KERNEL.search(text)
+        found.setdefault((name[0] if name else launched or NO_KERNEL, of_case), []).append(text)
+    return found, (kernel, case) if case else None
+
+
+def run(tool: str, executable: str, cases: Sequence[str], device: str, end: float) -> tuple[Reports, list[str]]:
+    """Returns the reports and the cases that were not reached. Behind a case that ends the process another goes on."""
+    found: Reports = {}
+    left = list(cases)
+    while left and (seconds := end - time.monotonic()) > 0:
+        only = "^(" + "|".join(map(re.escape, left)) + ")$"
+        log, status = output_of([
+            executable, "--tool", tool, "--target-processes", "application-only", "--destroy-on-device-error", "kernel",
+            "--show-backtrace", "no", "--print-limit", "0", "--error-exitcode", "9", sys.executable, "-m",
+            "benchmarks.gpu.kernels", "--device", device, "--launch-only", "--only", only,
+        ], seconds)  # fmt: skip
+        new, running = attributed(log)
+        kernel, case = running or (NO_KERNEL, "")
+        if status is None:  # what runs now is not known to be clean
+            new = {launch: reports for launch, reports in new.items() if launch[1] != case or reports}
+        elif case or END not in log.splitlines():
+            said = [line for line in log.splitlines() if line.strip() and not line.startswith("====")]
+            text = f"the process ended with status {status}: {said[-1] if said else 'no output'}"
+            new.setdefault((kernel, case), []).append(text)
+        found |= new
+        if not case:
+            return found, [] if END in log.splitlines() else left
+        left = left[left.index(case) + (status is not None) :]
+    return found, left
+
+
+def output_of(command: list[str], seconds: float) -> tuple[str, int | None]:
+    """Returns what a command printed, and its status: None if its time was over."""
+    # every allocation of its own, so that what lies behind a tensor is out of bounds
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        status = process.poll()
+        if status is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        file.seek(0)
+        return file.read(), status
+
+
+def lines_of(tool: str, reports: Reports, left: list[str]) -> list[str]:
+    """A line per kernel: its number of reports and the first of them, or that it is clean; what has reports first."""
+    kernels: dict[str, list[str]] = {}
+    for (kernel, case), texts in reports.items():
+        kernels.setdefault(kernel, []).extend(f"{text} ({case})" for text in texts)
+    lines = [
+        f"{tool} {'REPORTS':>8} {kernel}: {len(texts)}: {texts[0][:400]}" for kernel, texts in kernels.items() if texts
+    ]
+    lines += [f"{tool} {'clean':>8} {kernel}" for kernel, texts in kernels.items() if not texts]
+    return lines + [f"{tool} {'not run':>8} {name}" for name in left]
+
+
+def main(cases: Sequence[str], device: str, seconds: float) -> int:
+    """Runs both tools side by side. Returns 1 if a kernel has reports or a tool did not run."""
+    if device == "cpu":
+        print("compute-sanitizer is left out: no GPU")
+        return 0
+    executable = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), FOLDER]))
+    if executable is None:
+        print(f"compute-sanitizer is neither on PATH nor in {FOLDER}: install the CUDA toolkit")
+        return 1
+    end = time.monotonic() + seconds
+    with concurrent.futures.ThreadPoolExecutor(len(TOOLS)) as pool:
+        ran = [(tool, pool.submit(run, tool, executable, cases, device, end)) for tool in TOOLS]
+        results = [(tool, *one.result()) for tool, one in ran]
+    for tool, reports, left in results:
+        print("\n".join(lines_of(tool, reports, left)), flush=True)
+    return int(any(not reports or any(reports.values()) for _, reports, _ in results))
