@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.util
+import json
 import os
 import shlex
 import shutil
@@ -90,13 +91,21 @@ class Run(NamedTuple):
 
     def pytest(self, *arguments: str) -> list[str]:
         """Most of the time is Triton's, which compiles each kernel on one core. In small portions, so that order stays."""
-        workers = ["-n", str(min(self.cores, 14)), "--dist", "load", "--maxschedchunk", "4"]
-        return self.program(
-            "pytest", "-p", "no:cacheprovider", "-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "--no-summary",
-            "--results", self.out / "tests.csv", *(workers if importlib.util.find_spec("xdist") else []),
-            *(["--timeout", "60"] if importlib.util.find_spec("pytest_timeout") else []),
-            *arguments, *self.tests, *([] if any(one.startswith("tests/") for one in self.tests) else [ROOT / "tests"]),
-        )  # fmt: skip
+        options: list[object] = [
+            "-p",
+            "no:cacheprovider",
+            "-c",
+            ROOT / "pyproject.toml",
+            "--rootdir",
+            ROOT,
+            "--no-summary",
+        ]
+        options += ["--continue-on-collection-errors", "--results", self.out / "tests.csv", *arguments, *self.tests]
+        if importlib.util.find_spec("xdist"):
+            options += ["-n", min(self.cores, 14), "--dist", "load", "--maxschedchunk", 4]
+        if importlib.util.find_spec("pytest_timeout"):
+            options += ["--timeout", 60]
+        return self.program("pytest", *options, ROOT / "tests")
 
     def alone(self, seconds: int) -> list[str]:
         return self.pytest("-m", "gpu", "--without-counterpart")
@@ -255,12 +264,9 @@ def too_much(out: Path) -> list[str]:
 def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
     """Takes over what IN has, builds, and returns the folder of what was built; programs find the wheels and the caches."""
     log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
-    if given.resume and given.resume != given.out:
-        for path in sorted(given.resume.iterdir()):
-            if path.name != log.path.name and not (given.out / path.name).exists():
-                shutil.copyfile(path, given.out / path.name)
-    if (archive := given.out / CACHES).exists():
-        log(f"caches: {caches.unpack(archive, given.work)}")
+    before = given.resume or given.out
+    if (before / CACHES).exists():
+        log(f"caches: {caches.unpack(before / CACHES, given.work)}")
     lib = build(given.work, log)
     wheels = unpack_wheels(given.wheels, given.work / "site")
     paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(given.work / "site")]
@@ -268,8 +274,37 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
         PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1", TRITON_CACHE_DIR=str(given.work / "cache/triton"),
         TORCHINDUCTOR_CACHE_DIR=str(given.work / "cache/inductor"),
     )  # fmt: skip
-    log(f"built; {gpu_of()}; wheels: {', '.join(wheels) or 'none'}")
+    here = setting(lib, given.dry)
+    log(f"built; {', '.join(f'{name} {value}' for name, value in here.items())}; wheels: {', '.join(wheels) or 'none'}")
+    if before != given.out and (before / "env.json").exists():
+        take_over(before, given.out, here, log)
     return lib
+
+
+def setting(lib: Path, dry: bool) -> dict[str, str]:
+    """Returns the device and the versions on which times depend. Another process is asked, which gives its memory back."""
+    ask = (
+        "import json, sys, torch; from ckptkern.benchmarks import compare, run; from ckptkern.tools import env; "
+        "name = run.device_name(torch.device(sys.argv[1])); "
+        "print(json.dumps(compare.setting_of({'device': name, **env.collect()})))"
+    )
+    return json.loads(
+        subprocess.check_output([sys.executable, "-c", ask, "cpu" if dry else "cuda"], cwd=lib, text=True)
+    )
+
+
+def take_over(before: Path, out: Path, here: dict[str, str], log: Log) -> None:
+    """Copies the results of the part before, unless another GPU or torch gave them."""
+    environment = json.loads((before / "env.json").read_text())
+    there = {"device": environment.get("device")} | {
+        name: environment.get("versions", {}).get(name, "unknown") for name in ("torch", "triton")
+    }
+    if there != here:
+        log(f"not taken over, because {there} gave them: the results of {before}")
+        return
+    for path in sorted(before.iterdir()):
+        if path.name not in (CACHES, log.path.name) and not (out / path.name).exists():
+            shutil.copyfile(path, out / path.name)
 
 
 def words(text: str) -> list[str]:

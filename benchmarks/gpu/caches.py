@@ -1,8 +1,7 @@
 """What a part hands to the next on a machine that keeps nothing: the built extension, Triton's and inductor's caches, the tuned
 table, in one archive.
 
-Of a compiled kernel the intermediate code stays behind: Triton loads the rest. An archive that would be larger than the limit
-leaves out inductor's files.
+Of a compiled kernel the intermediate code stays behind: Triton loads the rest.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_BEHIND = (".ttir", ".ttgir", ".llir", ".source", ".lock")
+BUFFER = 2**17  # bytes that may not be in the file yet while it is written
 SOURCES = "sources"  # beside the archive's files: of what the extension was built
 
 
@@ -28,35 +28,32 @@ def sources() -> str:
     return digest.hexdigest()
 
 
-def files_of(work: Path, inductor: bool = True) -> Iterator[Path]:
-    folders = [work / "cache" / name for name in ("triton", "tuned", *(["inductor"] if inductor else []))]
-    for path in [
-        *work.glob("*/lib/ckptkern/_C*.so"),
-        *(one for folder in folders for one in sorted(folder.rglob("*"))),
-    ]:
-        if path.is_file() and not path.name.endswith(LEFT_BEHIND):
-            yield path
+def units_of(work: Path) -> Iterator[list[Path]]:
+    """Yields what is of use together, the most valuable first: the extension, the tuned table, the files of a kernel, inductor's
+    files."""
+    yield [*work.glob("*/lib/ckptkern/_C*.so")]
+    for name in ("tuned", "triton", "inductor"):
+        folder = work / "cache" / name
+        for unit in sorted(folder.iterdir(), key=os.path.getmtime) if folder.is_dir() else ():
+            files = sorted(unit.rglob("*")) if unit.is_dir() else [unit]
+            yield [path for path in files if path.is_file() and not path.name.endswith(LEFT_BEHIND)]
 
 
 def pack(archive: Path, work: Path, limit: int) -> str:
-    """Writes the archive, and returns a line about it. Files that end or change meanwhile belong to programs that run."""
+    """Writes the archive, of at most `limit` bytes, and returns a line about it."""
     work.mkdir(parents=True, exist_ok=True)
-    for inductor in (True, False):
-        new = work / "caches.new"
-        with tarfile.open(new, "w:gz", compresslevel=6) as packed:
-            (work / SOURCES).write_text(sources())
-            packed.add(work / SOURCES, SOURCES)
-            for path in files_of(work, inductor):
-                try:
-                    packed.add(path, str(path.relative_to(work)))
-                except FileNotFoundError:
-                    continue
-        if new.stat().st_size <= limit:
-            break
-    else:
-        return f"no archive: of {new.stat().st_size} bytes, and at most {limit} come back"
+    (work / SOURCES).write_text(sources())
+    new, left_out = work / "caches.new", 0
+    with tarfile.open(new, "w:gz", compresslevel=6) as packed:
+        packed.add(work / SOURCES, SOURCES)
+        for unit in units_of(work):
+            if new.stat().st_size + sum(path.stat().st_size for path in unit) + BUFFER > limit:
+                left_out += len(unit)
+                continue
+            for path in unit:
+                packed.add(path, str(path.relative_to(work)))
     archive.write_bytes(new.read_bytes())
-    return f"{new.stat().st_size:,} bytes" + ("" if inductor else ", without inductor's cache")
+    return f"{archive.stat().st_size:,} bytes" + (f", {left_out} files left out" if left_out else "")
 
 
 def unpack(archive: Path, work: Path) -> str:
@@ -87,7 +84,10 @@ class Packer:
         self.said = "not packed"
 
     def _pack(self) -> None:
-        self.said = pack(*self._arguments)
+        try:
+            self.said = pack(*self._arguments)
+        except OSError as error:  # a program that runs removes a file, or the disk is full
+            self.said = f"not packed: {error}"
 
     def start(self) -> None:
         if not self._thread.is_alive():

@@ -185,7 +185,9 @@ def measure_model(of: Run, model: Model, names: list[str]) -> None:
         group = [name for name in left if name.startswith("ckptkern") == ours]
         if group:
             first = reference.name if reference else EAGER
-            reference = measure_group(of, model, whole, ids, [first, *(n for n in group if n != first)], reference, note)
+            reference = measure_group(
+                of, model, whole, ids, [first, *(n for n in group if n != first)], reference, note
+            )
 
 
 def measure_group(
@@ -231,7 +233,9 @@ def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: tor
     return time.perf_counter() - begin
 
 
-def time_group(of: Run, rows: dict[str, Row], runners: dict[str, Runner], seconds: dict[str, float], ids: Tensor) -> None:
+def time_group(
+    of: Run, rows: dict[str, Row], runners: dict[str, Runner], seconds: dict[str, float], ids: Tensor
+) -> None:
     """Times the variants in turns, and emits their rows. seconds: of a step of each."""
     steps = {name: functools.partial(_step, runner, ids) for name, runner in runners.items()}
     cuda, most = of.kind == "cuda", max(0.0, min(ROUNDS_SECONDS[of.kind], of.left()))
@@ -386,7 +390,9 @@ def measure_all(of: Run, models: list[Model], compiling: bool) -> None:
             of.sheet(row)
     jobs = [(model, functools.partial(measure_model, names=names_of(model, of.kind, compiling)[0])) for model in models]
     jobs += [(model, measure_longest) for model in models if model.limit]
-    jobs += [(model, functools.partial(measure_model, names=names_of(model, of.kind, compiling)[1])) for model in models]
+    jobs += [
+        (model, functools.partial(measure_model, names=names_of(model, of.kind, compiling)[1])) for model in models
+    ]
     for place, (model, job) in enumerate(jobs, 1):
         run.say(f"[{place}/{len(jobs)}] {model.case}, {max(0.0, of.left()):.0f} s left")
         job(of, model)
@@ -418,7 +424,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, metavar="DIR", help="has results.csv, whose other rows stay")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     made.add_argument("--only", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
-    made.add_argument("--seconds", type=float, metavar="S", help="after which nothing new begins (default: 500; CPU: 60)")
+    made.add_argument(
+        "--seconds", type=float, metavar="S", help="after which nothing new begins (default: 500; CPU: 60)"
+    )
     made.add_argument("--resume", action="store_true", help="measure only what DIR lacks")
     made.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"

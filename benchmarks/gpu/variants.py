@@ -154,7 +154,9 @@ def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
     patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
     made = checkpointed(shared(model)) if checkpoints else shared(model)
     apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[made.config.model_type]
-    return Runner(functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made))
+    return Runner(
+        functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made)
+    )
 
 
 def patched(
@@ -295,9 +297,7 @@ def small(model: Model) -> Model:
         shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     length = 256 // model.batch
     limit = min(model.limit, 2048)
-    return model._replace(
-        name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=()
-    )
+    return model._replace(name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=())
 
 
 def models(kind: str) -> tuple[Model, ...]:

@@ -129,7 +129,8 @@ def test_compiled_kernels_and_the_extension_are_taken_over(tmp_path, monkeypatch
     assert caches.unpack(archive, tmp_path / "c").endswith("the extension is built again")
     archive.write_bytes(archive.read_bytes()[:200])
     assert caches.unpack(archive, tmp_path / "d").startswith("not read, so everything is built and compiled again")
-    assert caches.pack(archive, tmp_path / "b", 10).startswith("no archive: of ")
+    assert caches.pack(archive, tmp_path / "b", caches.BUFFER + 300).endswith(", 4 files left out")
+    assert archive.stat().st_size < caches.BUFFER + 300
 
 
 STEPS = """
@@ -154,6 +155,7 @@ def step(part, name, share, count):
 gpu.STEPS = step(1, "first", 3, 5), step(1, "second", 1, int(sys.argv[1])), step(2, "third", 1, 3), step(3, "fourth", 1, 2)
 gpu.build = lambda work, log: work.mkdir(exist_ok=True) or work
 gpu.gpu_of = lambda: "a GPU"
+gpu.setting = lambda lib, dry: {"device": "a", "torch": "2", "triton": "3"}
 gpu.FINISH, gpu.SMALLEST = 3, 1
 sys.exit(gpu.main(sys.argv[2:]))
 """
@@ -224,14 +226,22 @@ def test_a_part_that_is_cut_leaves_its_files_and_the_next_goes_on(parts, tmp_pat
         ["pkill", "-KILL", "-f", str(tmp_path / "out/second")], check=False
     )  # SIGKILL leaves what was started
     left = {path.name for path in (tmp_path / "out").iterdir()}
+    for version, takes_over in (("2", True), ("1", False)):
+        goes_on(parts, tmp_path, version, takes_over)
     assert left >= {"first", "second", "log.txt"}
     assert "second: at most" in (tmp_path / "out/log.txt").read_text()
     assert gpu.CACHES in left
-    process = parts("1", "next", "--in", str(tmp_path / "out"), "--part", "1", "--seconds", "60")
+
+
+def goes_on(parts, tmp_path, version, takes_over):
+    """The next part, after one with this torch."""
+    (tmp_path / "out/env.json").write_text(f'{{"device": "a", "versions": {{"torch": "{version}", "triton": "3"}}}}')
+    process = parts("1", f"next{version}", "--in", str(tmp_path / "out"), "--part", "1", "--seconds", "60")
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     assert "caches: " in printed
-    assert (tmp_path / "next/first").read_text() == 2 * "0\n1\n2\n3\n4\n"
+    assert ("not taken over" in printed) != takes_over
+    assert (tmp_path / f"next{version}/first").read_text() == (1 + takes_over) * "0\n1\n2\n3\n4\n"
 
 
 @pytest.mark.parametrize(
