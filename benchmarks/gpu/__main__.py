@@ -221,8 +221,8 @@ def build(work: Path, log: Log) -> Path:
 
 
 def unpack_wheels(folder: Path, site: Path) -> list[str]:
-    """Returns the names of the pure-Python wheels of a folder, which it unpacks: their kernels are read as source files."""
-    wheels = sorted(folder.glob("*-none-any.whl")) if folder.is_dir() else []
+    """Returns the names of the wheels of a folder that fit any Python, which it unpacks: kernels are read as source files."""
+    wheels = sorted(folder.glob("*-py3-none-*.whl")) if folder.is_dir() else []
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(site)
@@ -391,7 +391,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=ROOT / "build/gpu/wheels",
         metavar="DIR",
-        help="WHEELS: pure-Python ones, of rivals",
+        help="WHEELS: those of rivals, for any Python 3",
     )
     made.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
     return made

@@ -29,8 +29,8 @@ def sources() -> str:
 
 
 def units_of(work: Path) -> Iterator[list[Path]]:
-    """Yields what is of use together, the most valuable first: the extension, the tuned table, the files of a kernel, inductor's
-    files."""
+    """Yields what is of use together, the most valuable first: the extension, the tuned table, the files of a kernel, and
+    inductor's files."""
     yield [*work.glob("*/lib/ckptkern/_C*.so")]
     for name in ("tuned", "triton", "inductor"):
         folder = work / "cache" / name

@@ -261,7 +261,7 @@ def test_arguments_that_make_no_sense(arguments, status, message, capsys, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_only_pure_wheels_are_unpacked(tmp_path):
+def test_only_wheels_for_any_python_are_unpacked(tmp_path):
     import zipfile
 
     for name in ("pure-1-py3-none-any.whl", "built-1-cp311-cp311-linux_x86_64.whl"):
