@@ -10,32 +10,42 @@ checks that masks are replayed and follow their definition.
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..conversion.check import unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
+from .baselines import (
+    Function,
+    Maker,
+    SelectiveCheckpoint,
+    cut_cross_entropy,
+    experts_by_turns,
+    flash_attn_mlp,
+    in_chunks,
+    liger_layer,
+    liger_loss,
+    liger_swiglu,
+    own_core,
+    quack_mlp,
+    sdpa_flash,
+    torch_chunks,
+)
 from .models import MLP, Attention, Distillation, GatedMLP, Layer, LlamaLayer, LMHeadLoss, MoE, gpt_layer
-
-Function = Callable[[Tensor], Tensor]
-Maker = Callable[[nn.Module, Tensor], Function]
 
 MODES = ("none", "selective", "full")
 BY_SUBLAYER = ("none/selective", "selective/selective", "selective/full")  # what a layer has between these
 TOKENS = {"cuda": 16384, "cpu": 1024}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-HEADLINE = 1  # the last priority of the first figures: the most important regions at d = 1024 and 4096
+HEADLINE = 1  # the last priority of the first figures: each op, and the most important at d = 1024 and 4096
 DROPOUT_P = 0.125  # k/65536 exactly, so that torch's scale is ours
 
 
@@ -101,7 +111,7 @@ class Item(NamedTuple):
 # -- variants that every case has --------------------------------------------------------------------------------------
 
 
-def _eager(model: nn.Module, x: Tensor) -> Function:
+def eager(model: nn.Module, x: Tensor) -> Function:
     return model
 
 
@@ -139,23 +149,24 @@ COMPILED: dict[str, Maker] = {
     "compile, budget 0.5": functools.partial(_compiled, 0.5, False),
     "compile, budget 0": functools.partial(_compiled, 0.0, False),
 }
+FIRST_COMPILED = ("compile", "compile, budget 0")  # of the first figures: a compilation takes 10 to 20 s
 
 
 def variants(case: Case) -> dict[str, Maker]:
     """All variants of a case by name, eager first, except those of torch.compile."""
-    found: dict[str, Maker] = {EAGER: _eager, CHECKPOINT: functools.partial(_checkpoint, False)}
+    found: dict[str, Maker] = {EAGER: eager, CHECKPOINT: functools.partial(_checkpoint, False)}
     for mode in case.modes:
         found[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
     # last, because a run may end within a case
     return {**found, **case.baselines, REENTRANT: functools.partial(_checkpoint, True)}
 
 
-def compiled_variants(case: Case) -> dict[str, Maker]:
-    """The variants of torch.compile, and eager to compare with; none for host cases."""
-    return {} if case.host else {EAGER: _eager, **COMPILED}
+def compiled_variants(case: Case, names: Collection[str]) -> dict[str, Maker]:
+    """These variants of torch.compile; none for host cases."""
+    return {name: make for name, make in COMPILED.items() if name in names and not case.host}
 
 
-# -- ours, and the baselines that have the same thing ------------------------------------------------------------------
+# -- ours --------------------------------------------------------------------------------------------------------------
 
 
 def _mlp(activation: str, model: MLP, mode: str) -> Function:
@@ -204,7 +215,7 @@ def lm_head_loss(model: LMHeadLoss, mode: str, workspace: int | str | None = Non
         model.targets(x),
         linear_bias=head.bias,
         softcap=model.softcap,
-        reduction="none",
+        reduction=model.reduction,
         recompute=mode,
         workspace=workspace,
     )
@@ -218,14 +229,15 @@ def selected_log_probs(model: LMHeadLoss, mode: str) -> Function:
 def distillation(model: Distillation, mode: str) -> Function:
     head, teacher = model.linear, model.teacher
     return lambda x: ops.linear_distillation(
-        x, head.weight, x, teacher.weight, student_bias=head.bias, teacher_bias=teacher.bias, reduction="none"
-    )
+        x, head.weight, x, teacher.weight, student_bias=head.bias, teacher_bias=teacher.bias,
+        reduction=model.reduction,
+    )  # fmt: skip
 
 
 def topk_distillation(model: Distillation, mode: str) -> Function:
     head = model.linear
     return lambda x: ops.linear_topk_distillation(
-        x, head.weight, *model.likeliest(x), student_bias=head.bias, reduction="none"
+        x, head.weight, *model.likeliest(x), student_bias=head.bias, reduction=model.reduction
     )
 
 
@@ -238,103 +250,8 @@ def dropout_exact(p: float, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.where(saved, x / (1 - p), 0)
 
 
-def flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
-    """FusedMLP at its checkpoint level 2, which saves x only. No erf GELU."""
-    fused_mlp_func = importlib.import_module("flash_attn.ops.fused_dense").fused_mlp_func
-    # -1 for GELU, because its authors found the unfused GEMM quicker on H100; ReLU's bit mask needs the fused one
-    options = dict(activation=activation, checkpoint_lvl=2, heuristic=0 if activation == "relu" else -1)
-    return lambda x: fused_mlp_func(x, model.fc1.weight, model.fc2.weight, model.fc1.bias, model.fc2.bias, **options)
-
-
-def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
-    """QuACK's recomputing MLP: no biases, no erf GELU."""
-    mlp_func = importlib.import_module("quack.mlp").mlp_func
-    return lambda x: mlp_func(x, model.fc1.weight, model.fc2.weight, activation, recompute=True)
-
-
-def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
-    """Liger's SwiGLU: torch's matmuls around one kernel that recomputes silu(g) in backward."""
-    function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
-    return lambda x: model.down(function.apply(model.gate(x), model.up(x)))
-
-
-def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
-    """torch's linear_cross_entropy in chunks of tokens, from 2.13 on."""
-    options = getattr(nn, "LinearCrossEntropyOptions", None)
-    if options is None:
-        raise ImportError("this torch has no nn.LinearCrossEntropyOptions")
-    return lambda x: nn.functional.linear_cross_entropy(
-        x, model.linear.weight, model.targets(x), linear_bias=model.linear.bias, reduction="none", options=options()
-    )
-
-
-def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:
-    """Apple's, without its filter of small gradients, which is not exact."""
-    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-    return lambda x: function(
-        x, model.linear.weight, model.targets(x), bias=model.linear.bias, softcap=model.softcap, reduction="none",
-        filter_eps=None,
-    )  # fmt: skip
-
-
 def _moe(model: MoE, mode: str) -> Function:
     return lambda x: ops.moe_mlp(x, *model.routing(x), model.gate_up, model.down, recompute=mode)
-
-
-def experts_by_turns(model: MoE, x: Tensor) -> Function:
-    """A loop over experts. The host knows their rows, which it would have to read from a router's device."""
-    return model.interleaved
-
-
-def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
-    """Eager with torch's flash attention instead of torch's own choice, which is cuDNN's on Hopper."""
-    if not x.is_cuda:
-        raise ImportError("SDPA has several fused backends on CUDA only")
-
-    def function(x: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return model(x)
-
-    return function
-
-
-def _own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
-    """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for core attention."""
-    if not x.is_cuda:
-        raise ImportError("the core is one of several on CUDA only")
-    inner = ours(model, "selective")
-
-    def function(x: Tensor) -> Tensor:
-        with ops.backend("triton"):
-            return inner(x)
-
-    return function
-
-
-_SDPA_FORWARDS = tuple(
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
-    for name in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
-)
-
-
-class SelectiveCheckpoint:
-    """torch.utils.checkpoint that runs everything again except core attention, whichever kernel runs it."""
-
-    def __init__(self, model: nn.Module, x: Tensor):
-        self.model, self.saved = model, None
-
-    def contexts(self):
-        forward, recompute = create_selective_checkpoint_contexts(list(_SDPA_FORWARDS))
-        self.saved = forward.storage
-        return forward, recompute
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return checkpoint(self.model, x, use_reentrant=False, context_fn=self.contexts)
-
-    def unseen_bytes(self) -> int:
-        """Bytes that the last call saves out of sight of saved-tensor hooks."""
-        tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
-        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 ATTENTION_BASELINES: dict[str, Maker] = {
@@ -344,7 +261,17 @@ ATTENTION_BASELINES: dict[str, Maker] = {
 
 
 def with_own_core(ours: Callable[[nn.Module, str], Function]) -> dict[str, Maker]:
-    return ATTENTION_BASELINES | {"own core, selective": functools.partial(_own_core, ours)}
+    return ATTENTION_BASELINES | {"own core, selective": functools.partial(own_core, ours)}
+
+
+CHUNK_ROWS = 1024  # of a hand-written loop over chunks of rows
+CHUNKS = f"{CHECKPOINT}, {CHUNK_ROWS} rows at a time"
+HEAD_BASELINES: dict[str, Maker] = {
+    "liger-kernel loss": liger_loss,
+    "cut-cross-entropy, no filter": cut_cross_entropy,
+    CHUNKS: in_chunks(CHUNK_ROWS),
+    "torch chunks": torch_chunks,
+}
 
 
 def _sizes(cuda: Sequence[int], cpu: Sequence[int], cuda_rows: int = TOKENS["cuda"]) -> dict[str, list[Size]]:
@@ -376,7 +303,10 @@ def _attention_case(name: str, priority: int, **options) -> Case:
 
 CASES = [
     Case("gpt_layer", gpt_layer, _layer, _SEQUENCE_SIZES, 0, MODES + BY_SUBLAYER, with_own_core(_layer)),
-    Case("llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, MODES + BY_SUBLAYER, with_own_core(_layer)),
+    Case(
+        "llama_layer", LlamaLayer, _layer, _SEQUENCE_SIZES, 0, MODES + BY_SUBLAYER,
+        {"liger-kernel layer": liger_layer, **with_own_core(_layer)},
+    ),
     Case("mlp-gelu", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"), _MLP_SIZES, priority=0),
     Case(
         "mlp-relu", lambda d: MLP(d, nn.ReLU()), functools.partial(_mlp, "relu"), _MLP_SIZES, priority=3,
@@ -398,8 +328,8 @@ CASES = [
         "moe_mlp-silu", MoE, _moe, _sizes(cuda=(1024, 4096, 2048), cpu=(64,), cuda_rows=8192), priority=0,
         baselines={"torch, experts interleaved": experts_by_turns},
     ),
-    Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=2),
-    _attention_case("attention", 2),
+    Case("linear_stack-relu", _stack, _linear_stack, _STACK_SIZES, priority=1),
+    _attention_case("attention", 1),
     _attention_case("attention-dropout", 3, dropout_p=DROPOUT_P),
     _attention_case("attention-gqa", 4, share=4),
     _attention_case("attention-gqa-dropout", 5, share=4, dropout_p=DROPOUT_P),
@@ -407,16 +337,16 @@ CASES = [
         "linear_cross_entropy", lambda d: LMHeadLoss(d, {64: 1000, 1024: 50257}.get(d, 128256)), lm_head_loss,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, 8192), Size(2048, 8192)], "cpu": [Size(64, TOKENS["cpu"])]},
         priority=0, modes=("none", "full"),
-        baselines={"torch chunks": torch_chunks, "cut-cross-entropy, no filter": cut_cross_entropy},
+        baselines=HEAD_BASELINES,
     ),
     Case(
         "linear_act-relu", lambda d: nn.Sequential(nn.Linear(d, d), nn.ReLU()), _linear_act,
         {"cuda": [Size(1024, TOKENS["cuda"]), Size(4096, TOKENS["cuda"]), Size(4096, 128)], "cpu": [Size(256, TOKENS["cpu"])]},
-        priority=4,
+        priority=1,
     ),
     Case(
         "dropout", lambda d: nn.Dropout(DROPOUT_P), lambda model, mode: lambda x: ops.dropout(x, DROPOUT_P),
-        _sizes(cuda=(4096,), cpu=(256,)), priority=4, modes=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
+        _sizes(cuda=(4096,), cpu=(256,)), priority=1, modes=("",), exact=functools.partial(dropout_exact, DROPOUT_P),
     ),
     Case(
         "host", lambda d: MLP(d, nn.GELU()), functools.partial(_mlp, "gelu"),
@@ -451,4 +381,4 @@ def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, T
         x = torch.randn(item.size.shape, device=device, dtype=dtype).requires_grad_()
     with unmoved(model):
         y = model(x).detach()
-    return model, x, torch.randn_like(y)
+    return model, x, torch.randn_like(y) if y.dim() else torch.ones_like(y)  # a scalar is a loss

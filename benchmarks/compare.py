@@ -42,7 +42,8 @@ def read(path: Path) -> Run:
         env = json.loads((path.parent / "env.json").read_text())
     except (OSError, ValueError):
         env = {}
-    keyed = {(row["case"], row["variant"], row["dtype"]): row for row in rows if row["case"] != "ceiling"}
+    ours = (row for row in rows if row["case"] != "ceiling" and row.get("status") != "published")
+    keyed = {(row["case"], row["variant"], row["dtype"]): row for row in ours}
     return Run(keyed, setting_of(env))
 
 
@@ -56,7 +57,7 @@ def setting_of(env: dict) -> dict[str, str]:
 
 def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, float, float] | None:
     """(a variant's time, from, to): over eager's, or of eager itself in ms. None if it was not timed."""
-    if not row["ms"] or eager is None or not eager["ms"]:
+    if eager is None or not all(one[field] for one in (row, eager) for field in ("ms", "p20_ms", "p80_ms")):
         return None
     ms, low, high = (float(row[field]) for field in ("ms", "p20_ms", "p80_ms"))
     if row["variant"] == EAGER:

@@ -14,15 +14,18 @@ from .measure import CPU_BATCH, ENOUGH
 
 MATMUL = {"cpu": 512, "cuda": 4096}  # size of the matmul whose rate stands for the device's
 CHECKS = 5  # steps of a variant before it is timed: its check, its bytes, its warm-up
+COMPILE_SECONDS = {"cpu": 10.0, "cuda": 15.0}  # of torch.compile, forward and backward, of a layer
 
 
 class Forecast(NamedTuple):
     """bytes: of the model and its float64 reference, at least. step_seconds: of eager. seconds: of all variants, checked and
-    timed."""
+    timed. reference_bytes, reference_seconds: of these, the float64 reference's."""
 
     bytes: int
     step_seconds: float
     seconds: float
+    reference_bytes: int = 0
+    reference_seconds: float = 0.0
 
 
 class Rates:
@@ -46,9 +49,9 @@ class Rates:
         return self.known[dtype]
 
 
-def counted(item: Item, dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes, FLOPs of eager's forward and backward): weights and gradients in dtype and float64, what the reference saves, and
-    its input and output with their gradients. Raises what the model raises on meta tensors."""
+def counted(item: Item, dtype: torch.dtype) -> tuple[int, int, int]:
+    """(bytes, those of the reference alone, FLOPs of eager's forward and backward): weights and gradients in dtype and float64,
+    what the reference saves, and its input and output with their gradients. Raises what the model raises on meta tensors."""
     if item.case.given is None:
         rows = item.size.length or 1
         times = item.size.rows // rows
@@ -61,14 +64,14 @@ def counted(item: Item, dtype: torch.dtype) -> tuple[int, int]:
     with FlopCounterMode(display=False) as flops, memory.saved_tensors(model) as saved:
         y = model(x)
     weights = sum(p.numel() for p in model.parameters())
-    held = 2 * weights * (8 + dtype.itemsize) + times * (
-        saved.bytes + 2 * (x.numel() + y.numel()) * (8 + dtype.itemsize)
-    )
-    return held, 3 * times * flops.get_total_flops()
+    with_gradients = 2 * (weights + times * (x.numel() + y.numel()))
+    reference = 8 * with_gradients + times * saved.bytes
+    return reference + dtype.itemsize * with_gradients, reference, 3 * times * flops.get_total_flops()
 
 
-def forecast(item: Item, rates: Rates, variants: int, rounds: int, limit: float) -> Forecast:
-    """What this many variants of a case need; limit: seconds in which their rounds end, if they are ENOUGH.
+def forecast(item: Item, rates: Rates, variants: int, rounds: int, limit: float, compiled: int = 0) -> Forecast:
+    """What this many variants of a case need, so many of them compiled; limit: seconds in which their rounds end, if they are
+    ENOUGH.
 
     Of time only matmuls count, at the rate of a large one, and causal attention as if all tokens saw each other. Raises
     ValueError for sizes beyond what torch can count, and what a user's model raises on meta tensors.
@@ -76,7 +79,7 @@ def forecast(item: Item, rates: Rates, variants: int, rounds: int, limit: float)
     kind = rates.device.type
     dtype = item.case.dtype or DTYPES[kind]
     try:
-        held, flops = counted(item, dtype)
+        held, reference, flops = counted(item, dtype)
     except RuntimeError as error:
         if item.case.given is not None:
             raise
@@ -84,15 +87,31 @@ def forecast(item: Item, rates: Rates, variants: int, rounds: int, limit: float)
     step = flops / rates(dtype)
     a_round = variants * step * (CPU_BATCH if kind == "cpu" else 1)
     timing = max(min(rounds, ENOUGH) * a_round, min(rounds * a_round, limit))
-    return Forecast(held, step, flops / rates(torch.float64) + variants * CHECKS * step + timing)
+    exact = flops / rates(torch.float64)
+    seconds = exact + variants * CHECKS * step + timing + compiled * COMPILE_SECONDS[kind]
+    return Forecast(held, step, seconds, reference, exact)
+
+
+def without_reference(item: Item, needed: Forecast, device: torch.device, seconds: float) -> str | None:
+    """Why the case is to be checked against eager and not against float64; None if float64 fits memory and time."""
+    free = memory.free_memory(device)
+    if item.case.exact is not None:
+        return None
+    if needed.bytes > free:
+        return f"float64 needs {memory.format_size(needed.reference_bytes)} of {memory.format_size(free)} free"
+    return f"float64 takes about {duration(needed.reference_seconds)}" if needed.seconds > seconds else None
 
 
 def refusal(item: Item, needed: Forecast, device: torch.device, seconds: float) -> str | None:
-    """Why the case cannot be measured here within this time; None if it may."""
+    """Why the case cannot be measured here within this time; None if it may, with a float64 reference or without."""
     free = memory.free_memory(device)
+    if without_reference(item, needed, device, seconds):
+        needed = needed._replace(
+            bytes=needed.bytes - needed.reference_bytes, seconds=needed.seconds - needed.reference_seconds
+        )
     if needed.bytes > free:
         return (
-            f"{item.name} needs at least {memory.format_size(needed.bytes)}, its float64 reference included, but "
+            f"{item.name} needs at least {memory.format_size(needed.bytes)}, but "
             f"{memory.format_size(free)} are free on {device}: take fewer --tokens, or smaller sizes"
         )
     if needed.seconds > seconds:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import eager, ops
-from . import cases
-from .cases import ATTENTION_BASELINES, MODES, TOKENS, Case, Function, Item, Maker, Size
+from . import baselines, cases
+from .cases import ATTENTION_BASELINES, HEADLINE, MODES, TOKENS, Case, Function, Item, Maker, Size
 from .models import (
     MLP,
     Attention,
@@ -57,6 +57,7 @@ OPTIONS = {
     "hidden": Option(int, "width of the hidden layer", "h"),
     "out_features": Option(int, "width of the output", "n"),
     "classes": Option(int, "of the loss: the vocabulary", "V"),
+    "reduction": Option(("none", "mean"), "of the loss over rows: one of"),
     "softcap": Option(float, "of the loss's logits: c tanh(z / c), 0 for none", "c"),
     "layers": Option(int, "of the stack", "L"),
     "experts": Option(int, "of the MoE layer", "E"),
@@ -218,30 +219,45 @@ def _mlp_baselines(v: SimpleNamespace) -> dict[str, Maker]:
     found: dict[str, Maker] = {}
     name = {"relu": "relu", "gelu_tanh": "gelu_approx"}.get(v.activation)
     if name and not v.dropout:
-        found["flash-attn FusedMLP"] = functools.partial(cases.flash_attn_mlp, name)
+        found["flash-attn FusedMLP"] = functools.partial(baselines.flash_attn_mlp, name)
     if v.activation == "gelu_tanh" and not v.bias and not v.dropout:
-        found["QuACK mlp_func"] = functools.partial(cases.quack_mlp, "gelu_tanh_approx")
+        found["QuACK mlp_func"] = functools.partial(baselines.quack_mlp, "gelu_tanh_approx")
     return found
 
 
 def _gated_baselines(v: SimpleNamespace) -> dict[str, Maker]:
     plain = v.activation == "silu" and not v.dropout
-    return {"liger-kernel SwiGLU": cases.liger_swiglu} if plain else {}
+    return {"liger-kernel SwiGLU": baselines.liger_swiglu} if plain else {}
 
 
 def _attention_baselines(run: Callable, v: SimpleNamespace) -> dict[str, Maker]:
     return ATTENTION_BASELINES if v.dropout else cases.with_own_core(functools.partial(run, v))
 
 
+def _moe_baselines(v: SimpleNamespace) -> dict[str, Maker]:
+    """Liger's last, because it takes half a minute to compile: too long for the cases of the first figures."""
+    liger = {"liger-kernel MoE, largest tiles": baselines.liger_moe} if v.activation == "silu" else {}
+    return {"torch, experts interleaved": baselines.experts_by_turns, **liger}
+
+
 def _head_baselines(v: SimpleNamespace) -> dict[str, Maker]:
-    baselines = {"cut-cross-entropy, no filter": cases.cut_cross_entropy}
-    return baselines if v.softcap else {"torch chunks": cases.torch_chunks, **baselines}
+    """torch's chunks have no softcap."""
+    found = cases.HEAD_BASELINES
+    return {name: make for name, make in found.items() if not getattr(v, "softcap", 0.0) or name != "torch chunks"}
+
+
+def _distillation_baselines(v: SimpleNamespace) -> dict[str, Maker]:
+    found = {cases.CHUNKS: baselines.in_chunks(cases.CHUNK_ROWS)}
+    if v.reduction == "mean" and not v.bias and not hasattr(v, "top_k"):
+        found["liger-kernel JSD"] = baselines.liger_distillation
+    return found
 
 
 # -- the table
 
 Make = Callable[[SimpleNamespace], nn.Module]
 _ROWS = {"features": FEATURES, "tokens": TOKENS}
+_HEAD = {"features": FEATURES, "tokens": {"cuda": 8192, "cpu": 1024}, "classes": {"cuda": 128256, "cpu": 1000}}
 _HEADS = {"heads": None, "kv_heads": None, "length": LENGTH, "causal": True}
 _HIDDEN = {"hidden": None, "dropout": 0.0}
 _EXPERTS = {"hidden": {"cuda": 768, "cpu": 48}, "experts": {"cuda": 128, "cpu": 8}, "activation": "silu"}
@@ -266,25 +282,24 @@ OPS = {
     "linear_act": Op({**_ROWS, "out_features": None, "activation": "relu", "bias": True}, _linear, _run_linear),
     "linear_stack": Op({**_ROWS, "layers": 10, "activation": "relu", "bias": True}, _stack, _run_stack),
     "linear_cross_entropy": Op(
-        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "softcap": 0.0, "bias": False},
-        lambda v: LMHeadLoss(v.features, v.classes, v.bias, v.softcap or None),
+        {**_HEAD, "softcap": 0.0, "bias": False, "reduction": "none"},
+        lambda v: LMHeadLoss(v.features, v.classes, v.bias, v.softcap or None, v.reduction),
         lambda v, model, mode: cases.lm_head_loss(model, mode), ("none", "full"),
         _head_baselines,
     ),
     "selected_log_probs": Op(
-        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "bias": False},
-        lambda v: SelectedLogProbs(v.features, v.classes, v.bias),
-        lambda v, model, mode: cases.selected_log_probs(model, mode), ("none", "full"),
+        {**_HEAD, "bias": False}, lambda v: SelectedLogProbs(v.features, v.classes, v.bias),
+        lambda v, model, mode: cases.selected_log_probs(model, mode), ("none", "full"), _head_baselines,
     ),
     "linear_distillation": Op(
-        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "bias": False},
-        lambda v: Distillation(v.features, v.classes, v.bias),
-        lambda v, model, mode: cases.distillation(model, mode), ("",),
+        {**_HEAD, "bias": False, "reduction": "none"},
+        lambda v: Distillation(v.features, v.classes, v.bias, reduction=v.reduction),
+        lambda v, model, mode: cases.distillation(model, mode), ("",), _distillation_baselines,
     ),
     "linear_topk_distillation": Op(
-        {**_ROWS, "classes": {"cuda": 128256, "cpu": 1000}, "top_k": {"cuda": 64, "cpu": 8}, "bias": False},
-        lambda v: Distillation(v.features, v.classes, v.bias, v.top_k),
-        lambda v, model, mode: cases.topk_distillation(model, mode), ("",),
+        {**_HEAD, "top_k": {"cuda": 64, "cpu": 8}, "bias": False, "reduction": "none"},
+        lambda v: Distillation(v.features, v.classes, v.bias, v.top_k, v.reduction),
+        lambda v, model, mode: cases.topk_distillation(model, mode), ("",), _distillation_baselines,
     ),
     "mlp": Op(
         {**_ROWS, **_HIDDEN, "activation": "gelu", "bias": True}, _mlp, _run_mlp, baselines=_mlp_baselines
@@ -292,10 +307,13 @@ OPS = {
     "gated_mlp": Op({**_ROWS, **_HIDDEN, "activation": "silu", "bias": False}, _mlp, _run_gated, baselines=_gated_baselines),
     "moe_mlp": Op(
         {**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _moe, _run_moe,
-        baselines=lambda v: {"torch, experts interleaved": cases.experts_by_turns},
+        baselines=_moe_baselines,
     ),
     "moe_block": Op({**_ROWS, **_EXPERTS, "top_k": {"cuda": 8, "cpu": 2}}, _routed_moe, _run_routed_moe),
-    "grouped_gated_mlp": Op({**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows),
+    "grouped_gated_mlp": Op(
+        {**_ROWS, **_EXPERTS}, _grouped_rows, _run_grouped_rows,
+        baselines=lambda v: {"torch, experts interleaved": baselines.experts_by_turns},
+    ),
     "mlp_block": Op(
         {**_ROWS, **_HIDDEN, "activation": "gelu", "gated": False, "norm": "layer", "bias": True}, _mlp_block, _run_mlp_block
     ),
@@ -313,9 +331,9 @@ OPS = {
         _run_layer),
     ),
     "scaled_dot_product_attention": Op(
-        {**_CORE, "dropout": 0.0}, _core, _run_core, ("",), lambda v: {"SDPA flash": cases.sdpa_flash}
+        {**_CORE, "dropout": 0.0}, _core, _run_core, ("",), lambda v: {"SDPA flash": baselines.sdpa_flash}
     ),
-    "varlen_attn": Op(_CORE, _core, _run_varlen, ("",), lambda v: {"SDPA flash": cases.sdpa_flash}),
+    "varlen_attn": Op(_CORE, _core, _run_varlen, ("",), lambda v: {"SDPA flash": baselines.sdpa_flash}),
     "dropout": Op({**_ROWS, "dropout": cases.DROPOUT_P}, lambda v: nn.Dropout(v.dropout),
                   lambda v, model, mode: lambda x: ops.dropout(x, v.dropout), ("",)),
 }  # fmt: skip
@@ -413,22 +431,45 @@ def _name(op: str, v: SimpleNamespace) -> str:
         value = getattr(v, name) if name in OPS[op].defaults and name not in ("features", "tokens", "length") else None
         if kind is bool and value is not None:
             parts += [letter] if value else [f"no{letter}"] * (name != "gated")
-        elif value:
+        elif value and value != "none":
             parts.append(f"{letter}{value:g}" if kind in (int, float) else value)
     return "-".join(parts)
 
 
-def item_of(args: argparse.Namespace, kind: str, modes: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
-    """The case of --op and its options. Raises ValueError with what is wrong with them."""
-    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    entry, v = OPS[args.op], values_of(args.op, given, kind)
+def item(
+    op: str, kind: str, modes: tuple[str, ...] | None = None, dtype: torch.dtype | None = None, **given: Any
+) -> Item:
+    """The case of an op on a device type. given: its options. Raises ValueError with what is wrong with them."""
+    entry, v = OPS[op], values_of(op, given, kind)
     if modes and entry.modes == ("",):
-        raise ValueError(f"--modes does not apply to --op {args.op}, which has only one mode")
+        raise ValueError(f"--modes does not apply to --op {op}, which has only one mode")
     size = Size(v.features, v.tokens, getattr(v, "length", None))
     case = Case(
-        _name(args.op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=0,
-        modes=modes or entry.modes, baselines=entry.baselines(v), dtype=dtype,
-        drops=v.dropout > 0 and args.op != "dropout",
-        exact=functools.partial(cases.dropout_exact, v.dropout) if args.op == "dropout" else None,
+        _name(op, v), lambda width: entry.model(v), functools.partial(entry.run, v), {kind: [size]}, priority=HEADLINE,
+        modes=modes or entry.modes, baselines=entry.baselines(v), dtype=dtype, drops=v.dropout > 0 and op != "dropout",
+        exact=functools.partial(cases.dropout_exact, v.dropout) if op == "dropout" else None,
     )  # fmt: skip
-    return Item(case, size, 0)
+    return Item(case, size, HEADLINE)
+
+
+def item_of(args: argparse.Namespace, kind: str, modes: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
+    """The case of --op and its options. Raises ValueError with what is wrong with them."""
+    return item(
+        args.op, kind, modes, dtype, **{name: one for name in OPTIONS if (one := getattr(args, name)) is not None}
+    )
+
+
+# Ops of cases.CASES, at the sizes and in the variants that these have
+IN_CASES = {
+    "linear_act", "linear_stack", "linear_cross_entropy", "mlp", "gated_mlp", "moe_mlp", "attention_block", "transformer_layer",
+    "dropout",
+}  # fmt: skip
+
+
+def items(kind: str) -> list[Item]:
+    """The mean loss, as training has it, and each op that is in no case, at its defaults."""
+    width = {"cuda": 2048, "cpu": FEATURES["cpu"]}[kind]  # Llama-1B's
+    loss = item("linear_cross_entropy", kind, reduction="mean", features=width)
+    given = {"linear_distillation": {"reduction": "mean"}}
+    others = [item(op, kind, **given.get(op, {})) for op in OPS if op not in IN_CASES]
+    return [loss._replace(priority=0), *others]

@@ -102,6 +102,9 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64 or any(side * x.itemsize % 16 for side in self.gate_up.shape[1:]):
             return self.interleaved(x)
+        return self.grouped(x)
+
+    def grouped(self, x: Tensor) -> Tensor:
         return grouped_experts(x, *self.routing(x), self.gate_up, self.down, self.act)
 
     def interleaved(self, x: Tensor) -> Tensor:
@@ -153,7 +156,14 @@ class GroupedRows(MoE):
         shares = [1 + e % 2 for e in range(self.experts)]
         return [x.shape[0] * 7 * sum(shares[: e + 1]) // (8 * sum(shares)) for e in range(self.experts)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def grouped(self, x: Tensor) -> Tensor:
+        ends = self.ends(x)
+        used, offs = x[: ends[-1]], torch.tensor(ends, dtype=torch.int32, device=x.device)
+        gate, up = F.grouped_mm(used, self.gate_up.mT, offs=offs).chunk(2, -1)
+        y = F.grouped_mm(self.act(gate) * up, self.down.mT, offs=offs)
+        return torch.cat([y, torch.zeros_like(x[ends[-1] :])])
+
+    def interleaved(self, x: Tensor) -> Tensor:
         ends = self.ends(x)
         rows = zip([0, *ends], ends, strict=False)
         return torch.cat(
@@ -369,39 +379,64 @@ class LlamaLayer(nn.Module):
 
 
 class LMHeadLoss(nn.Module):
-    """The loss of each row in float32: cross-entropy of linear(x), or softcap tanh of that over softcap; a row's place says
-    its target."""
+    """The loss of each row in float32, or their mean: cross-entropy of linear(x), or softcap tanh of that over softcap; a row's
+    place says its target. float64 takes the rows in chunks, because logits of a large vocabulary do not fit a GPU."""
 
-    def __init__(self, width: int, classes: int, bias: bool = False, softcap: float | None = None):
+    CHUNK = 2**27  # logits of a chunk in float64: 1 GiB
+    negative = False  # returns losses, or their negatives
+
+    def __init__(
+        self, width: int, classes: int, bias: bool = False, softcap: float | None = None, reduction: str = "none"
+    ):
         super().__init__()
-        self.linear, self.softcap = nn.Linear(width, classes, bias), softcap
+        self.linear, self.softcap, self.reduction = nn.Linear(width, classes, bias), softcap, reduction
 
     def targets(self, x: Tensor) -> Tensor:
         return torch.arange(x.shape[0], device=x.device) * 40503 % self.linear.out_features
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.linear(x)
-        z = z if z.dtype == torch.float64 else z.float()
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each row."""
+        z = _upcast(self.linear(x))
         z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
-        return F.cross_entropy(z, self.targets(x), reduction="none")
+        return F.cross_entropy(z, targets, reduction="none")
+
+    def chunked(self, x: Tensor, rows: int) -> Tensor:
+        """The loss of each row, in checkpointed chunks of so many rows."""
+        chunks = zip(x.split(rows), self.targets(x).split(rows), strict=True)
+        return torch.cat([checkpoint(self.losses, *chunk, use_reentrant=False) for chunk in chunks])
+
+    def signed(self, losses: Tensor) -> Tensor:
+        return losses.neg() if self.negative else losses
+
+    def reduced(self, losses: Tensor) -> Tensor:
+        return self.signed(losses.mean() if self.reduction == "mean" else losses)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            return self.reduced(self.chunked(x, max(1, self.CHUNK // self.linear.out_features)))
+        return self.reduced(self.losses(x, self.targets(x)))
+
+
+def _upcast(z: Tensor) -> Tensor:
+    """Logits in float32, or in float64 if they are."""
+    return z if z.dtype == torch.float64 else z.float()
 
 
 class Distillation(LMHeadLoss):
-    """The KL divergence of each row's probabilities from those of a teacher, whose head has weights of its own and reads the
-    same rows; top_k: from its k largest and the rest as one class."""
+    """The KL divergence of each row's probabilities from those of a teacher, or their mean; the teacher's head has weights of
+    its own and reads the same rows; top_k: from its k largest and the rest as one class."""
 
-    def __init__(self, width: int, classes: int, bias: bool = False, top_k: int = 0):
-        super().__init__(width, classes, bias)
+    def __init__(self, width: int, classes: int, bias: bool = False, top_k: int = 0, reduction: str = "none"):
+        super().__init__(width, classes, bias, reduction=reduction)
         self.teacher, self.top_k = nn.Linear(width, classes, bias).requires_grad_(False), top_k
 
     def likeliest(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The teacher's k largest log-probabilities, and their classes."""
-        z = self.teacher(x.detach())
-        return (z if z.dtype == torch.float64 else z.float()).log_softmax(-1).topk(self.top_k)
+        return _upcast(self.teacher(x.detach())).log_softmax(-1).topk(self.top_k)
 
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.linear(x)
-        log_q = (z if z.dtype == torch.float64 else z.float()).log_softmax(-1)
+    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The divergence of each row, which has no target."""
+        log_q = _upcast(self.linear(x)).log_softmax(-1)
         if not self.top_k:
             t = self.teacher(x.detach())
             return F.kl_div(log_q, t.to(log_q.dtype).log_softmax(-1), reduction="none", log_target=True).sum(-1)
@@ -416,5 +451,4 @@ class Distillation(LMHeadLoss):
 class SelectedLogProbs(LMHeadLoss):
     """The log-probability of each row's target."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).neg()
+    negative = True

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..extras import missing
 from .cases import CHECKPOINT
 
+SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
 WIDE = 0.25  # a spread (p80 - p20) / median beyond this is named: the median may be another program's doing
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 MIB = 2**20
@@ -60,30 +61,68 @@ def case_table(rows: Rows, timed: bool) -> str:
     """All measured variants of a case. timed: with milliseconds, which mean something on a GPU only."""
     base = next((float(row["ms"]) for row in rows if row["variant"] == CHECKPOINT and row["ms"]), None)
     graphs = any(row["graph_ms"] for row in rows)
+    sources = any(row.get("source") for row in rows)
     heading = ["variant", "time / eager", "time / checkpoint", "spread", "saved", "peak", "error / eager's"]
-    heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs
+    heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs + ["source"] * sources
     lines = []
     for row in rows:
-        if row["status"] != "ok":
+        if row["status"] not in SHOWN:
             continue
-        line = [row["variant"], _figure(row, "ratio", ".2f"), _figure(row, "ms", ".2f", 1 / base) if base else "–"]
+        by_checkpoint = _figure(row, "ms", ".2f", 1 / base) if base and row["status"] == "ok" else "–"
+        line = [row["variant"], _figure(row, "ratio", ".2f"), by_checkpoint]
         spread = _spread(row)
         line.append("–" if spread is None else f"{spread:.0%}")
         line += [_bytes(row, "saved_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
         if timed:
-            line.append(
-                " ".join(
-                    (_figure(row, "ms", ".3f"), f"({_figure(row, 'p20_ms', '.3f')}–{_figure(row, 'p80_ms', '.3f')})")
-                )
-            )
-        lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs)
-    others = [f"- {row['variant'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] != "ok"]
-    notes = dict.fromkeys(row["note"] for row in rows if row["status"] == "ok" and row["note"])
-    wide = [row["variant"] for row in rows if row["status"] == "ok" and (_spread(row) or 0.0) > WIDE]
-    if wide:
-        notes[f"spread above {WIDE:.0%}, so measure again on a quiet machine: {', '.join(wide)}"] = None
-    others = [f"- {note}" for note in notes] + others
-    return "\n\n".join(filter(None, (table(heading, lines) if lines else "", "\n".join(others))))
+            line.append(_time(row))
+        lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs + [row.get("source") or ""] * sources)
+    return "\n\n".join(filter(None, (table(heading, lines) if lines else "", _notes(rows))))
+
+
+def _time(row: dict[str, str]) -> str:
+    """A row's ms, and the spread if it has one."""
+    ms = _figure(row, "ms", ".3f")
+    return f"{ms} ({_figure(row, 'p20_ms', '.3f')}–{_figure(row, 'p80_ms', '.3f')})" if row.get("p20_ms") else ms
+
+
+def _notes(rows: Rows) -> str:
+    """What the rows of a case have to say beside their figures: notes, wide spreads, and which variants have none and why."""
+    others = [
+        f"- {row['variant'] or 'case'}: {row['status']}: {row['note']}" for row in rows if row["status"] not in SHOWN
+    ]
+    measured = [row for row in rows if row["status"] == "ok"]
+    notes: dict[str, list[str]] = {}
+    for row in measured:
+        if row["note"]:
+            notes.setdefault(row["note"], []).append(row["variant"])
+    said = [note if len(names) == len(measured) else f"{', '.join(names)}: {note}" for note, names in notes.items()]
+    if wide := [row["variant"] for row in measured if (_spread(row) or 0.0) > WIDE]:
+        said.append(f"spread above {WIDE:.0%}, so measure again on a quiet machine: {', '.join(wide)}")
+    return "\n".join([f"- {note}" for note in said] + others)
+
+
+def model_table(rows: Rows) -> str:
+    """Steps of a whole model: the rows with tokens, or with the longest sequence that fits."""
+    heading = ["variant", "ms (p20–p80)", "time / eager", "tokens/s", "saved", "peak", "longest sequence"]
+    lines = []
+    for row in rows:
+        if row["status"] not in SHOWN:
+            continue
+        timed = row["ms"] and row["tokens"]
+        rate = f"{1e3 * float(row['tokens']) / float(row['ms']):,.0f}" if timed else "–"
+        saved, peak = _bytes(row, "saved_bytes"), _bytes(row, "peak_bytes")
+        longest = _figure(row, "longest", ",.0f")
+        lines.append([row["variant"], _time(row), _figure(row, "ratio", ".2f"), rate, saved, peak, longest])
+    return "\n\n".join(filter(None, (table(heading, lines) if lines else "", _notes(rows))))
+
+
+def faults(by_case: dict[str, Rows]) -> str:
+    """The rows that failed or were wrong, by name; "" if there is none."""
+    found = [
+        f"- {case}, {row['variant'] or 'case'}: {row['status']}: {row['note']}"
+        for case, rows in by_case.items() for row in rows if row["status"] in ("failed", "wrong")
+    ]  # fmt: skip
+    return "\n".join(["Failed or wrong:", "", *found]) if found else ""
 
 
 def preface(env: dict) -> str:
@@ -104,14 +143,19 @@ def report(folder: Path) -> str:
     parts = [f"# {env.get('device', folder.name)}", preface(env)]
     parts.append(
         "Time of forward + backward, median of interleaved rounds; spread: from the 20th to the 80th percentile, of the\n"
-        "median. Every variant was checked against float64 first; an error is the largest of the output's and the\n"
-        "gradients', in eager's own."
+        "median. Every variant was checked against float64 first, unless its note says against what; an error is the largest\n"
+        "of the output's and the gradients', in eager's own."
     )
     if env.get("warning"):
         parts.append(f"**{env['warning']}**")
+    if named := faults(by_case):
+        parts.append(named)
     for case, rows in by_case.items():
-        if case != "ceiling":
-            parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), case_table(rows, "ceilings" in env)]
+        if case == "ceiling":
+            continue
+        whole = any(row.get("tokens") or row.get("longest") for row in rows)
+        body = model_table(rows) if whole else case_table(rows, "ceilings" in env)
+        parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), body]
     return "\n\n".join(parts) + "\n"
 
 

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..tools import env
-from . import cases, compare, forecast, measure, micro, own, report
+from . import cases, compare, forecast, measure, micro, own, published, report
 
 DEFAULT_RESULTS = Path("benchmarks/results")
 OWN_RESULTS = Path("bench_output")  # of --op and --case
@@ -83,15 +83,30 @@ def environment(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def select(pattern: str, device: str) -> list[cases.Item]:
+def items(kind: str, headline: bool = False, published_sizes: bool = False) -> list[cases.Item]:
+    """The cases of a device type, or a part of them, the most important first. A CPU, which has four minutes for all, takes ops
+    that are in no case for the first figures alone."""
+    if published_sizes:
+        return published.items(kind)
+    found = cases.items(kind)
+    if headline or kind == "cuda":
+        found += micro.items(kind)
+    if kind == "cuda":
+        found += published.items(kind)
+    return sorted(
+        (one for one in found if one.priority <= cases.HEADLINE or not headline), key=lambda one: one.priority
+    )
+
+
+def select(pattern: str, known: list[cases.Item]) -> list[cases.Item]:
     """Items whose name matches the regular expression; a comma is another |. Raises ValueError where none does."""
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
         raise ValueError(f"--cases {pattern!r} is not a regular expression: {error}") from error
-    found = [item for item in cases.items(device) if matches(item.name)]
+    found = [item for item in known if matches(item.name)]
     if not found:
-        raise ValueError(f"--cases {pattern!r} matches none of {', '.join(item.name for item in cases.items(device))}")
+        raise ValueError(f"--cases {pattern!r} matches none of {', '.join(item.name for item in known)}")
     return found
 
 
@@ -120,16 +135,18 @@ class Sheet:
             for name, value in dataclasses.asdict(row).items()
         }
         self._write()
-        ratio = f", {row.ratio:.2f} of eager" if row.ratio else ""
-        measured = f"{row.ms:.4g} ms ({row.p20_ms:.4g} to {row.p80_ms:.4g}){ratio}" if row.ms else row.note
+        measured = f"{row.ms:.4g} ms" if row.ms else row.note
+        if row.p20_ms and row.p80_ms:
+            measured += f" ({row.p20_ms:.4g} to {row.p80_ms:.4g})"
+        measured += f", {row.ratio:.2f} of eager" if row.ratio else ""
         say(f"  {row.variant:30} {row.status:8} {measured}")
 
 
-STAND = ("ok", "missing")  # a row's status, if a resumed run need not measure it again
+STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need not measure it again
 
 
-def standing(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
-    """The rows of an earlier run in the folder that stand. Raises ValueError if that was of another device, torch or triton."""
+def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
+    """The rows of an earlier run in the folder. Raises ValueError if that was of another device, torch or triton."""
     path = out / "results.csv"
     if not path.exists():
         return []
@@ -137,7 +154,7 @@ def standing(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
     if earlier != setting:
         raise ValueError(f"--resume: {path} was measured with {earlier}, and this is {setting}: name another --out")
     with open(path, newline="") as file:
-        return [row for row in csv.DictReader(file) if row["status"] in STAND]
+        return [*csv.DictReader(file)]
 
 
 def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
@@ -149,6 +166,8 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
     dtype = FLOATS.get(args.dtype)
     if sum(map(bool, (args.op, args.case, args.cases))) > 1:
         raise ValueError("--op, --case and --cases exclude each other")
+    if sum(map(bool, (args.op or args.case, args.headline, args.published))) > 1:
+        raise ValueError("--headline, --published, --op and --case exclude each other")
     stray = [name for name in micro.OPTIONS if not args.op and getattr(args, name) is not None]
     if stray:
         raise ValueError(f"{micro.flag(stray[0])} goes with --op, which names one of {', '.join(micro.OPS)}")
@@ -156,9 +175,7 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[cases.Item]:
         return [micro.item_of(args, device.type, modes, dtype)]
     if args.case:
         return [own.item_of(args.case, device, modes, dtype)]
-    found = select(args.cases, device.type)
-    if args.headline and not (found := [item for item in found if item.priority <= cases.HEADLINE]):
-        raise ValueError(f"--headline: none of the cases that match {args.cases!r} is among the first figures")
+    found = select(args.cases, items(device.type, args.headline, args.published))
     if modes is not None:
         found = [
             item._replace(case=dataclasses.replace(item.case, modes=[one for one in item.case.modes if one in modes]))
@@ -191,8 +208,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(
-        "--headline", action="store_true", help="of the cases those of the first figures: d = 1024 and 4096"
-    )
+        "--headline", action="store_true",
+        help="of the cases those of the first figures: each op, the most important at d = 1024 and 4096; of torch.compile two "
+        "variants",
+    )  # fmt: skip
+    parser.add_argument(
+        "--published", action="store_true",
+        help="of the cases those of sizes of which others published figures, which the report shows beside ours",
+    )  # fmt: skip
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
     parser.add_argument(
         "--baseline", metavar="FILE:FUNCTION", action="append", default=[],
@@ -241,16 +264,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     micro.add_arguments(parser)
 
 
-def jobs_of(items: list[cases.Item], compiling: bool, measured: Container[tuple[str, str]]) -> list[Job]:
-    """What is to be run, in order: cases with the variants that are not measured yet, and eager, to be timed in turns
-    with them."""
-    every = [(item, cases.variants(item.case)) for item in items]
-    if compiling:  # last, because compilers are slow
-        every += [(item, cases.compiled_variants(item.case)) for item in items]
-    found = []
-    for item, makers in every:
-        if left := {variant: make for variant, make in makers.items() if (item.name, variant) not in measured}:
-            found.append((item, {cases.EAGER: makers[cases.EAGER]} | left))
+def jobs_of(items: list[cases.Item], compilers: Container[str], measured: Container[tuple[str, str]]) -> list[Job]:
+    """What is to be run, in order: cases with the variants that are not measured yet, and eager, to be timed in turns with
+    them. compilers: which variants of torch.compile. After the first figures come two of these on the first size of the most
+    important cases; the others, half a minute a case, come last."""
+    compiled = [name for name in cases.COMPILED if name in compilers]
+    first = [item for item in items if item.priority <= cases.HEADLINE]
+    rest = [item for item in items if item.priority > cases.HEADLINE]
+    most = [item for item in first if item.priority == 0]
+    two = [name for name in compiled if name in cases.FIRST_COMPILED]
+    found, planned = [], set()
+    for group, names in ((first, None), (most, two), (rest, None), (first, compiled), (rest, compiled)):
+        for item in group:
+            makers = cases.variants(item.case) if names is None else cases.compiled_variants(item.case, names)
+            wanted = {(item.name, variant) for variant in makers} - planned
+            if left := {variant: make for variant, make in makers.items()
+                        if (item.name, variant) in wanted and (item.name, variant) not in measured}:  # fmt: skip
+                found.append((item, {cases.EAGER: cases.eager} | left))
+            planned |= wanted
     return found
 
 
@@ -275,7 +306,8 @@ def foreseen(jobs: list[Job], device: torch.device, rounds: int) -> list[forecas
     rates, found = forecast.Rates(device), []
     for item, makers in jobs:
         try:
-            found.append(forecast.forecast(item, rates, len(makers), rounds, SECONDS[device.type]))
+            compiled = len(makers.keys() & cases.COMPILED.keys())
+            found.append(forecast.forecast(item, rates, len(makers), rounds, SECONDS[device.type], compiled))
         except ValueError:
             raise
         except Exception as error:  # whatever a user's model raises on meta tensors
@@ -311,6 +343,8 @@ def measure_all(
         (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
     for place, ((item, makers), needed) in enumerate(zip(jobs, needs, strict=True), 1):
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
+        for row in published.rows(item, kind):
+            emit(row)
         left = deadline - time.monotonic()
         over = f"over the budget of {minutes:.3g} minutes" if left < 0 else None
         if reason := over or (needed and forecast.refusal(item, needed, device, left)):
@@ -319,9 +353,10 @@ def measure_all(
             continue
         about = f", about {forecast.duration(max(1.0, needed.seconds))}" if needed else ""
         say(f"[{place}/{len(jobs)}] {item.name}{', compiled' * compiled}{about}")
+        without = needed and forecast.without_reference(item, needed, device, left)
         try:
             left = max(0.0, deadline - time.monotonic()) / (len(jobs) - place + 1)
-            measure.measure(item, makers, device, emit, rounds, min(SECONDS[kind], left / 2), deadline)
+            measure.measure(item, makers, device, emit, rounds, min(SECONDS[kind], left / 2), deadline, without)
         except Exception as error:  # the reference itself: out of memory, usually
             emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
         except KeyboardInterrupt:  # also of a time limit from outside
@@ -344,36 +379,45 @@ def main(args: argparse.Namespace) -> int:
         say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
         return 2
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    compiling = kind == "cuda" if args.compile is None else args.compile
+    compilers: Collection[str] = cases.FIRST_COMPILED if args.headline or args.published else cases.COMPILED
+    if not (kind == "cuda" if args.compile is None else args.compile):
+        compilers = ()
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     try:
         if args.rounds < 1:
             raise ValueError(f"--rounds: wanted at least 1 but got {args.rounds}")
-        items = with_baselines(chosen(args, device), args.baseline)
+        found = with_baselines(chosen(args, device), args.baseline)
         old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
     except ValueError as error:
         say(f"ckptkern bench: {error}")
         return 2
     if args.list:
-        for item in items:
-            variants = cases.variants(item.case) | (cases.compiled_variants(item.case) if compiling else {})
+        for item in found:
+            variants = cases.variants(item.case) | cases.compiled_variants(item.case, compilers)
             print(f"{item.name:36} {', '.join(variants)}")
         return 0
-    return run(items, device, compiling, old, args)
+    return run(found, device, compilers, old, args)
 
 
 def run(
-    items: list[cases.Item], device: torch.device, compiling: bool, old: compare.Run | None, args: argparse.Namespace
+    chosen_items: list[cases.Item],
+    device: torch.device,
+    compilers: Collection[str],
+    old: compare.Run | None,
+    args: argparse.Namespace,
 ) -> int:
     """Measures the items and writes the folder; main's exit status."""
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
-    settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": compiling}
+    settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
     found = {"device": device_name(device), "settings": settings, **environment(device)}
     found["warning"] = env.load_warning(torch.get_num_threads())
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]
     try:
-        earlier = standing(out, compare.setting_of(found)) if args.resume else []
-        jobs = jobs_of(items, compiling, {(row["case"], row["variant"]) for row in earlier})
+        earlier = earlier_rows(out, compare.setting_of(found)) if args.resume else []
+        standing = {(row["case"], row["variant"]) for row in earlier if row["status"] in STAND}
+        jobs = jobs_of(chosen_items, compilers, standing)
+        again = {item.name for item, _ in jobs}  # of other cases a fault stays a row
+        earlier = [row for row in earlier if row["case"] not in again or (row["case"], row["variant"]) in standing]
         needs = foreseen(jobs, device, args.rounds)
         alone = (args.op or args.case) and needs and needs[0]
         if alone and (reason := forecast.refusal(jobs[0][0], needs[0], device, 60 * minutes)):

@@ -406,7 +406,7 @@ def opened(out: Path, device: torch.device, resume: bool, models: list[Model]) -
     path, ours = out / "results.csv", {model.case for model in models}
     standing = []
     if path.exists():
-        run.standing(out, compare.setting_of(environment))
+        run.earlier_rows(out, compare.setting_of(environment))
         with path.open(newline="") as file:
             standing = [row for row in csv.DictReader(file) if resume or row["case"] not in ours]
     out.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkern.benchmarks.cases import BY_SUBLAYER, MODES, Item
 from ckptkern.benchmarks.measure import one_line
-from ckptkern.benchmarks.run import DEFAULT_RESULTS, say, select
+from ckptkern.benchmarks.run import DEFAULT_RESULTS, items, say, select
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen(pattern: str) -> list[Item]:
     """Items that have an estimate. Raises ValueError where no name matches."""
-    found = [item for item in select(pattern, "cuda") if not item.case.host]
+    found = [item for item in select(pattern, items("cuda")) if not item.case.host]
     if not found:
         raise ValueError(f"--cases {pattern!r}: the cost model does not estimate host time")
     return found

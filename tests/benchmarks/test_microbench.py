@@ -1,12 +1,14 @@
 """``python -m ckptkern bench --op``, ``--case`` and ``--compare``."""
 
 import argparse
+import importlib.util
+import itertools
 import re
 
 import pytest
 import torch
 
-from ckptkern.benchmarks import cases, compare, forecast, measure, micro, own
+from ckptkern.benchmarks import baselines, cases, compare, forecast, measure, micro, models, own
 from ckptkern.ops import catalog
 
 CPU = torch.device("cpu")
@@ -134,6 +136,62 @@ def test_what_is_wrong_is_said(bench, arguments, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_float64_heads_take_rows_in_chunks_with_the_results_of_all_at_once(monkeypatch):
+    """Of each head and reduction: the same loss and gradients, and no logits saved."""
+    for op, reduction in itertools.product(
+        ("linear_cross_entropy", "linear_distillation", "linear_topk_distillation"), ("none", "mean")
+    ):
+        made = sized(op, classes=50, reduction=reduction)
+        found = []
+        for chunk in (7 * 50, 2**27):  # seven rows, and all
+            monkeypatch.setattr(models.LMHeadLoss, "CHUNK", chunk)
+            model, x, dy = cases.build(made, CPU)
+            model, x = model.double(), x.detach().double().requires_grad_()
+            with measure.saved_tensors(model) as saved:
+                y = model(x)
+            y.backward(dy.double())
+            found.append((y.detach(), x.grad, model.linear.weight.grad))
+            assert saved.bytes < 24 * 50 * 8
+        for chunked, whole in zip(*found, strict=True):
+            torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_a_loss_that_is_a_scalar_has_a_gradient_of_one():
+    model, x, dy = cases.build(sized("linear_cross_entropy", classes=50, reduction="mean"), CPU)
+    assert (dy.shape, dy.item()) == ((), 1.0)
+    rows = model.losses(x, model.targets(x))
+    torch.testing.assert_close(model(x), rows.mean())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="needs liger-kernel")
+@pytest.mark.parametrize(
+    ("op", "given", "variant"),
+    [
+        ("linear_cross_entropy", {"classes": 50, "bias": True}, "liger-kernel loss"),
+        ("linear_cross_entropy", {"classes": 50, "bias": True, "reduction": "mean"}, "liger-kernel loss"),
+        ("selected_log_probs", {"classes": 50}, "liger-kernel loss"),
+        ("linear_distillation", {"classes": 50, "reduction": "mean"}, "liger-kernel JSD"),
+    ],
+)
+def test_ligers_functions_are_called_as_they_want(op, given, variant):
+    """In Triton's interpreter, which cannot run Liger's norms, SwiGLU and autotuned experts."""
+    made = sized(op, **given)
+    model, x, dy = cases.build(made, CPU)
+    error, worst = measure.Checker(made, model, x, dy).ratio(made.case.baselines[variant](model, x))
+    assert error <= measure.BASELINES_AT_MOST, worst
+
+
+def test_other_libraries_chunks_and_tiles_are_right():
+    """The loop over chunks of rows of each head, torch's chunks if they are there, and tiled MLPs."""
+    for op in ("linear_cross_entropy", "selected_log_probs", "linear_distillation", "linear_topk_distillation"):
+        made = sized(op, classes=50)
+        model, x, dy = cases.build(made, CPU)
+        checker = measure.Checker(made, model, x, dy)
+        assert checker.ratio(baselines.in_chunks(7)(model, x))[0] <= 2
+        if "torch chunks" in made.case.baselines and hasattr(torch.nn, "LinearCrossEntropyOptions"):
+            assert checker.ratio(baselines.torch_chunks(model, x))[0] <= measure.BASELINES_AT_MOST
+
+
 def test_help_names_the_options_of_each_op():
     text = micro.epilog()
     for op, entry in micro.OPS.items():
@@ -249,7 +307,8 @@ def test_a_function_of_ones_own_is_a_variant(bench, file):
 def test_what_a_case_needs_is_counted_beforehand(file):
     """A module of one's own without moving it, and an op: three times the matmuls of forward, and the rounds that are timed."""
     made = own.item_of(f"{file}:build", CPU, None, None)
-    held, flops = forecast.counted(made, torch.float32)
+    held, reference, flops = forecast.counted(made, torch.float32)
+    assert held / 2 < reference < held
     assert flops == 3 * 2 * 16 * (8 * 32 + 32 * 8)
     model, x, _ = cases.build(made, CPU)
     assert {(p.device, p.dtype) for p in model.parameters()} == {(CPU, torch.float32)}

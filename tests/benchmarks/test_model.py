@@ -671,22 +671,25 @@ def test_implementations_are_those_of_the_gpu(gpu):
 
 
 def test_published_figures_are_what_their_group_counts():
-    names = set()
+    """TFLOP/s count three matmuls a weight of a step, one of forward; an item's sizes are those that were published."""
+    groups = {(group.gpu, group.item().name, group.part): group for group in published.GROUPS}
+    assert len(groups) == len(published.GROUPS)
+    head = groups["a100", "linear_cross_entropy-V256000-mean-nobias/d2304x8192", published.STEP]
+    assert head.flops == 2 * 3 * 8192 * 2304 * 256000
+    experts = [
+        groups["h100", "moe_mlp-h768-E128-k8-silu/d2048x32768", part] for part in (published.FORWARD, published.STEP)
+    ]
+    assert [group.flops for group in experts] == [n * 2 * 3 * 32768 * 8 * 2048 * 768 for n in (1, 3)]
+    assert (
+        groups["h100", "mlp-h16384-gelu_tanh-nobias-L4/d4096x8192", published.STEP].flops
+        == 2 * 3 * 8192 * 8 * 4096 * 16384
+    )
     for group in published.GROUPS:
-        tokens, width = group.item.size.shape
-        with torch.device("meta"):
-            model = group.item.case.model(width)
-        weights = (p for name, p in model.named_parameters() if "router" not in name)
-        per_row = sum(p.numel() for p in weights) // getattr(model, "experts", 1) * getattr(model, "top_k", 1)
-        matmuls = group.flops / (2 * tokens * per_row)  # of all matrices that a row meets
-        assert matmuls == {published.STEP: 3, published.FORWARD: 1, published.BACKWARD: 3}[group.part]
         for one in group.figures:
             whole = group.complete(one)
-            assert whole.ms * whole.tflops * 1e9 == pytest.approx(group.flops)
-            assert (one.ms is None) != (one.tflops is None)
-            assert "#" in one.source or "arXiv" in one.source
-        names.add((group.gpu, group.item.name, group.part))
-    assert len(names) == len(published.GROUPS)
+            assert whole.ms is None or whole.ms * whole.tflops * 1e9 == pytest.approx(group.flops)
+            assert one.ms is None or one.tflops is None
+            assert one.ms or one.tflops or one.mib
 
 
 def test_the_table_of_published_figures(tmp_path, monkeypatch):
@@ -699,7 +702,7 @@ def test_the_table_of_published_figures(tmp_path, monkeypatch):
         assert [one.variant for one in figures] == [*(one.variant for one in group.figures), "eager"]
         assert figures[-1].source == "cost model"
         assert (figures[-1].mib is not None) == (group.part == published.STEP)
-    forward, whole = (figures[-1].ms for group, figures in found if "moe" in group.item.name)
+    whole, forward = (figures[-1].ms for group, figures in found if "moe" in group.item().name)
     assert 0.2 < forward / whole < 0.5
     text = published.table(tmp_path / "published.csv")
     assert text.count("| **H100, ") == len(groups)

@@ -12,7 +12,7 @@ from torch import nn
 
 import ckptkern
 from benchmarks.dev import trade
-from ckptkern.benchmarks import cases, forecast, measure, models, report, run
+from ckptkern.benchmarks import cases, forecast, measure, micro, models, report, run
 
 CPU = torch.device("cpu")
 TINY = cases.Case(
@@ -94,7 +94,7 @@ def test_a_wide_spread_and_a_busy_machine_are_named(bench, monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("needed", "reason"),
     [
-        ((2**60, 0.0, 0.0), "tiny/d16x24 needs at least 1073741824 GiB, its float64 reference included"),
+        ((2**60, 0.0, 0.0), "tiny/d16x24 needs at least 1073741824 GiB, but "),
         ((0, 60.0, 600.0), "tiny/d16x24 needs about 10 minutes here, 60 s for a step of eager, and 4 minutes of"),
     ],
 )
@@ -189,6 +189,42 @@ def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(be
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 1 + len(rows)
 
 
+def test_where_float64_does_not_fit_variants_are_checked_against_eager(bench, monkeypatch, tmp_path):
+    """Also where it raises; the row says so, and a wrong result is still wrong."""
+    wrong = {"wrong": lambda model, x: lambda x: model(x) * 1.01}
+    for needed in (forecast.Forecast(2**60, 0.0, 0.0, 2**60), None):
+        monkeypatch.setattr(forecast, "forecast", lambda *_, needed=needed: needed)
+        if needed is None:  # it fits, and raises
+            monkeypatch.setattr(measure.Checker, "_exact", raises)
+        status, rows, _ = bench(case=with_variants(**wrong))
+        assert status == 0
+        assert statuses(rows) == dict.fromkeys(VARIANTS, "ok") | {"wrong": "wrong"}
+        reason = "checked against eager: float64" + (
+            " needs 1073741824 GiB of " if needed else ": RuntimeError: no kernel"
+        )
+        for row in rows.values():
+            assert row["note"].startswith(reason), row["note"]
+            assert row["note"].endswith("of its norm from eager's, at most 0.00035")
+            assert row["error_ratio"] == ""
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert re.search("^- checked against eager", text, re.M)
+
+
+def test_what_is_no_result_is_timed_and_says_so(bench):
+    class Part:
+        unchecked = "not a result: the matmuls alone"
+
+        def __init__(self, model, x):
+            self.model = model
+
+        def __call__(self, x):
+            return self.model(x) * 0.5
+
+    _, rows, _ = bench(case=with_variants(part=Part))
+    assert (rows["part"]["status"], rows["part"]["note"], rows["part"]["error_ratio"]) == ("ok", Part.unchecked, "")
+    assert rows["part"]["ms"]
+
+
 def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
     """A kernel's error shows at the next synchronization, in whichever variant that is."""
 
@@ -202,10 +238,31 @@ def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_cases_have_names_and_the_most_important_come_first(device):
-    names, priorities = zip(*((item.name, item.priority) for item in cases.items(device)), strict=True)
+@pytest.mark.parametrize("headline", [False, True])
+def test_cases_have_names_and_the_most_important_come_first(device, headline):
+    names, priorities = zip(*((item.name, item.priority) for item in run.items(device, headline)), strict=True)
     assert len(set(names)) == len(names)
     assert list(priorities) == sorted(priorities)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_first_figures_have_every_op(device):
+    """By the op that is called; two cases have other names than their ops."""
+    named = {"attention": "attention_block", "gpt_layer": "transformer_layer", "llama_layer": "transformer_layer"}
+    names = [item.case.name.partition("-")[0] for item in run.items(device, headline=True)]
+    assert {named.get(name, name) for name in names} == micro.OPS.keys()
+
+
+def test_two_compilers_follow_the_first_figures_and_the_others_come_last():
+    items = [ITEM, ITEM._replace(size=cases.Size(16, 48), priority=9)]
+    jobs = run.jobs_of(items, cases.COMPILED, {("tiny/d16x48", "compile")})
+    assert [(item.name, list(makers)) for item, makers in jobs] == [
+        ("tiny/d16x24", [*VARIANTS]),
+        ("tiny/d16x24", ["eager", *cases.FIRST_COMPILED]),
+        ("tiny/d16x48", [*VARIANTS]),
+        ("tiny/d16x24", ["eager", "compile + checkpoint", "compile, budget 0.5"]),
+        ("tiny/d16x48", ["eager", "compile + checkpoint", "compile, budget 0.5", "compile, budget 0"]),
+    ]
 
 
 def test_a_resumed_run_measures_what_is_missing(bench, tmp_path):
@@ -276,7 +333,7 @@ def test_arguments_that_match_nothing_say_so(bench, arguments, message):
 
 
 def test_patterns_choose_cases():
-    assert [item.case.name for item in run.select("^host/,^dropout", "cpu")] == ["host", "dropout"]
+    assert [item.case.name for item in run.select("^host/,^dropout", run.items("cpu"))] == ["dropout", "host"]
 
 
 @pytest.mark.parametrize(
@@ -336,6 +393,32 @@ def test_rounds_are_interleaved_and_end_after_enough():
     assert calls == [(index, name) for index in range(3) for name in "ab"]
     times, _ = measure.interleaved(steps, clock, 100, seconds=0.0)
     assert len(times["a"]) == measure.ENOUGH
+
+
+def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch, capsys):
+    monkeypatch.setenv("CKPTKERN_COMMIT", "abc")
+    assert run.commit() == "abc"
+    monkeypatch.delenv("CKPTKERN_COMMIT")
+    monkeypatch.setattr(run, "_answer", lambda *_: None)
+    assert run.commit() == "unknown"
+    assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
+
+
+def test_a_folder_without_figures_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):
+    """The rows before it stay."""
+    rows = bench("--no-figures", case=TINY).rows
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.csv", "env.json", "report.md"}
+    sheet = run.Sheet(tmp_path / "out" / "results.csv", [*rows.values()])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(csv.DictWriter, "writerows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sheet(measure.Row("other", "eager", "cpu", "float32"))
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.csv", "env.json", "report.md"}
+    with open(tmp_path / "out" / "results.csv", newline="") as file:
+        assert [*csv.DictReader(file)] == [*rows.values()]
 
 
 def test_a_page_is_written_and_a_stale_one_is_noticed(bench, tmp_path, capsys):

@@ -1,0 +1,232 @@
+"""Other implementations of what the cases measure, each as a maker `(model, x) -> function` on the model's own parameters.
+
+A maker that raises ImportError is reported as missing: its library is not installed, or it needs a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from .. import ops
+from .models import MLP, Distillation, GatedMLP, LlamaLayer, LMHeadLoss, MoE, attend
+
+Function = Callable[[Tensor], Tensor]
+Maker = Callable[[nn.Module, Tensor], Function]
+
+# -- MLPs and experts -------------------------------------------------------------------------------------------------
+
+
+def flash_attn_mlp(activation: str, model: MLP, x: Tensor) -> Function:
+    """FusedMLP at its checkpoint level 2, which saves x only. No erf GELU."""
+    fused_mlp_func = importlib.import_module("flash_attn.ops.fused_dense").fused_mlp_func
+    # -1 for GELU, because its authors found the unfused GEMM quicker on H100; ReLU's bit mask needs the fused one
+    options = dict(activation=activation, checkpoint_lvl=2, heuristic=0 if activation == "relu" else -1)
+    return lambda x: fused_mlp_func(x, model.fc1.weight, model.fc2.weight, model.fc1.bias, model.fc2.bias, **options)
+
+
+def quack_mlp(activation: str, model: MLP, x: Tensor) -> Function:
+    """QuACK's recomputing MLP: no biases, no erf GELU."""
+    mlp_func = importlib.import_module("quack.mlp").mlp_func
+    return lambda x: mlp_func(x, model.fc1.weight, model.fc2.weight, activation, recompute=True)
+
+
+def _liger(module: str, name: str, x: Tensor) -> Any:
+    """A function of liger_kernel.ops. Its kernels are Triton's."""
+    found = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    if not (x.is_cuda or importlib.import_module("triton").knobs.runtime.interpret):
+        raise ImportError("liger-kernel runs on a GPU only")
+    return found
+
+
+def liger_swiglu(model: GatedMLP, x: Tensor) -> Function:
+    """Liger's SwiGLU: torch's matmuls around one kernel that recomputes silu(g) in backward."""
+    silu_mul = _liger("swiglu", "LigerSiLUMulFunction", x)
+    return lambda x: model.down(silu_mul.apply(model.gate(x), model.up(x)))
+
+
+def liger_tiled(model: nn.Module, x: Tensor) -> Function:
+    """Liger's and DeepSpeed's tiled MLP: each tile runs once more in backward, ceil(tokens / width) tiles."""
+    tiled = importlib.import_module("liger_kernel.ops.tiled_mlp").apply_tiled_mlp
+    return lambda x: tiled(lambda module, tile: module(tile), model, x)
+
+
+def liger_layer(model: LlamaLayer, x: Tensor) -> Function:
+    """A Llama layer as Liger patches it: its RMSNorm, rotary embedding and SwiGLU, and torch's matmuls and attention."""
+    rms_norm, rope = _liger("rms_norm", "LigerRMSNormFunction", x), _liger("rope", "LigerRopeFunction", x)
+    swiglu = liger_swiglu(model.mlp, x)
+
+    def function(x: Tensor) -> Tensor:
+        h = rms_norm.apply(x, model.norm.weight, model.norm.eps)
+        q, k, v = (part(h).unflatten(-1, (-1, model.head_dim)).transpose(1, 2) for part in (model.q, model.k, model.v))
+        q, k = rope.apply(q, k, model.cos[: x.shape[1]], model.sin[: x.shape[1]])
+        x = x + model.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + swiglu(rms_norm.apply(x, model.mlp_norm.weight, model.mlp_norm.eps))
+
+    return function
+
+
+def liger_moe(model: MoE, x: Tensor) -> Function:
+    """Liger's fused experts, which save gate and up of each token-expert pair."""
+    fused = _liger("fused_moe", "LigerFusedMoEFunction", x)
+    _keep_largest_tiles(importlib.import_module("liger_kernel.ops.fused_moe_kernels"))
+
+    def function(x: Tensor) -> Tensor:
+        index, weights = model.routing(x)
+        return fused.apply(x, model.gate_up, model.down, index.int(), weights)
+
+    return function
+
+
+def _keep_largest_tiles(kernels: Any) -> None:
+    """Leaves 20 of the 160 tilings over which the kernels with matmuls autotune, because each takes a second to compile: the
+    largest tiles, with 3 or 4 stages where the stages vary."""
+    for kernel in vars(kernels).values():
+        configs = [config for config in getattr(kernel, "configs", None) or [] if "BLOCK_N" in config.kwargs]
+        if configs:
+            most = max(math.prod(config.kwargs.values()) for config in configs)
+            largest = [config for config in configs if math.prod(config.kwargs.values()) == most]
+            kernel.configs = [config for config in largest if config.num_stages in (3, 4)] or largest
+
+
+def experts_by_turns(model: MoE, x: Tensor) -> Function:
+    """A loop over experts. The host knows their rows, which it would have to read from a router's device."""
+    return model.interleaved
+
+
+# -- LM heads ----------------------------------------------------------------------------------------------------------
+
+
+def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
+    """torch's linear_cross_entropy in chunks of tokens, from 2.13 on."""
+    options = getattr(nn, "LinearCrossEntropyOptions", None)
+    if options is None:
+        raise ImportError("this torch has no nn.LinearCrossEntropyOptions")
+    return lambda x: model.signed(
+        F.linear_cross_entropy(
+            x, model.linear.weight, model.targets(x), linear_bias=model.linear.bias, reduction=model.reduction,
+            options=options(),
+        )
+    )  # fmt: skip
+
+
+def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:
+    """Apple's, without its filter of small gradients, which is not exact."""
+    function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda x: model.signed(
+        function(
+            x, model.linear.weight, model.targets(x), bias=model.linear.bias, softcap=model.softcap,
+            reduction=model.reduction, filter_eps=None,
+        )
+    )  # fmt: skip
+
+
+def liger_loss(model: LMHeadLoss, x: Tensor) -> Function:
+    """Liger's fused loss: gradients are formed in forward for a mean, in backward with the logits once more for each row's."""
+    fused = _liger("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction", x)
+    head = model.linear
+
+    def function(x: Tensor) -> Tensor:
+        options = None, -100, 0.0, 0.0, model.reduction, model.softcap  # from the class weights on
+        return model.signed(fused.apply(x, head.weight, model.targets(x), head.bias, *options)[0])
+
+    return function
+
+
+def liger_distillation(model: Distillation, x: Tensor) -> Function:
+    """Liger's fused Jensen-Shannon divergence at beta = 0, which is the mean KL divergence from the teacher. No biases."""
+    fused = _liger("fused_linear_jsd", "LigerFusedLinearJSDFunction", x)
+    return lambda x: fused.apply(x, model.linear.weight, x.detach(), model.teacher.weight, None, 0.0)
+
+
+def in_chunks(rows: int) -> Maker:
+    """So many rows at a time in torch.utils.checkpoint, as trainers write it themselves."""
+    return lambda model, x: lambda x: model.reduced(model.chunked(x, rows))
+
+
+class _Matmuls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        z = x @ weight.T
+        ctx.save_for_backward(x, weight, z)
+        return z[:, 0].float()
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, dz = ctx.saved_tensors
+        return dz @ weight, dz.T @ x
+
+
+class HeadMatmuls:
+    """The three matmuls of a head's step and nothing else, a bound of what a loss with saved logits may take."""
+
+    unchecked = "not a result: the matmuls alone"
+
+    def __init__(self, model: LMHeadLoss, x: Tensor):
+        self.model = model
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model.reduced(_Matmuls.apply(x, self.model.linear.weight))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
+    """Eager with torch's flash attention instead of torch's own choice, which is cuDNN's on Hopper."""
+    if not x.is_cuda:
+        raise ImportError("SDPA has several fused backends on CUDA only")
+
+    def function(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return model(x)
+
+    return function
+
+
+def own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
+    """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for core attention."""
+    if not x.is_cuda:
+        raise ImportError("the core is one of several on CUDA only")
+    inner = ours(model, "selective")
+
+    def function(x: Tensor) -> Tensor:
+        with ops.backend("triton"):
+            return inner(x)
+
+    return function
+
+
+_SDPA_FORWARDS = tuple(
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
+)
+
+
+class SelectiveCheckpoint:
+    """torch.utils.checkpoint that runs everything again except core attention, whichever kernel runs it."""
+
+    def __init__(self, model: nn.Module, x: Tensor):
+        self.model, self.saved = model, None
+
+    def contexts(self):
+        forward, recompute = create_selective_checkpoint_contexts(list(_SDPA_FORWARDS))
+        self.saved = forward.storage
+        return forward, recompute
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return checkpoint(self.model, x, use_reentrant=False, context_fn=self.contexts)
+
+    def unseen_bytes(self) -> int:
+        """Bytes that the last call saves out of sight of saved-tensor hooks."""
+        tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

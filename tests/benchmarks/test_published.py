@@ -1,0 +1,75 @@
+"""Figures that others published, and those of whole models, in results.csv and report.md."""
+
+import re
+
+import pytest
+import torch
+
+from ckptkern.benchmarks import cases, measure, micro, published, report, run
+
+CPU = torch.device("cpu")
+ITEM = micro.item("linear_act", "cpu", features=8, tokens=4)
+
+
+def test_published_figures_stand_beside_ours(bench, monkeypatch, tmp_path):
+    """They are rows of the same case, which a resumed run keeps, and which a comparison and a calibration do not read."""
+    figure = measure.Row(
+        ITEM.name,
+        "published: Liger, H100",
+        "cpu",
+        "float32",
+        "published",
+        192.0,
+        peak_bytes=2**30,
+        source="where#1; setting",
+    )
+    monkeypatch.setattr(published, "rows", lambda item, kind: [figure])
+    results = tmp_path / "out" / "results.csv"
+    for arguments in ((), ("--resume",), ("--resume", "--compare", str(results))):
+        status, rows, printed = bench(*arguments, case=ITEM.case)
+        assert status == 0
+        assert {variant: row["status"] for variant, row in rows.items()} == dict.fromkeys(
+            cases.variants(ITEM.case), "ok"
+        ) | {figure.variant: "published"}
+        assert (rows[figure.variant]["ms"], rows[figure.variant]["source"]) == ("192", figure.source)
+    assert figure.variant not in printed
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert re.search(r"\| published: Liger, H100 \| – \| – \| – \| – \| 1024 MiB \| – \| where#1; setting \|", text)
+    assert re.search(r"\| eager \| 1.00 \|.*\|  \|\n", text)
+
+
+def test_published_figures_belong_to_sizes(tmp_path):
+    """On a GPU those of the case's own size; a CPU has the cases without, at sizes that take no time."""
+    found = {item.name: published.rows(item, "cuda") for item in published.items("cuda")}
+    assert all(found.values())
+    trl = {row.variant: row for row in found["linear_cross_entropy-V151936-mean-nobias/d4096x8192"]}
+    assert trl["published: Liger, H100"].ms == 192
+    assert trl["published: Liger, H100"].source == "huggingface/trl#7244; forward + backward"
+    assert [published.rows(item, "cuda") for item in cases.items("cuda")] == [[]] * len(cases.items("cuda"))
+    small = published.items("cpu")
+    assert [published.rows(item, "cpu") for item in small] == [[]] * len(small)
+    assert len({item.name for item in small}) == len(small)
+
+
+@pytest.mark.parametrize("item", published.items("cpu"), ids=lambda item: item.case.name)
+def test_ours_are_right_in_every_published_case(item):
+    made = item._replace(size=cases.Size(item.size.width, 24))
+    model, x, dy = cases.build(made, CPU)
+    checker = measure.Checker(made, model, x, dy)
+    makers = {name: make for name, make in cases.variants(made.case).items() if "ckptkern" in name or "tiled" in name}
+    for make in makers.values():
+        assert checker.ratio(make(model, x))[0] <= 2
+
+
+def test_a_whole_model_has_tokens_a_second_and_its_longest_sequence(tmp_path):
+    (tmp_path / "env.json").write_text("{}")
+    sheet = run.Sheet(tmp_path / "results.csv")
+    sheet(measure.Row("Llama-1B/4x2048", "eager", "cuda", "bfloat16", "failed", note="OutOfMemoryError: 80 GB"))
+    sheet(
+        measure.Row("Llama-1B/4x2048", "ckptkern full", "cuda", "bfloat16", "ok", 500.0, 499.0, 501.0, peak_bytes=2**30,
+                    tokens=8192, longest=65536, note="loss 0.1 of eager's error")
+    )  # fmt: skip
+    text = report.report(tmp_path)
+    assert "| ckptkern full | 500.000 (499.000–501.000) | – | 16,384 | – | 1024 MiB | 65,536 |" in text
+    assert "- loss 0.1 of eager's error" in text
+    assert "Failed or wrong:\n\n- Llama-1B/4x2048, eager: failed: OutOfMemoryError: 80 GB" in text
