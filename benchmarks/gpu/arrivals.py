@@ -111,15 +111,15 @@ def variants_of(
     gpu: rates.GPU, item: cases.Item, makers: dict[str, cases.Maker], flops: int, known: dict[tuple[str, str], float],
     compilations: Compilations, assumed: argparse.Namespace,
 ) -> list[Variant]:  # fmt: skip
-    """Returns a job's variants. A step that the model has not takes eager's time, or a checkpoint's if it is one; one that is
-    not installed takes none."""
-    eager = known.get((item.name, cases.EAGER), flops / gpu.matmuls)
+    """Returns a job's variants. A step that is not in the model's table takes eager's time, or a checkpoint's if it is one, or
+    that of its matmuls; one that is not installed takes none."""
     found = []
     for name, make in makers.items():
         compiled = name in cases.COMPILED
         launches, note = ([], "") if compiled else traced(gpu, item, make)
         like = cases.CHECKPOINT if "checkpoint" in name else cases.EAGER
-        step = known.get((item.name, name), known.get((item.name, like), eager))
+        matmuls = (sum(one.flops for one in launches) or flops) / gpu.matmuls
+        step = known.get((item.name, name), known.get((item.name, like), matmuls))
         step = 0.0 if note.startswith("missing") else max(step, len(launches) * assumed.launch / 1e6)
         new = compilations(launches)
         found.append(Variant(name, step, len(new), assumed.torch_compile if compiled else sum(new), note))
@@ -137,7 +137,7 @@ def arrivals(gpu: rates.GPU, jobs: list[run.Job], assumed: argparse.Namespace, c
     """Returns the rows in the order in which they arrive."""
     known, found, seen = modelled(gpu.name), [], set()
     begin = time.perf_counter()
-    counts = [forecast.counted(item, cases.DTYPES["cuda"])[1] for item, _ in jobs]
+    counts = [forecast.counted(item, cases.DTYPES["cuda"])[-1] for item, _ in jobs]
     now = assumed.build + assumed.imports + (time.perf_counter() - begin)  # as `run.foreseen` counts
     for (item, makers), flops in zip(jobs, counts, strict=True):
         variants = variants_of(gpu, item, makers, flops, known, compilations, assumed)

@@ -211,3 +211,18 @@ def test_without_the_tool_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sanitizer, "FOLDER", str(tmp_path))
     assert sanitizer.main(["a"], "cuda", 60) == 1
     assert "compute-sanitizer is neither on PATH" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_tool_is_given_the_launches(tmp_path, monkeypatch):
+    """The tool here runs what it is given, on the emulator."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/bash\nwhile [ "$1" != {sys.executable} ]; do shift; done\nexec "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", outside.TRITON_CACHE)
+    monkeypatch.setenv("PYTHONPATH", str(outside.ROOT), prepend=os.pathsep)
+    names = [case.name for case in kernels.cases_of(90) if case.op == "norm_bwd"]
+    reports, left = sanitizer.run("memcheck", str(program), names, "cpu", time.monotonic() + 600)
+    assert not left
+    assert reports == {(kernel, name): [] for name in names for kernel in ("_norm_bwd_kernel", "_sum_rows_kernel")}
