@@ -25,7 +25,7 @@ from ..dev.frontier import checkpointed, chunked_loss, converted, whole_loss, wi
 from ..dev.qlora import TARGETS, to_nf4
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-WORKSPACE = {"cuda": 256 * 2**20, "cpu": 2**20}  # the small one, in bytes
+WORKSPACE = {"cuda": 256 * 2**20, "cpu": 256 * 2**10}  # the small one, in bytes
 CHUNK = 1024  # tokens of which the chunked loss has logits at a time
 MXFP4_SCALE = 120  # 2 ** (120 - 127): random codes of MXFP4 are then weights of a standard deviation of 0.02
 MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
@@ -43,7 +43,7 @@ class Published(NamedTuple):
 class Model(NamedTuple):
     """A model and a step. shape: of a configuration of transformers; adapters: LoRA of `rank` on all linear layers of the
     layers, whose weights are frozen, and with `quantised` in 4 bits; limit: of the longest sequence that is looked for, 0 if
-    none is."""
+    none is; only: the variants that are measured, all if it is empty."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class Model(NamedTuple):
     rank: int | None = None
     quantised: bool = False
     limit: int = 0
-    only: tuple[str, ...] = ()  # variants; all if empty
+    only: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
 
     @property
@@ -72,7 +72,7 @@ class Model(NamedTuple):
 
 
 def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model on the device, in training mode, with gradients. Raises ImportError for a package that it needs."""
+    """Builds the model on the device, in training mode, with gradients. Raises ImportError for a package that it needs."""
     needed = ["transformers"] + ["peft"] * (model.rank is not None)
     if hint := missing(*needed):
         raise ImportError(hint)
@@ -154,7 +154,9 @@ def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
     patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
     made = checkpointed(shared(model)) if checkpoints else shared(model)
     apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[made.config.model_type]
-    return Runner(functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made))
+    return Runner(
+        functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made)
+    )
 
 
 def patched(
@@ -195,12 +197,12 @@ DEFAULT, FULL = "ckptkern selective", "ckptkern full"
 
 
 def bounded(kind: str) -> str:
-    """The name of ours with the small workspace of a kind of device."""
+    """Names ours with the small workspace of a kind of device."""
     return f"{FULL}, {format_size(WORKSPACE[kind])}"
 
 
 def variants(kind: str) -> dict[str, Maker]:
-    """All variants by name, eager first, those of torch.compile last."""
+    """Returns all variants by name, eager first, torch.compile last."""
     return {
         EAGER: _eager,
         CHECKPOINTING: _checkpointed,
@@ -217,12 +219,11 @@ def variants(kind: str) -> dict[str, Maker]:
 # -- models
 
 A100 = (
-    "LLaMA-Factory wiki, Performance comparison: A100 40 GB, QLoRA of rank 8 on all modules, batch 1, 4 accumulations, optimizer "
-    "in the time; GB of the GPU, with weights"
+    "LLaMA-Factory wiki, Performance comparison: A100 40 GB, 4 bits, LoRA of rank 8 on all modules, batch 1, 4 accumulations; "
+    "the time has an optimizer's step in it, the GB are the GPU's, with weights"
 )
 AXOLOTL = (
-    "axolotl#3776: Qwen3-8B, one sequence; the GPU, the adapters and the optimizer are not stated; GB above those at the step's "
-    "beginning"
+    "axolotl#3776: Qwen3-8B, one sequence; GPU, adapters and optimizer are not stated; GB above those at the beginning"
 )
 
 
@@ -284,7 +285,7 @@ ON_GPU = (
 
 
 def small(model: Model) -> Model:
-    """The same with two narrow layers and short sequences, for a CPU."""
+    """Returns the same with two narrow layers and short sequences, for a CPU."""
     shape = model.shape | dict(
         vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
@@ -294,10 +295,8 @@ def small(model: Model) -> Model:
     if "num_experts" in shape:
         shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     length = 256 // model.batch
-    limit = min(model.limit, 2048)
-    return model._replace(
-        name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=()
-    )
+    limit = min(model.limit, 1024)
+    return model._replace(name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=())
 
 
 def models(kind: str) -> tuple[Model, ...]:
