@@ -339,8 +339,8 @@ def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[
         if found + max(multiple, found // CLOSE) > model.limit:
             end += f": at least, because the search ends there; the line through the peaks ends at {line():,}"
         return found, end
-    except BudgetError as error:
-        return None, measure.one_line(error)
+    except BudgetError:
+        return None, f"{end}: none, because {2 * multiple:,} tokens take more"
     except Spent:
         end += ": at least, because the seconds of the search were over"
         return largest(), end if largest() is None else f"{end}; the line through the peaks ends at {line():,}"
@@ -384,24 +384,24 @@ def selected(pattern: str, kind: str) -> list[Model]:
 
 
 def eager_of(model: Model, kind: str) -> list[str]:
-    """Returns the names of the model's variants, without those of torch.compile."""
-    return [name for name in variants.variants(kind) if name in (model.only or {name}) and name != variants.COMPILE]
+    """Returns the names of the model's variants, without that of torch.compile."""
+    return list(model.only) or [name for name in variants.variants(kind) if name != variants.COMPILE]
 
 
 def measure_all(of: Run, models: list[Model], compiled: list[str]) -> None:
-    """Measures everything, in order of value. compiled: the names of torch.compile's variants, if they are measured."""
+    """Measures everything, in order of value. compiled: the name of torch.compile's variant, if it is measured."""
     for model in models:
         for row in rows_of_published(model, of.kind):
             of.sheet(row)
     quick = [model for model in models if not model.only]
-    long = [model for model in quick if model.limit]
+    compile_it = functools.partial(measure_model, names=compiled)
     jobs = [(model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in quick]
-    for model in long:
-        jobs += [(model, measure_longest), (model, functools.partial(measure_model, names=compiled))]
+    jobs += [(model, measure_longest) for model in quick if model.limit]
+    jobs += [(model, compile_it) for model in quick[:1]]
     jobs += [
         (model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in models if model.only
     ]
-    jobs += [(model, functools.partial(measure_model, names=compiled)) for model in quick if not model.limit]
+    jobs += [(model, compile_it) for model in quick[1:]]
     for place, (model, job) in enumerate(jobs, 1):
         run.say(f"[{place}/{len(jobs)}] {model.case}, {max(0.0, of.left()):.0f} s left")
         job(of, model)
