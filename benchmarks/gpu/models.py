@@ -53,11 +53,11 @@ OVER = "over the budget of time"
 
 
 class Unusable(Exception):
-    """A kernel broke the process's CUDA context, so that nothing else can be measured in it."""
+    """Says that a kernel broke the process's CUDA context, so that nothing else can be measured in it."""
 
 
 class Spent(Exception):
-    """The seconds for a search are over."""
+    """Ends a search whose seconds are over."""
 
 
 # -- right ------------------------------------------------------------------------------------------------------------
@@ -71,13 +71,13 @@ class Result(NamedTuple):
     samples: Tensor
 
     def distances(self, of: Result) -> tuple[float, float, float]:
-        """Relative distances of the loss, the norm and the samples from those of another result."""
+        """Returns relative distances of the loss, the norm and the samples from those of another result."""
         far = torch.linalg.vector_norm(self.samples - of.samples) / torch.linalg.vector_norm(of.samples)
         return abs(self.loss - of.loss) / abs(of.loss), abs(self.norm - of.norm) / of.norm, far.item()
 
 
 class Reference(NamedTuple):
-    """The variant that others are compared with, its first step's result, and the seconds of a later one."""
+    """Holds the variant that others are compared with, its first step's result, and the seconds of a later one."""
 
     name: str
     runner: Runner
@@ -96,9 +96,9 @@ def result_of(runner: Runner, model: nn.Module, ids: Tensor) -> Result:
     return Result(loss, torch.linalg.vector_norm(norms).item(), torch.cat(samples))
 
 
-def judged(row: Row, found: Result, reference: Reference, dtype: torch.dtype) -> bool:
+def compared(row: Row, result: Result, reference: Reference, dtype: torch.dtype) -> bool:
     """Writes the distances into the row, and returns whether they are within their bounds."""
-    distances = found.distances(reference.result)
+    distances = result.distances(reference.result)
     told = ", ".join(f"{what} {x:.1e}" for what, x in zip(("loss", "norm", "gradients"), distances, strict=True))
     row.add_note(f"relative distance from {reference.name}'s: {told}")
     right = all(x <= bound for x, bound in zip(distances, BOUNDS[dtype], strict=True))
@@ -118,7 +118,7 @@ class Run:
         self.bad: list[str] = []
 
     def stands(self, case: str, variant: str) -> bool:
-        """Is the row of an earlier run, or of this one, final?"""
+        """Returns whether the row of an earlier run, or of this one, is final."""
         row = self.sheet.rows.get((case, variant), {})
         return row.get("status") in run.STAND or row.get("note", "").startswith(FAULT)
 
@@ -212,8 +212,8 @@ def measure_group(
             continue
         try:
             runner = variants.variants(of.kind)[name](whole, ids)
-            found = result_of(runner, whole, ids)
-            if reference and not judged(row, found, reference, of.dtype):
+            result = result_of(runner, whole, ids)
+            if reference and not compared(row, result, reference, of.dtype):
                 of.emit(row)
                 continue
             seconds[name] = weighed(row, runner, whole, ids, of.device)
@@ -221,7 +221,7 @@ def measure_group(
             of.failed(row, error)
             continue
         rows[name], runners[name] = row, runner
-        reference = reference or Reference(name, runner, found, seconds[name])
+        reference = reference or Reference(name, runner, result, seconds[name])
         of.emit(dataclasses.replace(row, status="checked"))
     time_group(of, rows, runners, seconds, ids)
     return reference
@@ -275,7 +275,7 @@ def _step(runner: Runner, ids: Tensor, index: int) -> None:
 
 
 def longest_first(kind: str) -> list[str]:
-    """The variants whose longest sequence is looked for, the most valuable first."""
+    """Returns the variants whose longest sequence is looked for, the most valuable first."""
     return [EAGER, variants.CHUNKED, variants.LIGER, variants.bounded(kind), variants.CHECKPOINTING, variants.DEFAULT]
 
 
@@ -306,7 +306,7 @@ def measure_longest(of: Run, model: Model) -> None:
 
 
 def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[int | None, str]:
-    """(tokens of the longest sequence of one whose step fits, what that is)."""
+    """Returns (tokens of the longest sequence whose step fits, what that is)."""
     multiple, tried = MULTIPLE[of.kind], {}
     budget = free_memory(of.device) if of.kind == "cuda" else CPU_BUDGET
     took = [0.0, 1]  # seconds and size of the last step
@@ -335,10 +335,10 @@ def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[
 
     end = f"longest within {format_size(budget)}"
     try:
-        found, _ = search(peak_of, budget, multiple, 2 * multiple, model.limit)
-        if found + max(multiple, found // CLOSE) > model.limit:
+        tokens, _ = search(peak_of, budget, multiple, 2 * multiple, model.limit)
+        if tokens + max(multiple, tokens // CLOSE) > model.limit:
             end += f": at least, because the search ends there; the line through the peaks ends at {line():,}"
-        return found, end
+        return tokens, end
     except BudgetError:
         return None, f"{end}: none, because {2 * multiple:,} tokens take more"
     except Spent:
@@ -347,7 +347,7 @@ def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[
 
 
 def row_of(cells: dict[str, object]) -> Row:
-    """The Row of a line of results.csv."""
+    """Reads a Row from a line of results.csv."""
     kinds = {"int | None": int, "float | None": float}
     values = {
         field.name: None if cells.get(field.name) in ("", None) else kinds[field.type](cells[field.name])
@@ -361,7 +361,7 @@ def row_of(cells: dict[str, object]) -> Row:
 
 
 def rows_of_published(model: Model, kind: str) -> Iterator[Row]:
-    """The figures of others, with the time of our tokens at their tokens a second."""
+    """Returns the figures of others, with the time of our tokens at their tokens a second."""
     for one in model.published:
         ms = one.tokens_per_second and 1e3 * model.tokens / one.tokens_per_second
         size = None if one.gigabytes is None else int(1e9 * one.gigabytes)
@@ -372,15 +372,15 @@ def rows_of_published(model: Model, kind: str) -> Iterator[Row]:
 
 
 def selected(pattern: str, kind: str) -> list[Model]:
-    """The models whose case matches the regular expression. Raises ValueError where none does."""
+    """Returns the models whose case matches the regular expression. Raises ValueError where none does."""
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:
         raise ValueError(f"--only {pattern!r} is not a regular expression: {error}") from error
     every = variants.models(kind)
-    if not (found := [model for model in every if matches(model.case)]):
+    if not (models := [model for model in every if matches(model.case)]):
         raise ValueError(f"--only {pattern!r} matches none of {', '.join(model.case for model in every)}")
-    return found
+    return models
 
 
 def eager_of(model: Model, kind: str) -> list[str]:
@@ -409,8 +409,8 @@ def measure_all(of: Run, models: list[Model], compiled: list[str]) -> None:
 
 
 def opened(out: Path, device: torch.device, resume: bool, models: list[Model]) -> run.Sheet:
-    """The sheet, with all rows that are there: of other programs, and with resume those of these models. Raises ValueError if
-    they were measured on another device, torch or triton."""
+    """Opens the sheet, with the rows that are there: of other programs, and with resume those of these models. Raises
+    ValueError if they were measured on another device, torch or triton."""
     environment = {"device": run.device_name(device), **run.environment(device)}
     path, ours = out / "results.csv", {model.case for model in models}
     standing = []
@@ -425,27 +425,27 @@ def opened(out: Path, device: torch.device, resume: bool, models: list[Model]) -
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.models",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--out", type=Path, metavar="DIR", help="has results.csv, whose other rows stay")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
-    made.add_argument("--only", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
-    made.add_argument(
+    options.add_argument("--out", type=Path, metavar="DIR", help="has results.csv, whose other rows stay")
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
+    options.add_argument("--only", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    options.add_argument(
         "--seconds", type=float, metavar="S", help="after which nothing new begins (default: 500; CPU: 200)"
     )
-    made.add_argument("--resume", action="store_true", help="measure only what DIR lacks")
-    made.add_argument(
+    options.add_argument("--resume", action="store_true", help="measure only what DIR lacks")
+    options.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
     )
-    made.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
-    return made
+    options.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense."""
+    """Returns 0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense."""
     args = parser().parse_args(arguments)
     kind = args.device
     compiled = [variants.COMPILE] if (kind == "cuda" if args.compile is None else args.compile) else []

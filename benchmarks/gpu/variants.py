@@ -65,7 +65,7 @@ class Model(NamedTuple):
         return self.batch * self.length
 
     def ids(self, device: torch.device, batch: int | None = None, length: int | None = None) -> Tensor:
-        """Token ids [batch, length]."""
+        """Returns token ids [batch, length]."""
         generator = torch.Generator().manual_seed(1)
         size = (batch or self.batch, length or self.length)
         return torch.randint(self.shape["vocab_size"], size, generator=generator).to(device)
@@ -81,12 +81,12 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
     config = CONFIG_MAPPING[model.kind](**model.shape, use_cache=False, max_position_embeddings=2**20)
     torch.manual_seed(0)
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         if model.quantised:
-            made = to_mxfp4(made) if missing("bitsandbytes") else to_nf4(made)
+            whole = to_mxfp4(whole) if missing("bitsandbytes") else to_nf4(whole)
         if model.rank is not None:
-            made = with_lora(made, model.rank, dtype)
-    return with_gradients(made)
+            whole = with_lora(whole, model.rank, dtype)
+    return with_gradients(whole)
 
 
 def to_mxfp4(model: nn.Module) -> nn.Module:
@@ -102,16 +102,16 @@ def to_mxfp4(model: nn.Module) -> nn.Module:
 
 
 def with_lora(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
-    """peft's LoRA on the layers' linear layers; all else is frozen. B is random, so that A has a gradient too."""
+    """Puts peft's LoRA on the layers' linear layers and freezes all else. B is random, so that A has a gradient too."""
     import peft
 
-    made = peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS), model)
-    for name, parameter in made.named_parameters():
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS), model)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.02)
-    return made
+    return model
 
 
 # -- variants
@@ -143,20 +143,19 @@ def _checkpointed(model: nn.Module, ids: Tensor) -> Runner:
 
 
 def _chunked(model: nn.Module, ids: Tensor) -> Runner:
-    made = checkpointed(shared(model))
-    return Runner(lambda ids: chunked_loss(made, ids, -(-ids.numel() // CHUNK)))
+    replica = checkpointed(shared(model))
+    return Runner(lambda ids: chunked_loss(replica, ids, -(-ids.numel() // CHUNK)))
 
 
 def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
-    """Liger's kernels and its fused loss. What it sets in transformers' module is there only during a step of this variant."""
+    """Runs Liger's kernels and fused loss. What it sets in transformers' module is there only during a step of this variant."""
     if not ids.is_cuda:
         raise ImportError("Liger's kernels need a GPU")
     patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    made = checkpointed(shared(model)) if checkpoints else shared(model)
-    apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[made.config.model_type]
-    return Runner(
-        functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made)
-    )
+    replica = checkpointed(shared(model)) if checkpoints else shared(model)
+    apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[replica.config.model_type]
+    around = patched(importlib.import_module(type(replica).__module__), apply, replica)
+    return Runner(functools.partial(whole_loss, replica), around)
 
 
 def patched(
