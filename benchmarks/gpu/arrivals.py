@@ -184,7 +184,7 @@ def main() -> int:
     bench = argparse.ArgumentParser()
     run.add_arguments(bench)
     chosen = run.chosen(bench.parse_args(["--headline", "--cases", args.cases]), torch.device("cuda"))
-    jobs = run.jobs_of(chosen, cases.COMPILED, ())
+    jobs = run.jobs_of(chosen, cases.FIRST_COMPILED, ())
     print("\n".join(f"assumed: {vars(args)[name]:g} {what}" for name, (_, what) in ASSUMED.items()))
     print(
         f"assumed: {forecast.CHECKS} steps check a variant; {ROUNDS} rounds or {SECONDS} s, at least {ENOUGH} rounds, time it"

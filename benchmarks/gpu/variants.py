@@ -25,7 +25,7 @@ from ..dev.frontier import checkpointed, chunked_loss, converted, whole_loss, wi
 from ..dev.qlora import TARGETS, to_nf4
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
-WORKSPACE = {"cuda": 256 * 2**20, "cpu": 2**20}  # the small one, in bytes
+WORKSPACE = {"cuda": 256 * 2**20, "cpu": 256 * 2**10}  # the small one, in bytes
 CHUNK = 1024  # tokens of which the chunked loss has logits at a time
 MXFP4_SCALE = 120  # 2 ** (120 - 127): random codes of MXFP4 are then weights of a standard deviation of 0.02
 MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
@@ -43,7 +43,7 @@ class Published(NamedTuple):
 class Model(NamedTuple):
     """A model and a step. shape: of a configuration of transformers; adapters: LoRA of `rank` on all linear layers of the
     layers, whose weights are frozen, and with `quantised` in 4 bits; limit: of the longest sequence that is looked for, 0 if
-    none is."""
+    none is; only: the variants that are measured, all if it is empty."""
 
     name: str
     kind: str
@@ -53,7 +53,7 @@ class Model(NamedTuple):
     rank: int | None = None
     quantised: bool = False
     limit: int = 0
-    only: tuple[str, ...] = ()  # variants; all if empty
+    only: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
 
     @property
@@ -65,14 +65,14 @@ class Model(NamedTuple):
         return self.batch * self.length
 
     def ids(self, device: torch.device, batch: int | None = None, length: int | None = None) -> Tensor:
-        """Token ids [batch, length]."""
+        """Returns token ids [batch, length]."""
         generator = torch.Generator().manual_seed(1)
         size = (batch or self.batch, length or self.length)
         return torch.randint(self.shape["vocab_size"], size, generator=generator).to(device)
 
 
 def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The model on the device, in training mode, with gradients. Raises ImportError for a package that it needs."""
+    """Builds the model on the device, in training mode, with gradients. Raises ImportError for a package that it needs."""
     needed = ["transformers"] + ["peft"] * (model.rank is not None)
     if hint := missing(*needed):
         raise ImportError(hint)
@@ -81,12 +81,12 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
     config = CONFIG_MAPPING[model.kind](**model.shape, use_cache=False, max_position_embeddings=2**20)
     torch.manual_seed(0)
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         if model.quantised:
-            made = to_mxfp4(made) if missing("bitsandbytes") else to_nf4(made)
+            whole = to_mxfp4(whole) if missing("bitsandbytes") else to_nf4(whole)
         if model.rank is not None:
-            made = with_lora(made, model.rank, dtype)
-    return with_gradients(made)
+            whole = with_lora(whole, model.rank, dtype)
+    return with_gradients(whole)
 
 
 def to_mxfp4(model: nn.Module) -> nn.Module:
@@ -102,16 +102,16 @@ def to_mxfp4(model: nn.Module) -> nn.Module:
 
 
 def with_lora(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
-    """peft's LoRA on the layers' linear layers; all else is frozen. B is random, so that A has a gradient too."""
+    """Puts peft's LoRA on the layers' linear layers and freezes all else. B is random, so that A has a gradient too."""
     import peft
 
-    made = peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS), model)
-    for name, parameter in made.named_parameters():
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS), model)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.02)
-    return made
+    return model
 
 
 # -- variants
@@ -143,20 +143,19 @@ def _checkpointed(model: nn.Module, ids: Tensor) -> Runner:
 
 
 def _chunked(model: nn.Module, ids: Tensor) -> Runner:
-    made = checkpointed(shared(model))
-    return Runner(lambda ids: chunked_loss(made, ids, -(-ids.numel() // CHUNK)))
+    replica = checkpointed(shared(model))
+    return Runner(lambda ids: chunked_loss(replica, ids, -(-ids.numel() // CHUNK)))
 
 
 def _liger(checkpoints: bool, model: nn.Module, ids: Tensor) -> Runner:
-    """Liger's kernels and its fused loss. What it sets in transformers' module is there only during a step of this variant."""
+    """Runs Liger's kernels and fused loss. What it sets in transformers' module is there only during a step of this variant."""
     if not ids.is_cuda:
         raise ImportError("Liger's kernels need a GPU")
     patching = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    made = checkpointed(shared(model)) if checkpoints else shared(model)
-    apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[made.config.model_type]
-    return Runner(
-        functools.partial(whole_loss, made), patched(importlib.import_module(type(made).__module__), apply, made)
-    )
+    replica = checkpointed(shared(model)) if checkpoints else shared(model)
+    apply = patching.MODEL_TYPE_TO_APPLY_LIGER_FN[replica.config.model_type]
+    around = patched(importlib.import_module(type(replica).__module__), apply, replica)
+    return Runner(functools.partial(whole_loss, replica), around)
 
 
 def patched(
@@ -197,12 +196,12 @@ DEFAULT, FULL = "ckptkern selective", "ckptkern full"
 
 
 def bounded(kind: str) -> str:
-    """The name of ours with the small workspace of a kind of device."""
+    """Names ours with the small workspace of a kind of device."""
     return f"{FULL}, {format_size(WORKSPACE[kind])}"
 
 
 def variants(kind: str) -> dict[str, Maker]:
-    """All variants by name, eager first, those of torch.compile last."""
+    """Returns all variants by name, eager first, torch.compile last."""
     return {
         EAGER: _eager,
         CHECKPOINTING: _checkpointed,
@@ -219,12 +218,11 @@ def variants(kind: str) -> dict[str, Maker]:
 # -- models
 
 A100 = (
-    "LLaMA-Factory wiki, Performance comparison: A100 40 GB, QLoRA of rank 8 on all modules, batch 1, 4 accumulations, optimizer "
-    "in the time; GB of the GPU, with weights"
+    "LLaMA-Factory wiki, Performance comparison: A100 40 GB, 4 bits, LoRA of rank 8 on all modules, batch 1, 4 accumulations; "
+    "the time has an optimizer's step in it, the GB are the GPU's, with weights"
 )
 AXOLOTL = (
-    "axolotl#3776: Qwen3-8B, one sequence; the GPU, the adapters and the optimizer are not stated; GB above those at the step's "
-    "beginning"
+    "axolotl#3776: Qwen3-8B, one sequence; GPU, adapters and optimizer are not stated; GB above those at the beginning"
 )
 
 
@@ -286,7 +284,7 @@ ON_GPU = (
 
 
 def small(model: Model) -> Model:
-    """The same with two narrow layers and short sequences, for a CPU."""
+    """Returns the same with two narrow layers and short sequences, for a CPU."""
     shape = model.shape | dict(
         vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
@@ -296,7 +294,7 @@ def small(model: Model) -> Model:
     if "num_experts" in shape:
         shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     length = 256 // model.batch
-    limit = min(model.limit, 2048)
+    limit = min(model.limit, 1024)
     return model._replace(name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=())
 
 

@@ -25,15 +25,15 @@ def test_rounds_end_by_count_or_by_time():
 
 @pytest.mark.slow
 def test_rows_arrive_in_the_order_of_the_run():
-    options = "--cases", "mlp-gelu/", "--kernel", KERNEL, "--torch-compile", COMPILE, "--build", 30, "--imports", 10
+    options = "--cases", "^mlp-gelu/", "--kernel", KERNEL, "--torch-compile", COMPILE, "--build", 30, "--imports", 10
     process = outside.start(
         "-m", "benchmarks.gpu.arrivals", *map(str, options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     out, error = process.communicate()
     assert process.returncode == 0, error[-4000:]
     rows = [match.groups() for match in map(LINE.fullmatch, out.splitlines()) if match]
-    items = [item for item in run.select("mlp-gelu/", "cuda") if item.priority <= cases.HEADLINE]
-    jobs = run.jobs_of(items, cases.COMPILED, ())
+    items = run.select("^mlp-gelu/", run.items("cuda", headline=True))
+    jobs = run.jobs_of(items, cases.FIRST_COMPILED, ())
     expected = dict.fromkeys((item.name, name) for item, makers in jobs for name in makers)
     assert [(case, variant) for *_, case, variant in rows] == [*expected]
 
