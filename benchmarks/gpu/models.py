@@ -459,7 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
         models = selected(args.only, kind)
         if args.list:
             for model in models:
-                print(f"{model.case:40} {', '.join(eager_of(model, kind) + compiled * (not model.only))}")
+                print(f"{model.case:40} {'; '.join(eager_of(model, kind) + compiled * (not model.only))}")
             return 0
         if args.out is None:
             raise ValueError("--out is missing: name a folder")

@@ -279,7 +279,7 @@ def test_a_search():
 
 
 def test_bytes_of_a_quantised_model(monkeypatch):
-    """Seventeen bytes for 32 values of MXFP4, two of float32 for each of LoRA's, one of all others."""
+    """17 bytes for 32 values of MXFP4, float32 for all else, and LoRA's gradients."""
     monkeypatch.setattr(
         variants, "missing", lambda *packages: "bitsandbytes is away" if "bitsandbytes" in packages else None
     )
