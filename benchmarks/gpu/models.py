@@ -31,7 +31,7 @@ from ckptkern.benchmarks.cases import EAGER
 from ckptkern.benchmarks.measure import Row
 from ckptkern.errors import BudgetError
 from ckptkern.extras import missing
-from ckptkern.memory import format_size, free_memory, peak_memory, saved_tensors
+from ckptkern.memory import dense_parts, format_size, free_memory, peak_memory, saved_tensors
 from ckptkern.planning.frontier import CLOSE, crossing, search
 
 from . import variants
@@ -182,8 +182,7 @@ def measure_model(of: Run, model: Model, names: list[str]) -> None:
     if whole is None:
         return
     ids = model.ids(of.device)
-    size = sum(p.nbytes for p in whole.parameters()) + sum(p.grad.nbytes for p in whole.parameters() if p.requires_grad)
-    note = f"parameters and gradients: {format_size(size)}"
+    note = f"parameters and gradients: {format_size(bytes_of(whole))}"
     if model.quantised and missing("bitsandbytes"):
         note = f"{variants.MXFP4}; {note}"
     ours = [name for name in left if name.startswith("ckptkern")]
@@ -194,6 +193,12 @@ def measure_model(of: Run, model: Model, names: list[str]) -> None:
             reference = measure_group(of, model, whole, ids, [name], None, note)
     if ours:
         measure_group(of, model, whole, ids, [*([reference.name] if reference else []), *ours], reference, note)
+
+
+def bytes_of(whole: nn.Module) -> int:
+    """Returns the bytes of the parameters, quantised ones as they are stored, and of the gradients."""
+    tensors = [*whole.parameters(), *(p.grad for p in whole.parameters() if p.requires_grad)]
+    return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
 
 
 def measure_group(
@@ -213,6 +218,7 @@ def measure_group(
         try:
             runner = variants.variants(of.kind)[name](whole, ids)
             result = result_of(runner, whole, ids)
+            row.add_note(runner.check_fused())
             if reference and not compared(row, result, reference, of.dtype):
                 of.emit(row)
                 continue
@@ -453,7 +459,7 @@ def main(arguments: list[str] | None = None) -> int:
         models = selected(args.only, kind)
         if args.list:
             for model in models:
-                print(f"{model.case:40} {', '.join(eager_of(model, kind) + compiled * (not model.only))}")
+                print(f"{model.case:40} {'; '.join(eager_of(model, kind) + compiled * (not model.only))}")
             return 0
         if args.out is None:
             raise ValueError("--out is missing: name a folder")

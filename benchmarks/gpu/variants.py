@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,13 +16,15 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+import ckptkern
 from ckptkern import Frozen
 from ckptkern.benchmarks.cases import COMPILED, EAGER
 from ckptkern.benchmarks.own import shared
+from ckptkern.conversion import Conversion
 from ckptkern.extras import missing
 from ckptkern.memory import format_size
 
-from ..dev.frontier import checkpointed, chunked_loss, converted, whole_loss, with_gradients
+from ..dev.frontier import checkpointed, chunked_loss, whole_loss, with_gradients
 from ..dev.qlora import TARGETS, to_nf4
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
@@ -118,10 +121,12 @@ def with_lora(model: nn.Module, rank: int, dtype: torch.dtype) -> nn.Module:
 
 
 class Runner(NamedTuple):
-    """loss: token ids [batch, length] -> the mean loss. around: entered for a step, its backward too."""
+    """loss: token ids [batch, length] -> the mean loss. around: entered for a step, its backward too. conversion: what ours is
+    made of."""
 
     loss: Callable[[Tensor], Tensor]
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    conversion: Conversion | None = None
 
     def step(self, ids: Tensor) -> Tensor:
         """Adds to the gradients, and returns the loss."""
@@ -129,6 +134,15 @@ class Runner(NamedTuple):
             loss = self.loss(ids)
             loss.backward()
         return loss.detach()
+
+    def check_fused(self) -> str:
+        """Names the ops of ours, "" for others. Raises RuntimeError if a call of them did not run fused."""
+        if self.conversion is None:
+            return ""
+        if others := {kind: n for kind, n in self.conversion.calls.items() if n and kind != "fused"}:
+            raise RuntimeError(f"calls of converted modules did not run fused: {others}")
+        ops = Counter(row.replaced_by for row in self.conversion.converted)
+        return ", ".join(f"{n} {name}" for name, n in ops.items())
 
 
 Maker = Callable[[nn.Module, Tensor], Runner]
@@ -186,7 +200,15 @@ def _compiled(name: str, model: nn.Module, ids: Tensor) -> Runner:
 
 
 def _ours(model: nn.Module, ids: Tensor, **options: Any) -> Runner:
-    return Runner(functools.partial(whole_loss, converted(shared(model), ids, **options)))
+    """Converts a copy. Raises RuntimeError if a layer, or the head with the loss, is not one op: it would be eager's figure."""
+    replica, few = shared(model), ids[:, :8]
+    conversion = ckptkern.convert(replica, input_ids=few, labels=few, **options)
+    ops = Counter(row.replaced_by for row in conversion)
+    layers = replica.config.num_hidden_layers
+    if ops["transformer_layer"] != layers or not ops["linear_cross_entropy"]:
+        reasons = next((f": {row.name}: {row.reason}" for row in conversion if row.reason), "")
+        raise RuntimeError(f"convert fused {dict(ops)} of {layers} layers and the head{reasons}")
+    return Runner(functools.partial(whole_loss, replica), conversion=conversion)
 
 
 CHECKPOINTING = "gradient checkpointing"

@@ -132,6 +132,28 @@ def with_variants(monkeypatch, eager=variants.whole_loss, **extra):
     monkeypatch.setattr(models, "longest_first", lambda kind: [])
 
 
+def test_what_is_not_fused_is_no_figure_of_ours(tmp_path, monkeypatch):
+    convert = variants.ckptkern.convert
+    monkeypatch.setattr(models, "longest_first", lambda kind: [])
+    monkeypatch.setattr(variants.ckptkern, "convert", functools.partial(convert, exclude="model.layers.1"))
+    found = ran(tmp_path)
+    assert found.status == 1
+    assert {found.rows[name]["status"] for name in OURS} == {"failed"}
+    assert "convert fused {'transformer_layer': 1" in found.rows[variants.FULL]["note"]
+
+
+def test_calls_that_do_not_run_fused_are_no_figure_of_ours():
+    whole, ids = variants.build(LLAMA, CPU, torch.float32), LLAMA.ids(CPU)
+    runner = variants.variants("cpu")[variants.DEFAULT](whole, ids)
+    runner.step(ids)
+    assert runner.check_fused() == "2 transformer_layer, 1 tiled, 1 linear_cross_entropy"
+    layer = runner.loss.args[0].model.layers[0]
+    layer.mlp.register_forward_hook(lambda *given: None)  # after which the layer's original forward runs
+    runner.step(ids)
+    with pytest.raises(RuntimeError, match=r"calls of converted modules did not run fused: .*checkpointed"):
+        runner.check_fused()
+
+
 def raises(error):
     def loss(model, ids):
         raise error
@@ -145,16 +167,16 @@ def half_a_gradient(model, ids):
     return loss.detach() / 2 + loss / 2
 
 
-def of_other_tokens(model, ids):
-    """The same size of gradients, about, in another direction, and a loss moved to eager's."""
-    loss = variants.whole_loss(model, ids.flip(1))
-    return loss + (variants.whole_loss(model, ids) - loss).detach()
+def the_other_way(model, ids):
+    """The loss of eager, with the gradient of eager times -1, whose norm is the same."""
+    loss = variants.whole_loss(model, ids)
+    return 2 * loss.detach() - loss
 
 
 def test_what_is_wrong_fails_or_is_missing(tmp_path, monkeypatch, capsys):
     with_variants(
         monkeypatch, out=raises(torch.OutOfMemoryError("CUDA out of memory")), absent=raises(ImportError("no liger_kernel")),
-        **{"ckptkern half": half_a_gradient, "ckptkern other": of_other_tokens, "ckptkern raised": raises(ValueError("a\nb"))},
+        **{"ckptkern half": half_a_gradient, "ckptkern other": the_other_way, "ckptkern raised": raises(ValueError("a\nb"))},
         **{"ckptkern right": variants.whole_loss},
     )  # fmt: skip
     found = ran(tmp_path)
@@ -256,6 +278,18 @@ def test_a_search():
     assert "the seconds of the search were over" in note
 
 
+def test_bytes_of_a_quantised_model(monkeypatch):
+    """17 bytes for 32 values of MXFP4, float32 for all else, and LoRA's gradients."""
+    monkeypatch.setattr(
+        variants, "missing", lambda *packages: "bitsandbytes is away" if "bitsandbytes" in packages else None
+    )
+    whole = variants.build(SMALL["llama-2-7b-qlora"], CPU, torch.float32)
+    quantised = sum(p.numel() for p in whole.parameters() if isinstance(p, Frozen))
+    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    others = sum(p.numel() for p in whole.parameters()) - quantised - trained
+    assert models.bytes_of(whole) == 17 * quantised // 32 + 8 * trained + 4 * others
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_errors_against_float64(name, monkeypatch):
     """Ours and the chunked loss have at most twice eager's own."""
@@ -283,6 +317,7 @@ def test_errors_against_float64(name, monkeypatch):
     makers = variants.variants("cpu")
     with InFloat64():  # norms and the loss upcast to float32
         exact = gradients(double, makers[EAGER](double, ids))
+    assert all(gradient.norm() > 0 for gradient in exact.values())
     eager = relative_errors(gradients(whole, makers[EAGER](whole, ids)), exact)
     assert eager.pop("y") <= EPS
     for variant in (variants.CHUNKED, variants.DEFAULT, BOUNDED):
@@ -328,6 +363,26 @@ def test_ligers_functions_are_only_in_its_own_step():
     assert max(distances) < 1e-5
     assert distances[2] > 0, "the same bits: Liger's functions did not run"
     assert dict(vars(module)) == before
+
+
+@pytest.mark.parametrize(
+    ("case", "millions", "trained"),
+    [
+        ("llama-1b/4x2048", 1236, 1236),
+        ("llama-8b/1x4096", 8030, 8030),
+        ("qwen3-8b/1x8192", 8191, 8191),
+        ("qwen3-30b-a3b-2-layers/1x8192", 1869, 1869),
+        ("llama-8b-lora/1x8192", 8072, 42),
+        ("llama-2-7b-qlora/1x32768", 6758, 20),
+    ],
+)
+def test_sizes_of_the_models(case, millions, trained):
+    """As their publishers say, on the meta device."""
+    model = next(model for model in variants.ON_GPU if model.case == f"model/{case}")
+    whole = variants.build(model._replace(quantised=False), torch.device("meta"), torch.bfloat16)
+    assert round(sum(p.numel() for p in whole.parameters()) / 1e6) == millions
+    assert round(sum(p.grad.numel() for p in whole.parameters() if p.requires_grad) / 1e6) == trained
+    assert {p.dtype for p in whole.parameters()} == {torch.bfloat16}
 
 
 def test_figures_of_others():
