@@ -391,7 +391,7 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         default=ROOT / "build/gpu/wheels",
         metavar="DIR",
-        help="WHEELS: those of rivals, for any Python 3",
+        help="WHEELS: those of baselines, for any Python 3",
     )
     made.add_argument("--work", type=folder, default=ROOT / "build/gpu/work", help=argparse.SUPPRESS)
     return made
