@@ -71,7 +71,7 @@ class Run(NamedTuple):
         )
 
     def headline(self, seconds: int) -> list[str]:
-        return self.bench(seconds, "--headline")
+        return self.bench(seconds, "--headline", "--compile")
 
     def published(self, seconds: int) -> list[str]:
         return self.bench(seconds, "--published")
