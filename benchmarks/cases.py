@@ -377,7 +377,8 @@ def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, T
         model.train(not item.case.drops)
     else:
         dtype = item.case.dtype or DTYPES[device.type]
-        model = item.case.model(item.size.width).to(device, dtype).train(not item.case.drops)
+        with device:  # where billions of random numbers take no time
+            model = item.case.model(item.size.width).to(device, dtype).train(not item.case.drops)
         x = torch.randn(item.size.shape, device=device, dtype=dtype).requires_grad_()
     with unmoved(model):
         y = model(x).detach()

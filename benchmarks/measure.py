@@ -8,7 +8,9 @@ import dataclasses
 import functools
 import gc
 import math
+import os
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
 
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 HOST_BATCH, CPU_BATCH = 20, 3
+AHEAD = 2_000_000  # cycles of the GPU, a millisecond, in which the host gets ahead of it
 GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
@@ -55,9 +58,48 @@ class Row:
     tokens: int | None = None  # of a step of a whole model
     longest: int | None = None  # tokens of the longest sequence whose step fits the memory
     source: str = ""  # of a figure that others published; its status is "published"
+    commit: str = ""  # that was measured
 
     def add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, (self.note, text)))
+
+
+LOST = "the GPU was lost: "  # begins the note of a variant that broke the process's CUDA context, or that did not end
+LOST_STATUS = 75  # exit status of a process that goes on with --resume, in another process
+HANGS = 150.0  # seconds in which a variant is checked, or timed, at most
+
+
+class GpuLost(Exception):
+    """No other launch of this process will succeed."""
+
+
+def raise_if_lost(rows: list[Row], emit: Emit) -> None:
+    """Raises GpuLost, after the rows, if a variant's failure has broken the CUDA context of this process."""
+    try:
+        torch.cuda.synchronize()
+        torch.empty(1, device="cuda").normal_()  # raises after a capture that was not ended
+    except Exception as error:
+        for row in rows:
+            emit(dataclasses.replace(row, status="failed", note=LOST + (row.note or one_line(error))))
+        raise GpuLost(f"{LOST}{one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def watched(rows: list[Row], emit: Emit, seconds: float = HANGS) -> Iterator[None]:
+    """Ends the process with LOST_STATUS if the block, which waits for a GPU, has not ended in time; the rows say so."""
+
+    def end() -> None:
+        for row in rows:
+            emit(dataclasses.replace(row, status="failed", note=f"{LOST}it did not end within {seconds:.0f} s"))
+        os._exit(LOST_STATUS)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 FIELDS = [field.name for field in dataclasses.fields(Row)]
@@ -193,7 +235,9 @@ host_clock: Clock = functools.partial(_quickest, HOST_BATCH, time.perf_counter)
 
 
 def cuda_clock(step: Step, index: int) -> Callable[[], float]:
+    """The GPU's time, of launches that are queued before the first of them begins: also in the first step of a round."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(AHEAD)
     begin.record()
     step(index)
     end.record()
@@ -311,10 +355,13 @@ def _measure(
             row.status, row.note = "dropped", "over the budget of time"
             emit(row)
             continue
-        with unmoved(model):  # no variant checks or times the batch statistics that another one moved
+        watch = watched([row], emit) if cuda else contextlib.nullcontext()
+        with unmoved(model), watch:  # no variant checks or times the batch statistics that another one moved
             step = _ready(item, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)
+            if cuda and row.status == "failed":
+                raise_if_lost([row], emit)
         else:
             rows[name], steps[name] = row, step
             emit(dataclasses.replace(row, status="checked"))
@@ -322,21 +369,24 @@ def _measure(
     model.train()
 
     clock = host_clock if item.case.host else cuda_clock if cuda else cpu_clock
-    try:
-        times, errors = interleaved(steps, clock, rounds, seconds, cuda)
-    except Exception as error:  # the device's own, from a kernel of whichever way
-        times, errors = {}, dict.fromkeys(steps, one_line(error))
-    graphs: dict[str, float] = {}
-    if cuda and not item.case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
-        graphs = _graph_times({name: steps[name] for name in times}, rows, rounds)
+    others = [row for name, row in rows.items() if name != EAGER]
+    with watched(others, emit, HANGS + seconds) if cuda else contextlib.nullcontext():
+        try:
+            times, errors = interleaved(steps, clock, rounds, seconds, cuda)
+        except Exception as error:  # the device's own, from a kernel of whichever way
+            times, errors = {}, dict.fromkeys(steps, one_line(error))
     for name, row in rows.items():
         if name in errors:
             row.status, row.note = "failed", errors[name]
         else:
             row.ms, row.p20_ms, row.p80_ms = spread(times[name])
-            row.rounds, row.graph_ms = len(times[name]), graphs.get(name)
+            row.rounds = len(times[name])
             row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
         emit(row)
+    if cuda and errors:
+        raise_if_lost(others, emit)
+    if cuda and not item.case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
+        _time_graphs({name: steps[name] for name in times}, rows, rounds, emit)
 
 
 def _ready(
@@ -365,6 +415,8 @@ def _ready(
             function(x)
         row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
         if not item.case.host:
+            for one in (*model.parameters(), *(x for x, _ in inputs)):
+                one.grad = None  # of the variant before, which this one's step would free
             with peak_memory(device) as peak:
                 step(0)
             row.peak_bytes = peak.bytes
@@ -383,7 +435,8 @@ def _replayed(replay: Callable[[], None], index: int) -> None:
     replay()
 
 
-def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> dict[str, float]:
+def _time_graphs(steps: dict[str, Step], rows: dict[str, Row], rounds: int, emit: Emit) -> None:
+    """Emits the rows again, with the time of the step as a CUDA graph or why there is none. Raises GpuLost."""
     replays: dict[str, Step] = {}
     for name, step in steps.items():
         if name in CHECKPOINTS:
@@ -393,8 +446,12 @@ def _graph_times(steps: dict[str, Step], rows: dict[str, Row], rounds: int) -> d
             replays[name] = functools.partial(_replayed, captured(functools.partial(step, 0)))
         except Exception as error:  # not every variant can be captured
             rows[name].add_note(f"no CUDA graph: {one_line(error, 120)}")
-    times, _ = interleaved(replays, cuda_clock, rounds, cuda=True)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+            raise_if_lost([], emit)
+    with watched([rows[name] for name in replays if name != EAGER], emit):
+        times, _ = interleaved(replays, cuda_clock, rounds, cuda=True)
+    for name, row in rows.items():
+        row.graph_ms = statistics.median(times[name]) if name in times else None
+        emit(row)
 
 
 def ceilings(device: torch.device, emit: Emit, rounds: int = 30) -> dict[str, float]:

@@ -167,11 +167,9 @@ def _run_routed_moe(v: SimpleNamespace, model: RoutedMoE, mode: str) -> Function
 
 
 def _run_grouped_rows(v: SimpleNamespace, model: GroupedRows, mode: str) -> Function:
-    def function(x: Tensor) -> Tensor:
-        ends = torch.tensor(model.ends(x), dtype=torch.int32, device=x.device)
-        return ops.grouped_gated_mlp(x, ends, model.gate_up, model.down, v.activation, recompute=mode)
-
-    return function
+    return lambda x: ops.grouped_gated_mlp(
+        x, model.ends_there(x), model.gate_up, model.down, v.activation, recompute=mode
+    )
 
 
 def _run_mlp_block(v: SimpleNamespace, model: MLPBlock, mode: str) -> Function:

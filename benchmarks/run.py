@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,8 @@ def select(pattern: str, known: list[cases.Item]) -> list[cases.Item]:
 class Sheet:
     """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and variant."""
 
-    def __init__(self, path: Path, standing: Iterable[dict[str, str]] = ()):
-        self._path = path
+    def __init__(self, path: Path, standing: Iterable[dict[str, str]] = (), commit: str | None = None):
+        self._path, self._commit = path, commit
         self.rows = {(row["case"], row["variant"]): row for row in standing}
         self._write()
 
@@ -133,7 +133,7 @@ class Sheet:
         self.rows[row.case, row.variant] = {
             name: "" if value is None else f"{value:.5g}" if isinstance(value, float) else value
             for name, value in dataclasses.asdict(row).items()
-        }
+        } | {"commit": self._commit}
         self._write()
         measured = f"{row.ms:.4g} ms" if row.ms else row.note
         if row.p20_ms and row.p80_ms:
@@ -143,6 +143,11 @@ class Sheet:
 
 
 STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need not measure it again
+
+
+def stands(row: Mapping[str, Any]) -> bool:
+    """Returns whether a resumed run leaves a row as it is; also one that ended a process, as it would again."""
+    return row.get("status") in STAND or row.get("note", "").startswith(measure.LOST)
 
 
 def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
@@ -325,14 +330,15 @@ def measure_all(
     found: dict[str, Any],
     rounds: int,
     minutes: float,
-) -> tuple[list[str], list[str]]:
-    """Writes results.csv, and report.md after each case. (what of ours was not right, the cases that were dropped)"""
+) -> tuple[list[str], list[str], bool]:
+    """Writes results.csv, and report.md after each case. (what of ours was not right, the cases that were dropped, whether the
+    GPU is lost to this process)"""
     kind = device.type
     deadline = time.monotonic() + 60 * minutes
-    dropped, bad = [], []
+    dropped, bad, lost, kept = [], [], "", set()
 
     def emit(row: measure.Row) -> None:
-        if sheet.rows.get((row.case, row.variant), {}).get("status") in STAND:
+        if (row.case, row.variant) in kept:
             return  # eager, once more
         sheet(row)
         if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked"):
@@ -345,6 +351,8 @@ def measure_all(
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
         for row in published.rows(item, kind):
             emit(row)
+        kept.clear()
+        kept.update(key for key, row in sheet.rows.items() if stands(row))
         left = deadline - time.monotonic()
         over = f"over the budget of {minutes:.3g} minutes" if left < 0 else None
         if reason := over or (needed and forecast.refusal(item, needed, device, left)):
@@ -357,20 +365,25 @@ def measure_all(
         try:
             left = max(0.0, deadline - time.monotonic()) / (len(jobs) - place + 1)
             measure.measure(item, makers, device, emit, rounds, min(SECONDS[kind], left / 2), deadline, without)
+        except measure.GpuLost as error:
+            lost = str(error)
         except Exception as error:  # the reference itself: out of memory, usually
+            bad.append(f"{item.name}: {measure.one_line(error)}")
             emit(measure.Row(item.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
         except KeyboardInterrupt:  # also of a time limit from outside
             bad.append(f"{item.name}: interrupted; --resume measures what is missing")
             break
         report.write(out)
-        if kind == "cuda":
+        if kind == "cuda" and not lost:
             try:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
             except Exception as error:  # what a kernel broke stays broken in this process
-                bad.append(f"{item.name}: {measure.one_line(error)}: not measured any further; leave it out by --cases")
-                break
-    return bad, dropped
+                lost = f"{item.name}: {measure.one_line(error)}"
+        if lost:
+            say(f"{lost}: --resume goes on in another process")
+            break
+    return bad, dropped, bool(lost)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -410,11 +423,11 @@ def run(
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
     found = {"device": device_name(device), "settings": settings, **environment(device)}
-    found["warning"] = env.load_warning(torch.get_num_threads())
+    found["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]
     try:
         earlier = earlier_rows(out, compare.setting_of(found)) if args.resume else []
-        standing = {(row["case"], row["variant"]) for row in earlier if row["status"] in STAND}
+        standing = {(row["case"], row["variant"]) for row in earlier if stands(row)}
         jobs = jobs_of(chosen_items, compilers, standing)
         again = {item.name for item, _ in jobs}  # of other cases a fault stays a row
         earlier = [row for row in earlier if row["case"] not in again or (row["case"], row["variant"]) in standing]
@@ -432,9 +445,8 @@ def run(
         say(found["warning"])
     count, total = sum(len(makers) for _, makers in jobs), max(1.0, sum(one.seconds for one in needs if one))
     say(f"cases: {len(jobs)}, variants: {count}; about {forecast.duration(total)}, the budget is {minutes:.3g} minutes")
-    bad, dropped = measure_all(
-        jobs, needs, Sheet(out / "results.csv", earlier), device, out, found, args.rounds, minutes
-    )
+    sheet = Sheet(out / "results.csv", earlier, found["commit"])
+    bad, dropped, lost = measure_all(jobs, needs, sheet, device, out, found, args.rounds, minutes)
     report.write_all(out, args.figures)
     for line in bad:
         say(f"NOT RIGHT: {line}")
@@ -445,4 +457,4 @@ def run(
     if old is not None:
         print(compare.compare(old, compare.read(out / "results.csv")))
     say(f"results in {out}")
-    return 1 if bad else 0
+    return measure.LOST_STATUS if lost else 1 if bad else 0

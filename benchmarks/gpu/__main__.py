@@ -39,13 +39,16 @@ from . import caches, rehearsal
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHES = "caches.tgz"
-CUT, NO_TESTS = 124, 5  # exit statuses: of a program whose time was up, and pytest's
+# Exit statuses: of a program whose time was up, of pytest without tests, and of one that lost the GPU and goes on in another
+# process, where it leaves out what it was lost to.
+CUT, NO_TESTS, LOST = 124, 5, 75
 SECONDS = 570  # of a part, the build included
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20  # of OUT, and of each of its files
 # Of its own, to be ended with what it starts. A new session, too, would outlive whatever ends this one.
 GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 FINISH = 8  # seconds to end the last step and to pack the caches
-SMALLEST = 10  # seconds with which no step begins
+SLACK = 15  # seconds that a program of its own clock needs to start, and to print what it knows
+SMALLEST = 20  # seconds with which no step begins
 
 
 class Run(NamedTuple):
@@ -82,7 +85,7 @@ class Run(NamedTuple):
     def models(self, seconds: int) -> list[str]:
         device = "cpu" if self.dry else "cuda"
         return self.program(
-            "benchmarks.gpu.models", "--out", self.out, "--resume", "--device", device, "--seconds", seconds - 5
+            "benchmarks.gpu.models", "--out", self.out, "--resume", "--device", device, "--seconds", seconds - SLACK
         )
 
     def calibration(self, seconds: int) -> list[str]:
@@ -104,7 +107,7 @@ class Run(NamedTuple):
         if importlib.util.find_spec("xdist"):
             options += ["-n", min(self.cores, 14), "--dist", "load", "--maxschedchunk", 4]
         if importlib.util.find_spec("pytest_timeout"):
-            options += ["--timeout", 60]
+            options += ["--timeout", 60, "--timeout-method", "thread"]  # a signal waits for a kernel that hangs
         return self.program("pytest", *options, ROOT / "tests")
 
     def alone(self, seconds: int) -> list[str]:
@@ -114,8 +117,9 @@ class Run(NamedTuple):
         return self.pytest(*(["--counterparts", "--quick"] if self.dry else ["-m", "gpu"]))
 
     def autotune(self, seconds: int) -> list[str]:
-        small = ["--device", "cpu", "--shapes", "32x64", "--tokens", "64"] if self.dry else []
-        return self.program("ckptkern", "autotune", "--minutes", f"{0.9 * seconds / 60:.2f}", *small)
+        """Its table is for `caches.tgz`: no other step reads it. On a CPU nothing can be chosen."""
+        minutes, table = f"{0.9 * seconds / 60:.2f}", f"CKPTKERN_CACHE={self.work / 'cache/tuned'}"
+        return [] if self.dry else ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
 
     def sanitizer(self, seconds: int) -> list[str]:
         return self.kernels(seconds, "--sanitize")
@@ -123,7 +127,14 @@ class Run(NamedTuple):
     def kernels(self, seconds: int, *arguments: str) -> list[str]:
         device = "cpu" if self.dry else "cuda"
         return self.program(
-            "benchmarks.gpu.kernels", "--device", device, "--workers", self.cores, "--seconds", seconds - 5, *arguments
+            "benchmarks.gpu.kernels",
+            "--device",
+            device,
+            "--workers",
+            self.cores,
+            "--seconds",
+            seconds - SLACK,
+            *arguments,
         )
 
 
@@ -267,6 +278,7 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
     before = given.resume or given.out
     if (before / CACHES).exists():
         log(f"caches: {caches.unpack(before / CACHES, given.work)}")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # has ninja
     lib = build(given.work, log)
     wheels = unpack_wheels(given.wheels, given.work / "site")
     paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(given.work / "site")]
@@ -337,10 +349,15 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, packer:
             break
         seconds = left * queue[0].share // sum(one.share for one in own) if own else left
         step, is_own = queue.pop(0), queue is own
-        log(f"{step.name}: at most {seconds} s")
-        status = run(step.command(this, seconds), seconds, log, lib, given.out / step.file if step.file else None)
+        command = step.command(this, seconds)
+        log(f"{step.name}: {f'at most {seconds} s' if command else 'left out, it needs a GPU'}")
+        if not command:
+            continue
+        status = run(command, seconds, log, lib, given.out / step.file if step.file else None)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
-        if status == CUT and is_own:
+        if status == LOST:
+            queue.insert(0, step)
+        elif status == CUT and is_own:
             cut.append(step)
         elif status not in (0, CUT) and not (status == NO_TESTS and "tests" in step.name):
             bad.append(f"{step.name}: exit status {status}")

@@ -270,20 +270,21 @@ def examine_all(
     """Returns what is known of the cases after `seconds`, and the names of those that were not reached."""
     end, todo, found = time.monotonic() + seconds, deque(cases), []
     idle, busy = [], {}  # (connection, process); connection -> (process, case)
-    while (todo or busy) and time.monotonic() < end:
-        while todo and len(busy) < workers:
-            connection, process = idle.pop() if idle else started(device)
-            connection.send(todo[0])
-            busy[connection] = process, todo.popleft()
-        for connection in wait(list(busy), max(0.0, end - time.monotonic())):
-            process, case = busy.pop(connection)
-            try:
-                found.append(connection.recv())
-            except EOFError:
-                process.join()
-                found.append(Examined(case.name, fault=f"its process ended with status {process.exitcode}"))
-            if not found[-1].fault:
-                idle.append((connection, process))
+    with contextlib.suppress(KeyboardInterrupt):  # what is known is of use then too
+        while (todo or busy) and time.monotonic() < end:
+            while todo and len(busy) < workers:
+                connection, process = idle.pop() if idle else started(device)
+                connection.send(todo[0])
+                busy[connection] = process, todo.popleft()
+            for connection in wait(list(busy), max(0.0, end - time.monotonic())):
+                process, case = busy.pop(connection)
+                try:
+                    found.append(connection.recv())
+                except EOFError:
+                    process.join()
+                    found.append(Examined(case.name, fault=f"its process ended with status {process.exitcode}"))
+                if not found[-1].fault:
+                    idle.append((connection, process))
     found += [
         Examined(case.name, fault=f"had not ended when the {seconds:.0f} s were over") for _, case in busy.values()
     ]

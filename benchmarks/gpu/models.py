@@ -9,6 +9,7 @@ row is on the disk when it is known.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -47,13 +48,9 @@ CPU_BUDGET = 8 * 2**20  # bytes of the longest sequences' steps on a CPU
 # at SAMPLES places of each parameter. In bfloat16 rounding moves the gradients of 16 layers by 1e-2.
 BOUNDS = {torch.bfloat16: (2e-3, 0.02, 0.15), torch.float32: (1e-5, 1e-4, 1e-3)}
 SAMPLES = 4096
-FAULT = "the GPU is unusable after"
+HANGS = 240.0  # seconds in which a variant is checked at most: a step of 100,000 tokens takes 45
 OUT_OF_MEMORY = "out of memory"
 OVER = "over the budget of time"
-
-
-class Unusable(Exception):
-    """Says that a kernel broke the process's CUDA context, so that nothing else can be measured in it."""
 
 
 class Spent(Exception):
@@ -119,8 +116,7 @@ class Run:
 
     def stands(self, case: str, variant: str) -> bool:
         """Returns whether the row of an earlier run, or of this one, is final."""
-        row = self.sheet.rows.get((case, variant), {})
-        return row.get("status") in run.STAND or row.get("note", "").startswith(FAULT)
+        return run.stands(self.sheet.rows.get((case, variant), {}))
 
     def emit(self, row: Row) -> None:
         if self.stands(row.case, row.variant):
@@ -137,7 +133,7 @@ class Run:
         return self.deadline - time.monotonic()
 
     def failed(self, row: Row, error: BaseException) -> None:
-        """Emits the row. Raises Unusable if the GPU is."""
+        """Emits the row. Raises GpuLost if the GPU is."""
         if isinstance(error, ImportError):
             row.status, row.note = "missing", measure.one_line(error)
         else:
@@ -147,9 +143,9 @@ class Run:
         try:
             self.tidy()
         except Exception:
-            row.note = f"{FAULT} {row.note}"
+            row.note = measure.LOST + row.note
             self.emit(row)
-            raise Unusable(row.note) from error
+            raise measure.GpuLost(row.note) from error
         self.emit(row)
 
     def tidy(self) -> None:
@@ -215,14 +211,16 @@ def measure_group(
             row.status, row.note = "dropped", OVER
             of.emit(row)
             continue
+        watch = measure.watched([row], of.emit, HANGS) if of.kind == "cuda" else contextlib.nullcontext()
         try:
-            runner = variants.variants(of.kind)[name](whole, ids)
-            result = result_of(runner, whole, ids)
-            row.add_note(runner.check_fused())
-            if reference and not compared(row, result, reference, of.dtype):
-                of.emit(row)
-                continue
-            seconds[name] = weighed(row, runner, whole, ids, of.device)
+            with watch:
+                runner = variants.variants(of.kind)[name](whole, ids)
+                result = result_of(runner, whole, ids)
+                row.add_note(runner.check_fused())
+                if reference and not compared(row, result, reference, of.dtype):
+                    of.emit(row)
+                    continue
+                seconds[name] = weighed(row, runner, whole, ids, of.device)
         except Exception as error:  # whatever a variant raises is its result, and the others still run
             of.failed(row, error)
             continue
@@ -257,10 +255,12 @@ def time_group(
         times = {name: [1e3 * took] for name, took in seconds.items()}
     else:
         clock = measure.cuda_clock if cuda else measure.cpu_clock
+        watch = measure.watched([*rows.values()], of.emit, HANGS) if cuda else contextlib.nullcontext()
         try:
-            times, errors = measure.interleaved(steps, clock, rounds, most, cuda)
+            with watch:
+                times, errors = measure.interleaved(steps, clock, rounds, most, cuda)
         except Exception as error:  # the device's own, from a kernel of whichever variant
-            times, errors = {}, dict.fromkeys(steps, f"{FAULT} {measure.one_line(error)}")
+            times, errors = {}, dict.fromkeys(steps, measure.LOST + measure.one_line(error))
     for name, row in rows.items():
         if name in errors:
             row.status, row.note = "failed", errors[name]
@@ -269,8 +269,8 @@ def time_group(
             row.rounds = len(times[name])
             row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
         of.emit(row)
-    if any(text.startswith(FAULT) for text in errors.values()):
-        raise Unusable(next(iter(errors.values())))
+    if any(text.startswith(measure.LOST) for text in errors.values()):
+        raise measure.GpuLost(next(iter(errors.values())))
 
 
 def _step(runner: Runner, ids: Tensor, index: int) -> None:
@@ -427,7 +427,7 @@ def opened(out: Path, device: torch.device, resume: bool, models: list[Model]) -
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "env.json").exists():
         (out / "env.json").write_text(json.dumps(environment, indent=2) + "\n")
-    return run.Sheet(path, standing)
+    return run.Sheet(path, standing, environment["commit"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -478,8 +478,9 @@ def main(arguments: list[str] | None = None) -> int:
         measure_all(of, models, compiled)
     except KeyboardInterrupt:  # also of a time limit from outside
         of.bad.append("interrupted; --resume measures what is missing")
-    except Unusable as error:
-        of.bad.append(f"{error}; --resume goes on with the other variants")
+    except measure.GpuLost as error:
+        run.say(f"{error}: --resume goes on with the other variants, in another process")
+        return measure.LOST_STATUS
     for line in of.bad:
         run.say(f"NOT RIGHT: {line}")
     return 1 if of.bad else 0

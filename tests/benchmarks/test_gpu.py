@@ -213,6 +213,14 @@ def test_a_step_whose_time_is_up_leaves_its_rows_and_goes_on_last(parts, tmp_pat
     assert (tmp_path / "out" / gpu.CACHES).exists()
 
 
+def test_a_step_that_lost_the_gpu_begins_again(parts, tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS.replace("open(sys", "n > 1 and sys.exit(75); open(sys"))
+    process = parts("1", "out", "--part", "2", "--seconds", "10")
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, printed
+    assert printed.count("third: status 75") > 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_part_that_is_cut_leaves_its_files_and_the_next_goes_on(parts, tmp_path, number):
     process = parts("100000", "out", "--part", "1", "--seconds", "300")

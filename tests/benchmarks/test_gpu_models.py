@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu import models, variants
 from benchmarks.gpu.variants import Runner
+from ckptkern.benchmarks import measure
 from ckptkern.benchmarks.cases import EAGER
 from ckptkern.frozen import Frozen
 from ckptkern.planning.certify import InFloat64
@@ -238,8 +239,8 @@ def test_a_gpu_that_a_kernel_broke(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(models.Run, "tidy", tidy)
     found = ran(tmp_path)
-    assert found.status == 1
-    assert found.rows["ckptkern broken"]["note"].startswith(models.FAULT)
+    assert found.status == measure.LOST_STATUS
+    assert found.rows["ckptkern broken"]["note"].startswith(measure.LOST)
     assert found.rows[EAGER]["status"] == "ok"
     assert "--resume goes on with the other variants" in capsys.readouterr().err
     monkeypatch.setattr(variants, "build", raises(AssertionError("measured again")))

@@ -1,8 +1,10 @@
 """``python -m ckptkern bench`` end to end on tiny cases: every variant gets its row, whatever the others do."""
 
 import csv
+import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -466,3 +468,52 @@ def test_report_without_matplotlib_says_how_to_get_it(monkeypatch, capsys, tmp_p
     report.write_all(tmp_path)
     assert capsys.readouterr().err == "no figures: matplotlib is not installed: pip install matplotlib\n"
     assert (tmp_path / "report.md").read_text() == "text"
+
+
+HANGS = """
+import time
+from ckptkern.benchmarks import measure
+with measure.watched([measure.Row("mlp", "ours", "cuda", "")], lambda row: print(row.variant, row.status, row.note), 0.5):
+    time.sleep(600)
+"""
+
+
+def test_what_does_not_end_ends_its_process():
+    done = subprocess.run([sys.executable, "-uc", HANGS], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (
+        measure.LOST_STATUS, f"ours failed {measure.LOST}it did not end within 0 s\n"
+    )  # fmt: skip
+
+
+def test_a_lost_gpu_ends_the_run_and_the_next_leaves_out_what_it_was_lost_to(bench, monkeypatch):
+    def lost(item, makers, device, emit, *_):
+        emit(measure.Row(item.name, cases.EAGER, "cpu", "", ms=1.0))
+        monkeypatch.setattr(torch.cuda, "synchronize", raises_on_cuda)
+        measure.raise_if_lost([measure.Row(item.name, "ckptkern none", "cpu", "", "failed", note="illegal")], emit)
+
+    def raises_on_cuda():
+        raise RuntimeError("CUDA error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "measure", lost)
+        status, rows, printed = bench(case=TINY)
+    assert status == measure.LOST_STATUS
+    assert rows["ckptkern none"]["note"] == f"{measure.LOST}illegal"
+    assert "--resume goes on in another process" in printed
+    status, after, _ = bench("--resume")
+    assert status == 0
+    assert after["ckptkern none"] == rows["ckptkern none"]
+    assert statuses(after) == dict.fromkeys(VARIANTS, "ok") | {"ckptkern none": "failed"}
+
+
+def test_rows_of_other_cases_stay_in_a_resumed_run(bench, monkeypatch, tmp_path):
+    """Also what failed there. Each row has the commit that it was measured at."""
+    monkeypatch.setenv("CKPTKERN_COMMIT", "before")
+    wrong = with_variants(ours=lambda model, x: lambda x: model(x) * 2)
+    bench(case=dataclasses.replace(wrong, name="other", baselines={"ckptkern wrong": wrong.baselines["ours"]}))
+    monkeypatch.setenv("CKPTKERN_COMMIT", "after")
+    bench("--resume", case=TINY)
+    with open(tmp_path / "out" / "results.csv", newline="") as file:
+        rows = {(row["case"], row["variant"]): (row["status"], row["commit"]) for row in csv.DictReader(file)}
+    assert rows["other/d16x24", "ckptkern wrong"] == ("wrong", "before")
+    assert rows["tiny/d16x24", cases.EAGER] == ("ok", "after")
