@@ -78,7 +78,7 @@ def liger_layer(model: LlamaLayer, x: Tensor) -> Function:
 def liger_moe(model: MoE, x: Tensor) -> Function:
     """Liger's fused experts, which save gate and up of each token-expert pair."""
     fused = _liger("fused_moe", "LigerFusedMoEFunction", x)
-    _keep_largest_tiles(importlib.import_module("liger_kernel.ops.fused_moe_kernels"))
+    keep_largest_tiles()
 
     def function(x: Tensor) -> Tensor:
         index, weights = model.routing(x)
@@ -87,15 +87,18 @@ def liger_moe(model: MoE, x: Tensor) -> Function:
     return function
 
 
-def _keep_largest_tiles(kernels: Any) -> None:
-    """Leaves 20 of the 160 tilings over which the kernels with matmuls autotune, because each takes a second to compile: the
-    largest tiles, with 3 or 4 stages where the stages vary."""
+def keep_largest_tiles() -> None:
+    """Leaves, of the 200 configurations over which Liger's kernels of experts autotune, a second each, those with the largest
+    tiles of a matmul and at most 4 stages, and of another kernel the one that Liger takes without autotuning."""
+    kernels = importlib.import_module("liger_kernel.ops.fused_moe_kernels")
+    pinned = {"BLOCK_H": 128, "BLOCK_K": 4}
     for kernel in vars(kernels).values():
-        configs = [config for config in getattr(kernel, "configs", None) or [] if "BLOCK_N" in config.kwargs]
-        if configs:
+        configs = getattr(kernel, "configs", None) or []
+        if any("BLOCK_N" in config.kwargs for config in configs):
             most = max(math.prod(config.kwargs.values()) for config in configs)
-            largest = [config for config in configs if math.prod(config.kwargs.values()) == most]
-            kernel.configs = [config for config in largest if config.num_stages in (3, 4)] or largest
+            kernel.configs = [c for c in configs if math.prod(c.kwargs.values()) == most and c.num_stages <= 4]
+        elif configs:
+            kernel.configs = [c for c in configs if c.kwargs == pinned and c.num_warps == 4] or configs[:1]
 
 
 def experts_by_turns(model: MoE, x: Tensor) -> Function:
@@ -122,12 +125,13 @@ def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
 def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:
     """Apple's, without its filter of small gradients, which is not exact."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    head = model.linear
+    bias = {} if head.bias is None else {"bias": head.bias}  # its releases do not know the argument
     return lambda x: model.signed(
         function(
-            x, model.linear.weight, model.targets(x), bias=model.linear.bias, softcap=model.softcap,
-            reduction=model.reduction, filter_eps=None,
+            x, head.weight, model.targets(x), softcap=model.softcap, reduction=model.reduction, filter_eps=None, **bias
         )
-    )  # fmt: skip
+    )
 
 
 def liger_loss(model: LMHeadLoss, x: Tensor) -> Function:

@@ -142,6 +142,8 @@ class Sheet:
         say(f"  {row.variant:30} {row.status:8} {measured}")
 
 
+UNFINISHED = 124  # exit status of a resumed run whose time was over before all was measured, as timeout(1) has it
+OVER = "the budget"  # is in the note of what was dropped for it
 STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need not measure it again
 
 
@@ -387,7 +389,8 @@ def measure_all(
 
 
 def main(args: argparse.Namespace) -> int:
-    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense."""
+    """0 if all of ours were right and ran, 1 if not, 2 for arguments that make no sense; measure.LOST_STATUS if another process
+    has to go on, and with --resume UNFINISHED if the time was over before all was measured."""
     if args.device == "cuda" and not torch.cuda.is_available():
         say("ckptkern bench: --device: wanted cuda but torch sees no CUDA device")
         return 2
@@ -457,4 +460,5 @@ def run(
     if old is not None:
         print(compare.compare(old, compare.read(out / "results.csv")))
     say(f"results in {out}")
-    return measure.LOST_STATUS if lost else 1 if bad else 0
+    late = args.resume and any(OVER in row.get("note", "") for row in sheet.rows.values() if row["case"] in again)
+    return measure.LOST_STATUS if lost else 1 if bad else UNFINISHED if late else 0

@@ -83,10 +83,11 @@ class Run(NamedTuple):
         return self.bench(seconds)
 
     def models(self, seconds: int) -> list[str]:
+        """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""
         device = "cpu" if self.dry else "cuda"
-        return self.program(
-            "benchmarks.gpu.models", "--out", self.out, "--resume", "--device", device, "--seconds", seconds - SLACK
-        )
+        options = "--out", self.out, "--resume", "--device", device, "--seconds", seconds - SLACK
+        allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
     def calibration(self, seconds: int) -> list[str]:
         results = rehearsal.results_of_an_h100(self.work / "h100") if self.dry else self.out / "results.csv"

@@ -20,7 +20,6 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from ckptkern.memory import dense_parts, format_size, free_memory, peak_memory, 
 from ckptkern.planning.frontier import CLOSE, crossing, search
 
 from . import variants
-from .variants import Model, Runner
+from .variants import OUT_OF_MEMORY, Model, Runner
 
 SECONDS = {"cuda": 500.0, "cpu": 200.0}  # of the whole run
 ROUNDS_SECONDS = {"cuda": 8.0, "cpu": 0.5}  # of timing a group of variants
@@ -48,8 +47,7 @@ CPU_BUDGET = 8 * 2**20  # bytes of the longest sequences' steps on a CPU
 # at SAMPLES places of each parameter. In bfloat16 rounding moves the gradients of 16 layers by 1e-2.
 BOUNDS = {torch.bfloat16: (2e-3, 0.02, 0.15), torch.float32: (1e-5, 1e-4, 1e-3)}
 SAMPLES = 4096
-HANGS = 240.0  # seconds in which a variant is checked at most: a step of 100,000 tokens takes 45
-OUT_OF_MEMORY = "out of memory"
+HANGS, COMPILES = 240.0, 300.0  # seconds in which a variant is checked, and compiled, at most: 100,000 tokens take 45
 OVER = "over the budget of time"
 
 
@@ -113,15 +111,18 @@ class Run:
         self.sheet, self.device, self.deadline = sheet, device, deadline
         self.kind, self.dtype = device.type, variants.DTYPES[device.type]
         self.bad: list[str] = []
+        self.late = False  # was something left out because the time was over?
 
     def stands(self, case: str, variant: str) -> bool:
         """Returns whether the row of an earlier run, or of this one, is final."""
-        return run.stands(self.sheet.rows.get((case, variant), {}))
+        row = self.sheet.rows.get((case, variant), {})
+        return run.stands(row) or row.get("note", "").startswith(OUT_OF_MEMORY)
 
     def emit(self, row: Row) -> None:
         if self.stands(row.case, row.variant):
             return  # the reference, once more
         self.sheet(row)
+        self.late |= row.note == OVER
         if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked", "dropped"):
             self.bad.append(f"{row.case} {row.variant}: {row.status}: {row.note}")
 
@@ -211,7 +212,8 @@ def measure_group(
             row.status, row.note = "dropped", OVER
             of.emit(row)
             continue
-        watch = measure.watched([row], of.emit, HANGS) if of.kind == "cuda" else contextlib.nullcontext()
+        hangs = HANGS + (COMPILES if name == variants.COMPILE else 0)
+        watch = measure.watched([row], of.emit, hangs) if of.kind == "cuda" else contextlib.nullcontext()
         try:
             with watch:
                 runner = variants.variants(of.kind)[name](whole, ids)
@@ -220,7 +222,9 @@ def measure_group(
                 if reference and not compared(row, result, reference, of.dtype):
                     of.emit(row)
                     continue
-                seconds[name] = weighed(row, runner, whole, ids, of.device)
+                seconds[name] = weighed(
+                    row, runner, whole, ids, of.device, reference is not None and reference.seconds > LONG
+                )
         except Exception as error:  # whatever a variant raises is its result, and the others still run
             of.failed(row, error)
             continue
@@ -231,11 +235,12 @@ def measure_group(
     return reference
 
 
-def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: torch.device) -> float:
-    """Writes the saved bytes and the peak of a step into the row, and returns the seconds of the step."""
-    with saved_tensors(whole) as saved, runner.around():
-        runner.loss(ids)
-    row.saved_bytes = saved.bytes
+def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: torch.device, long: bool) -> float:
+    """Writes the peak of a step into the row, and unless it is long the saved bytes, and returns the seconds of the step."""
+    if not long:
+        with saved_tensors(whole) as saved, runner.around():
+            runner.loss(ids)
+        row.saved_bytes = saved.bytes
     begin = time.perf_counter()
     with peak_memory(device) as peak:
         runner.step(ids)
@@ -285,8 +290,9 @@ def longest_first(kind: str) -> list[str]:
     return [EAGER, variants.CHUNKED, variants.LIGER, variants.bounded(kind), variants.CHECKPOINTING, variants.DEFAULT]
 
 
-def measure_longest(of: Run, model: Model) -> None:
-    """Completes the rows of a model by the longest sequence whose step fits the memory."""
+def measure_longest(of: Run, model: Model, parts: int) -> None:
+    """Completes the rows of a model by the longest sequence whose step fits the memory, in one of so many parts of the time."""
+    end = time.monotonic() + max(0.0, of.left()) / parts
     left = []
     for name in longest_first(of.kind):
         row = of.sheet.rows.get((model.case, name), {})
@@ -296,7 +302,7 @@ def measure_longest(of: Run, model: Model) -> None:
     if whole is None:
         return
     for place, name in enumerate(left):
-        share = time.monotonic() + max(0.0, of.left()) / (len(left) - place)
+        share = time.monotonic() + max(0.0, end - time.monotonic()) / (len(left) - place)
         row = row_of(of.sheet.rows[model.case, name])
         try:
             of.tidy()
@@ -304,6 +310,8 @@ def measure_longest(of: Run, model: Model) -> None:
             row.longest, note = longest_of(of, model, runner, share)
         except Exception as error:
             note = f"longest: {measure.one_line(error)}"
+            if of.kind == "cuda":
+                measure.raise_if_lost([], of.emit)
             if name.startswith("ckptkern"):
                 of.bad.append(f"{model.case} {name}: {note}")
         row.add_note(note)
@@ -366,17 +374,6 @@ def row_of(cells: dict[str, object]) -> Row:
 # -- the program ------------------------------------------------------------------------------------------------------
 
 
-def rows_of_published(model: Model, kind: str) -> Iterator[Row]:
-    """Returns the figures of others, with the time of our tokens at their tokens a second."""
-    for one in model.published:
-        ms = one.tokens_per_second and 1e3 * model.tokens / one.tokens_per_second
-        size = None if one.gigabytes is None else int(1e9 * one.gigabytes)
-        yield Row(
-            model.case, one.variant, kind, "", "published", ms=ms, p20_ms=ms, p80_ms=ms, peak_bytes=size,
-            tokens=model.tokens, source=one.source, note="" if ms else OUT_OF_MEMORY,
-        )  # fmt: skip
-
-
 def selected(pattern: str, kind: str) -> list[Model]:
     """Returns the models whose case matches the regular expression. Raises ValueError where none does."""
     try:
@@ -397,12 +394,15 @@ def eager_of(model: Model, kind: str) -> list[str]:
 def measure_all(of: Run, models: list[Model], compiled: list[str]) -> None:
     """Measures everything, in order of value. compiled: the name of torch.compile's variant, if it is measured."""
     for model in models:
-        for row in rows_of_published(model, of.kind):
+        for row in variants.rows_of_published(model, of.kind):
             of.sheet(row)
     quick = [model for model in models if not model.only]
     compile_it = functools.partial(measure_model, names=compiled)
     jobs = [(model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in quick]
-    jobs += [(model, measure_longest) for model in quick if model.limit]
+    long = [model for model in quick if model.limit]
+    jobs += [  # one part of the time is for what comes after them
+        (model, functools.partial(measure_longest, parts=len(long) + 1 - n)) for n, model in enumerate(long)
+    ]
     jobs += [(model, compile_it) for model in quick[:1]]
     jobs += [
         (model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in models if model.only
@@ -451,7 +451,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns 0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense."""
+    """Returns 0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense, run.UNFINISHED
+    if the seconds were over before all was measured, measure.LOST_STATUS if another process has to go on."""
     args = parser().parse_args(arguments)
     kind = args.device
     compiled = [variants.COMPILE] if (kind == "cuda" if args.compile is None else args.compile) else []
@@ -483,7 +484,7 @@ def main(arguments: list[str] | None = None) -> int:
         return measure.LOST_STATUS
     for line in of.bad:
         run.say(f"NOT RIGHT: {line}")
-    return 1 if of.bad else 0
+    return 1 if of.bad else run.UNFINISHED if of.late else 0
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Parameter:
 
     def __call__(self, call: Call) -> Tensor:
         value = self.parameters[self.name]
-        if type(value) not in PLAIN and self.hold():
+        if type(value) not in PLAIN and not isinstance(value, Frozen) and self.hold():
             value = self.frozen
         return value if not self.form else value.t() if self.form == "t" else value + 1
 

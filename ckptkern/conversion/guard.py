@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..frozen import Frozen
 from ..nn.unmodified import collects_first, dormant, untouched
 from ..subclasses import PLAIN
 from .quantized import REPACKS, is_quantised
@@ -101,7 +102,7 @@ class Watch:
         held = {id(value): (value, inside(value)) for _, _, value in self.objects}
         self.contents = [(value, copy.copy(now)) for value, now in held.values() if now]
         self.ties = ties_of(module)
-        self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p))
+        self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
         self.compared: Compared | None = None
         self.counts: list[int] | None = None  # in a copy, those of its original: it may change before its first call
 

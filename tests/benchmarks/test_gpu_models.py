@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from benchmarks.gpu import models, variants
 from benchmarks.gpu.variants import Runner
-from ckptkern.benchmarks import measure
+from ckptkern.benchmarks import measure, run
 from ckptkern.benchmarks.cases import EAGER
 from ckptkern.frozen import Frozen
 from ckptkern.planning.certify import InFloat64
@@ -226,7 +226,7 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path, monkeypatch, capsys):
 def test_over_the_budget_of_time(tmp_path):
     found = ran(tmp_path, "--seconds=-1")
     assert {row["status"] for row in found.rows.values()} == {"dropped"}
-    assert found.status == 0
+    assert found.status == run.UNFINISHED
 
 
 def test_a_gpu_that_a_kernel_broke(tmp_path, monkeypatch, capsys):
@@ -289,6 +289,10 @@ def test_bytes_of_a_quantised_model(monkeypatch):
     trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
     others = sum(p.numel() for p in whole.parameters()) - quantised - trained
     assert models.bytes_of(whole) == 17 * quantised // 32 + 8 * trained + 4 * others
+    ids = SMALL["llama-2-7b-qlora"].ids(CPU)
+    runner = variants.variants("cpu")[variants.FULL](whole, ids)
+    runner.step(ids)
+    runner.check_fused()
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -387,7 +391,7 @@ def test_sizes_of_the_models(case, millions, trained):
 
 
 def test_figures_of_others():
-    every = {model.case: list(models.rows_of_published(model, "cuda")) for model in variants.ON_GPU}
+    every = {model.case: list(variants.rows_of_published(model, "cuda")) for model in variants.ON_GPU}
     fa2, unsloth = every["model/llama-2-7b-qlora/1x32768"]
     assert fa2.ms == pytest.approx(1e3 * 32768 / 2216)
     assert unsloth.peak_bytes == 16_000_000_000

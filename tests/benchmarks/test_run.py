@@ -283,6 +283,8 @@ def test_a_resumed_run_measures_what_is_missing(bench, tmp_path):
     assert measured <= {"ckptkern full", "torch checkpoint"}
     assert "ckptkern full" in printed
     assert "ckptkern none" not in printed
+    results.unlink()
+    assert bench("--resume", "--budget-minutes=0").status == run.UNFINISHED
     env.write_text(re.sub('"triton": .*', '"triton": "3.1",', env.read_text()))
     status, _, printed = bench("--resume")
     assert status == 2
