@@ -332,7 +332,7 @@ def gpu_of() -> str:
     return done.stdout.strip() or "no GPU"
 
 
-def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, packer: caches.Packer) -> list[str]:
+def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
     this = Run(given.out, given.work, given.dry, given.cases, words(given.tests), os.cpu_count() or 1)
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
@@ -362,7 +362,6 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, packer:
             cut.append(step)
         elif status not in (0, CUT) and not (status == NO_TESTS and "tests" in step.name):
             bad.append(f"{step.name}: exit status {status}")
-        packer.start()
     return bad
 
 
@@ -372,7 +371,8 @@ def run_part(part: int, given: argparse.Namespace) -> list[str]:
     packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
     try:
         lib = prepare(part, given, log)
-        bad = run_steps(part, given, log, lib, packer)
+        packer.start()
+        bad = run_steps(part, given, log, lib)
     finally:
         log(f"caches: {packer.finish()}")
     bad += failures(given.out) + too_much(given.out)

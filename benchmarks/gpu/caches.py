@@ -77,26 +77,29 @@ def unpack(archive: Path, work: Path) -> str:
 
 
 class Packer:
-    """Packs in a thread, while the next step runs."""
+    """Packs in a thread, every minute, while programs run."""
 
     def __init__(self, archive: Path, work: Path, limit: int):
-        self._arguments, self._thread = (archive, work, limit), threading.Thread()
-        self.said = "not packed"
+        self._arguments, self._ended = (archive, work, limit), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _pack(self) -> None:
+    def _pack(self) -> str:
         try:
-            self.said = pack(*self._arguments)
+            return pack(*self._arguments)
         except OSError as error:  # a program that runs removes a file, or the disk is full
-            self.said = f"not packed: {error}"
+            return f"not packed: {error}"
+
+    def _run(self) -> None:
+        self._pack()
+        while not self._ended.wait(60):
+            self._pack()
 
     def start(self) -> None:
-        if not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._pack)
-            self._thread.start()
+        self._thread.start()
 
     def finish(self) -> str:
         """Packs once more, and returns a line about the archive."""
-        if self._thread.is_alive():
+        self._ended.set()
+        if self._thread.ident:
             self._thread.join()
-        self._pack()
-        return self.said
+        return self._pack()
