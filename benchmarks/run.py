@@ -337,10 +337,10 @@ def measure_all(
     GPU is lost to this process)"""
     kind = device.type
     deadline = time.monotonic() + 60 * minutes
-    dropped, bad, lost, kept = [], [], "", set()
+    dropped, bad, lost, final = [], [], "", set()
 
     def emit(row: measure.Row) -> None:
-        if (row.case, row.variant) in kept:
+        if (row.case, row.variant) in final:
             return  # eager, once more
         sheet(row)
         if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked"):
@@ -353,8 +353,8 @@ def measure_all(
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
         for row in published.rows(item, kind):
             emit(row)
-        kept.clear()
-        kept.update(key for key, row in sheet.rows.items() if stands(row))
+        final.clear()
+        final.update(key for key, row in sheet.rows.items() if stands(row))
         left = deadline - time.monotonic()
         over = f"over the budget of {minutes:.3g} minutes" if left < 0 else None
         if reason := over or (needed and forecast.refusal(item, needed, device, left)):

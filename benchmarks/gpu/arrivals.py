@@ -33,6 +33,7 @@ ASSUMED = {
     "imports": (20.0, "seconds of imports, of a CUDA context and of the measured ceilings"),
     "float64": (40.0, "TFLOP/s of the float64 reference"),
     "torch_compile": (15.0, "seconds in which torch.compile compiles a variant"),
+    "launcher": (0.3, "seconds in which gcc builds the C module of a kernel's launches, as until Triton 3.7"),
     "launch": (8.0, "microseconds of the host for a launch, of which a step takes no less"),
 }
 ROUNDS, SECONDS = 30, run.SECONDS["cuda"]  # of a job's timing: at most
@@ -61,9 +62,9 @@ class Row(NamedTuple):
 class Compilations:
     """Compiles kernels for a GPU into an empty cache, one after the other; each counts once."""
 
-    def __init__(self, arch: int, seconds: float | None):
-        """seconds: a kernel's, instead of what its compilation takes here."""
-        self.arch, self.assumed = arch, seconds
+    def __init__(self, arch: int, seconds: float | None, launcher: float):
+        """seconds: a kernel's, instead of what its compilation takes here. launcher: those that come on top."""
+        self.arch, self.assumed, self.launcher = arch, seconds, launcher
         self.known: dict[str, tuple[str, float]] = {}  # what it is compiled for -> (kernel, seconds)
 
     def __call__(self, launches: list[trace.Launch]) -> list[float]:
@@ -71,7 +72,7 @@ class Compilations:
         new = []
         for caught in filter(None, (one.caught for one in launches)):
             if (name := key(caught, self.arch)) not in self.known:
-                self.known[name] = caught.name, self._seconds(caught)
+                self.known[name] = caught.name, self._seconds(caught) + self.launcher
                 new.append(self.known[name][1])
         return new
 
@@ -174,6 +175,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.arrivals", description=__doc__.split("\n")[0])
     parser.add_argument("--gpu", choices=rates.GPUS, default="h100", help="whose cost model (default: h100)")
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
+    parser.add_argument(
+        "--published", action="store_true", help="of the cases of others' figures, not of the first figures"
+    )
     parser.add_argument("--kernel", type=float, metavar="S", help="seconds to compile a kernel (default: compiles it)")
     for name, (value, what) in ASSUMED.items():
         parser.add_argument(
@@ -183,7 +187,10 @@ def main() -> int:
 
     bench = argparse.ArgumentParser()
     run.add_arguments(bench)
-    chosen = run.chosen(bench.parse_args(["--headline", "--cases", args.cases]), torch.device("cuda"))
+    chosen = run.chosen(
+        bench.parse_args(["--published" if args.published else "--headline", "--cases", args.cases]),
+        torch.device("cuda"),
+    )
     jobs = run.jobs_of(chosen, cases.FIRST_COMPILED, ())
     print("\n".join(f"assumed: {vars(args)[name]:g} {what}" for name, (_, what) in ASSUMED.items()))
     print(
@@ -191,7 +198,7 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        gpu, compilations = rates.GPUS[args.gpu], Compilations(rates.GPUS[args.gpu].arch, args.kernel)
+        gpu, compilations = rates.GPUS[args.gpu], Compilations(rates.GPUS[args.gpu].arch, args.kernel, args.launcher)
         print("\n".join(lines_of(arrivals(gpu, jobs, args, compilations), compilations)))
     return 0
 

@@ -156,7 +156,7 @@ gpu.STEPS = step(1, "first", 3, 5), step(1, "second", 1, int(sys.argv[1])), step
 gpu.build = lambda work, log: work.mkdir(exist_ok=True) or work
 gpu.gpu_of = lambda: "a GPU"
 gpu.setting = lambda lib, dry: {"device": "a", "torch": "2", "triton": "3"}
-gpu.FINISH, gpu.SMALLEST = 3, 1
+gpu.FINISH, gpu.SMALLEST = 2, 1
 sys.exit(gpu.main(sys.argv[2:]))
 """
 
@@ -204,7 +204,7 @@ def test_a_part_runs_its_own_steps_then_the_others(parts, tmp_path):
 
 
 def test_a_step_whose_time_is_up_leaves_its_rows_and_goes_on_last(parts, tmp_path):
-    process = parts("100000", "out", "--part", "1", "--seconds", "12")
+    process = parts("100000", "out", "--part", "1", "--seconds", "9")
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     assert "second: status 124, its time was up" in printed
@@ -215,7 +215,7 @@ def test_a_step_whose_time_is_up_leaves_its_rows_and_goes_on_last(parts, tmp_pat
 
 def test_a_step_that_lost_the_gpu_begins_again(parts, tmp_path):
     (tmp_path / "steps.py").write_text(STEPS.replace("open(sys", "n > 1 and sys.exit(75); open(sys"))
-    process = parts("1", "out", "--part", "2", "--seconds", "10")
+    process = parts("1", "out", "--part", "2", "--seconds", "6")
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == 0, printed
     assert printed.count("third: status 75") > 1

@@ -23,9 +23,22 @@ def test_rounds_end_by_count_or_by_time():
     assert steps(0.001, 0.001) == pytest.approx(2 * 30 * 0.002)  # and as CUDA graphs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_arrive_in_the_order_of_the_run():
-    options = "--cases", "^mlp-gelu/", "--kernel", KERNEL, "--torch-compile", COMPILE, "--build", 30, "--imports", 10
+    options = (
+        "--cases",
+        "^mlp-gelu/",
+        "--kernel",
+        KERNEL,
+        "--launcher",
+        0,
+        "--torch-compile",
+        COMPILE,
+        "--build",
+        30,
+        "--imports",
+        10,
+    )
     process = outside.start(
         "-m", "benchmarks.gpu.arrivals", *map(str, options), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -101,7 +101,7 @@ class Ends:
         return self.call
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_that_ends_or_hangs_is_a_fault_of_its_case():
     crashes = [Ends("crash", os._exit, 7), Ends("other", os._exit, 8)]
     found, missing = kernels.examine_all(crashes, "cpu", 1, 600)
@@ -216,7 +216,7 @@ def test_without_the_tool_it_says_so(tmp_path, monkeypatch, capsys):
     assert "compute-sanitizer is neither on PATH" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tool_is_given_the_launches(tmp_path, monkeypatch):
     """The tool here runs what it is given, on the emulator."""
     program = tmp_path / "compute-sanitizer"
