@@ -423,6 +423,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error(f"{sys.executable} has no torch. Install it, or name another Python: make gpu PYTHON=...")
     if given.resume and not given.resume.is_dir():
         made.error(f"IN: {given.resume} is not a folder; name the OUT of the part before")
+    if not any(given.steps in step.name for step in STEPS):
+        made.error(f"STEPS: {given.steps!r} is in none of {', '.join(step.name for step in STEPS)}")
     if not given.dry and gpu_of() == "no GPU":
         made.error("torch sees no GPU here. DRY=1 shows on a CPU what is run")
     given.out.mkdir(parents=True, exist_ok=True)

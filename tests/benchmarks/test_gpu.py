@@ -258,6 +258,7 @@ def goes_on(parts, tmp_path, version, takes_over):
         ([], 2, "torch sees no GPU here. DRY=1 shows on a CPU what is run"),
         (["--in", "none"], 2, "none is not a folder; name the OUT of the part before"),
         (["--part", "4"], 2, "invalid choice"),
+        (["--steps", "benches"], 2, "STEPS: 'benches' is in none of headline cases, tests without a counterpart,"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, status, message, capsys, tmp_path, monkeypatch):
