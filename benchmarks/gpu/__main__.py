@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..model import rates
 from . import caches, rehearsal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +53,9 @@ SMALLEST = 20  # seconds with which no step begins
 
 
 class Run(NamedTuple):
-    """What the steps need. work: what is built and cached. cases, tests: the user's choice of some."""
+    """What the steps need. work: what is built and cached. cases, tests: the user's choice of some. device: as env.json has it.
+
+    A step is a method that returns a command, or why it is left out."""
 
     out: Path
     work: Path
@@ -60,6 +63,7 @@ class Run(NamedTuple):
     cases: str
     tests: list[str]
     cores: int
+    device: str
 
     def program(self, module: str, *arguments: object) -> list[str]:
         return [sys.executable, "-m", module, *map(str, arguments)]
@@ -89,7 +93,11 @@ class Run(NamedTuple):
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
-    def calibration(self, seconds: int) -> list[str]:
+    def calibration(self, seconds: int) -> list[str] | str:
+        try:
+            rates.of_device(rehearsal.DEVICE if self.dry else self.device)
+        except ValueError as error:
+            return str(error)
         results = rehearsal.results_of_an_h100(self.work / "h100") if self.dry else self.out / "results.csv"
         return self.program("benchmarks.model", "--calibrate", results, "--out", self.out, "--workers", self.cores)
 
@@ -117,10 +125,12 @@ class Run(NamedTuple):
     def others(self, seconds: int) -> list[str]:
         return self.pytest(*(["--counterparts", "--quick"] if self.dry else ["-m", "gpu"]))
 
-    def autotune(self, seconds: int) -> list[str]:
-        """Its table is for `caches.tgz`: no other step reads it. On a CPU nothing can be chosen."""
+    def autotune(self, seconds: int) -> list[str] | str:
+        """Its table is for `caches.tgz`: no other step reads it."""
+        if self.dry:
+            return "on a CPU nothing can be chosen"
         minutes, table = f"{0.9 * seconds / 60:.2f}", f"CKPTKERN_CACHE={self.work / 'cache/tuned'}"
-        return [] if self.dry else ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
+        return ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
 
     def sanitizer(self, seconds: int) -> list[str]:
         return self.kernels(seconds, "--sanitize")
@@ -145,7 +155,7 @@ class Step(NamedTuple):
     part: int
     name: str
     share: int
-    command: Callable[[Run, int], list[str]]
+    command: Callable[[Run, int], list[str] | str]
     file: str = ""
 
 
@@ -273,8 +283,9 @@ def too_much(out: Path) -> list[str]:
     return found
 
 
-def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
-    """Takes over what IN has, builds, and returns the folder of what was built; programs find the wheels and the caches."""
+def prepare(part: int, given: argparse.Namespace, log: Log) -> tuple[Path, str]:
+    """Takes over what IN has, builds, and returns the folder of what was built and the device's name; programs find the wheels
+    and the caches."""
     log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
     before = given.resume or given.out
     if (before / CACHES).exists():
@@ -291,7 +302,7 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
     log(f"built; {', '.join(f'{name} {value}' for name, value in here.items())}; wheels: {', '.join(wheels) or 'none'}")
     if before != given.out and (before / "env.json").exists():
         take_over(before, given.out, here, log)
-    return lib
+    return lib, here["device"]
 
 
 def setting(lib: Path, dry: bool) -> dict[str, str]:
@@ -332,9 +343,9 @@ def gpu_of() -> str:
     return done.stdout.strip() or "no GPU"
 
 
-def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list[str]:
+def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, device: str) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(given.out, given.work, given.dry, given.cases, words(given.tests), os.cpu_count() or 1)
+    this = Run(given.out, given.work, given.dry, given.cases, words(given.tests), os.cpu_count() or 1, device)
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
     others = (
         []
@@ -351,9 +362,10 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
         seconds = left * queue[0].share // sum(one.share for one in own) if own else left
         step, is_own = queue.pop(0), queue is own
         command = step.command(this, seconds)
-        log(f"{step.name}: {f'at most {seconds} s' if command else 'left out, it needs a GPU'}")
-        if not command:
+        if isinstance(command, str):
+            log(f"{step.name}: left out: {command}")
             continue
+        log(f"{step.name}: at most {seconds} s")
         status = run(command, seconds, log, lib, given.out / step.file if step.file else None)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
         if status == LOST:
@@ -370,9 +382,9 @@ def run_part(part: int, given: argparse.Namespace) -> list[str]:
     log = Log(given.out / "log.txt")
     packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
     try:
-        lib = prepare(part, given, log)
+        lib, device = prepare(part, given, log)
         packer.start()
-        bad = run_steps(part, given, log, lib)
+        bad = run_steps(part, given, log, lib, device)
     finally:
         log(f"caches: {packer.finish()}")
     bad += failures(given.out) + too_much(given.out)
