@@ -116,7 +116,7 @@ COMMIT ?= $(shell git describe --always --dirty --abbrev=12 2>/dev/null)
 gpu: ## all that is measured on a GPU, in three parts of 570 s: make gpu PART=1 OUT=DIR [IN=DIR] [PYTHON=python3] [DRY=1, without a GPU] [HELP=1]
 	@CKPTKERN_COMMIT='$(COMMIT)' $(PYTHON) -m benchmarks.gpu $(if $(HELP),--help) $(if $(PART),--part $(PART)) $(if $(OUT),--out '$(OUT)') \
 	  $(if $(IN),--in '$(IN)') $(if $(DRY),--dry) $(if $(SECONDS),--seconds $(SECONDS)) $(if $(WHEELS),--wheels '$(WHEELS)') \
-	  --cases='$(CASES)' --tests='$(subst ','\'',$(TESTS))' --steps='$(STEPS)'
+	  --cases='$(CASES)' --models='$(MODELS)' --tests='$(subst ','\'',$(TESTS))' --steps='$(STEPS)'
 
 clean: ## remove builds and caches, not .venv
 	rm -rf build dist site *.egg-info ckptkern/_C.*.so .pytest_cache .ruff_cache

@@ -31,12 +31,15 @@ using ckptkern::SegmentState;
 
 // int64[2] on nonce's device, from torch's own generator there: torch.manual_seed reproduces it and
 // CUDA-graph capture samples anew in each replay. The bounds are those of torch.randint(-2**63, 2**63 - 1).
+// In the recompute of a region that does not preserve the generator's state: what the region drew.
 at::Tensor rng_state(const at::Tensor& nonce) {
-  return at::randint(
-      std::numeric_limits<int64_t>::min(),
-      std::numeric_limits<int64_t>::max(),
-      {2},
-      nonce.options().dtype(at::kLong).requires_grad(false));
+  return ckptkern::drawn([&] {
+    return at::randint(
+        std::numeric_limits<int64_t>::min(),
+        std::numeric_limits<int64_t>::max(),
+        {2},
+        nonce.options().dtype(at::kLong).requires_grad(false));
+  });
 }
 
 // --- What observes a call, asked once: each of torch's own queries goes through pybind11, at 1 to 4 us where its code is not in
@@ -321,10 +324,20 @@ PyObject* segment_state_arguments(PyObject* self, PyObject*) {
   return translated([&] { return value_of<SegmentState>(self).arguments().release().ptr(); });
 }
 
+PyObject* segment_state_draws(PyObject* self, void*) {
+  return PyBool_FromLong(static_cast<long>(value_of<SegmentState>(self).draws()));
+}
+
+PyGetSetDef segment_state_values[] = {
+    {"draws", segment_state_draws, nullptr, "is forward to run between record() and stop()?", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 PyMethodDef segment_state_methods[] = {
     {"settle", call<SegmentState, &SegmentState::settle>, METH_NOARGS, nullptr},
     {"enter", call<SegmentState, &SegmentState::enter>, METH_NOARGS, nullptr},
     {"exit", call<SegmentState, &SegmentState::exit>, METH_NOARGS, nullptr},
+    {"record", call<SegmentState, &SegmentState::record>, METH_NOARGS, nullptr},
+    {"stop", call<SegmentState, &SegmentState::stop>, METH_NOARGS, nullptr},
     {"arguments", segment_state_arguments, METH_NOARGS, "(args, kwargs) as they were given"},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -332,6 +345,7 @@ PyTypeObject segment_state_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 bool add_types(PyObject* module) {
   precision_type.tp_getset = precision_values;
+  segment_state_type.tp_getset = segment_state_values;
   return add_type<Precision>(module, precision_type, "ckptkern._C.Precision", make_precision, precision_methods) &&
       add_type<SegmentState>(
              module, segment_state_type, "ckptkern._C.SegmentState", make_segment_state, segment_state_methods) &&

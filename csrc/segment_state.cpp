@@ -69,7 +69,38 @@ std::vector<RandomState>& outer_states() {
   return instance;
 }
 
+// A region that this thread runs: it adds to the draws, or repeats those from `next` on.
+struct Drawing {
+  std::shared_ptr<Draws> draws;
+  bool repeats;
+  std::size_t next = 0;
+};
+
+std::vector<Drawing>& drawings() {
+  thread_local std::vector<Drawing> instance;
+  return instance;
+}
+
+at::Tensor drawn_at(std::size_t depth, const std::function<at::Tensor()>& sample) {
+  if (depth == 0) {
+    return sample();
+  }
+  auto& region = drawings()[depth - 1];
+  if (region.repeats && region.next < region.draws->size()) {
+    return (*region.draws)[region.next++];
+  }
+  auto state = drawn_at(depth - 1, sample); // a region that runs again inside another one's recompute
+  if (!region.repeats) {
+    region.draws->push_back(state);
+  }
+  return state;
+}
+
 } // namespace
+
+at::Tensor drawn(const std::function<at::Tensor()>& sample) {
+  return drawn_at(drawings().size(), sample);
+}
 
 RandomState RandomState::read(const std::vector<at::Generator>& device_generators) {
   RandomState state{read_cpu(), {}};
@@ -112,6 +143,17 @@ SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool p
     }
     random_ = RandomState::read(generators);
   }
+  if (!preserve_rng_state || !drawings().empty()) {
+    draws_ = std::make_shared<Draws>();
+  }
+}
+
+void SegmentState::record() const {
+  drawings().push_back({draws_, /*repeats=*/false});
+}
+
+void SegmentState::stop() const {
+  drawings().pop_back();
 }
 
 // depth 0 is the tuple of arguments and the dict of keywords, 1 an argument.
@@ -229,6 +271,9 @@ void SegmentState::enter() const {
     precision_.exit();
     throw;
   }
+  if (draws_) {
+    drawings().push_back({draws_, /*repeats=*/true});
+  }
   try {
     random_.restore();
   } catch (...) {
@@ -242,6 +287,9 @@ void SegmentState::exit() const {
   TORCH_CHECK(!stack.empty(), "SegmentState: exit without enter on this thread");
   const auto outer = std::move(stack.back());
   stack.pop_back();
+  if (draws_) {
+    drawings().pop_back();
+  }
   outer.restore();
   precision_.exit();
 }

@@ -8,6 +8,8 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <functional>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -42,6 +44,13 @@ struct RandomState {
   void restore() const;
 };
 
+// What `rng_state` drew inside a region that does not preserve the generators' states, as in a CUDA graph capture, which cannot
+// read them. A recompute draws the same again.
+using Draws = std::vector<at::Tensor>;
+
+// What the innermost region of this thread drew at this place, or else `sample`.
+at::Tensor drawn(const std::function<at::Tensor()>& sample);
+
 // Taken by the constructor, in forward. Tensors are autograd's saved variables: saved-tensor hooks that are active
 // see them, and a change in place is an error when they are read. enter() puts precision and random state back to
 // those of forward, exit() gives back what was there before enter(), also after an error in between.
@@ -57,6 +66,13 @@ class SegmentState {
 
   void enter() const;
   void exit() const;
+
+  // Around forward where `draws` is true.
+  bool draws() const {
+    return draws_ != nullptr;
+  }
+  void record() const;
+  void stop() const;
 
  private:
   Argument take(pybind11::handle value, std::vector<at::Device>& devices, int depth);
@@ -75,6 +91,7 @@ class SegmentState {
   Argument args_;
   Argument kwargs_;
   RandomState random_;
+  std::shared_ptr<Draws> draws_; // none where the generators' states are preserved
 };
 
 } // namespace ckptkern

@@ -176,7 +176,7 @@ def test_replays_draw_anew_and_masks_agree_within_one(device):
 @long_on_cpu
 def test_a_converted_training_step_replays(device):
     """Forward, backward and optimizer of layers with dropout at every place: each replay trains, with other masks."""
-    network, given = build("converted", 0.2).to(device), ids().to(device)
+    network, given = build("converted", 0.2, device=device), ids().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-5)
 
     def step() -> tuple[Tensor, ...]:

@@ -271,12 +271,16 @@ def _cross_entropy_saved_bwd_kernel(
     if softcap is None:
         part = tl.load(parts_ptr + (first_slice + pid_n).to(tl.int64) * M + offs_m, mask=mask_m, other=0.0)
         p = u * (tl.exp(part - lse) / HEADROOM)[:, None]
+        log_p = tl.log(p)
     else:
-        p = tl.exp(z - lse[:, None])
-    p_t = tl.exp(tl.load(zt_ptr + offs_m, mask=mask_m, other=0.0) - lse)
-    p = tl.where(column[:, None] == offs_v[None, :], p_t[:, None], p)
+        log_p = z - lse[:, None]
+        p = tl.exp(log_p)
+    log_t = tl.load(zt_ptr + offs_m, mask=mask_m, other=0.0) - lse
+    is_target = column[:, None] == offs_v[None, :]
+    log_p = tl.where(is_target, log_t[:, None], log_p)
+    p = tl.where(is_target, tl.exp(log_t)[:, None], p)
     write_gradient(
-        p, tl.log(p), slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
+        p, log_p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
     )
 
 

@@ -53,7 +53,7 @@ SMALLEST = 20  # seconds with which no step begins
 
 
 class Run(NamedTuple):
-    """What the steps need. work: what is built and cached. cases, tests: the user's choice of some. device: as env.json has it.
+    """What the steps need. work: what is built and cached. cases, chosen, tests: the user's choice of cases, models and tests. device: as env.json has it.
 
     A step is a method that returns a command, or why it is left out."""
 
@@ -61,6 +61,7 @@ class Run(NamedTuple):
     work: Path
     dry: bool
     cases: str
+    chosen: str
     tests: list[str]
     cores: int
     device: str
@@ -89,7 +90,7 @@ class Run(NamedTuple):
     def models(self, seconds: int) -> list[str]:
         """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""
         device = "cpu" if self.dry else "cuda"
-        options = "--out", self.out, "--resume", "--device", device, "--seconds", seconds - SLACK
+        options = "--out", self.out, "--resume", "--device", device, "--only", self.chosen, "--seconds", seconds - SLACK
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
@@ -345,7 +346,7 @@ def gpu_of() -> str:
 
 def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, device: str) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(given.out, given.work, given.dry, given.cases, words(given.tests), os.cpu_count() or 1, device)
+    this = Run(given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1, device)
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
     others = (
         []
@@ -412,6 +413,7 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
     )
     made.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
+    made.add_argument("--models", default="", metavar="REGEX", help="MODELS: of whole models, by the names of their cases")
     made.add_argument(
         "--tests", default="", metavar="ARGS", help="TESTS: more arguments for pytest, as a shell reads them"
     )

@@ -422,6 +422,6 @@ def _as_one(
     if not latent:
         lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
         of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
-    kinds = (LayerOptions, MoELayerOptions), (LatentLayerOptions, LatentMoELayerOptions)
-    options = kinds[latent][routes](attention=of_attention, mlp=om, parallel=parallel)
+    dense, of_experts = (LatentLayerOptions, LatentMoELayerOptions) if latent else (LayerOptions, MoELayerOptions)
+    options = (of_experts if routes else dense)(attention=of_attention, mlp=om, parallel=parallel)
     return _APPLY[type(options)](options, x, *tensors, *drawn(tm, om, x, training))

@@ -88,6 +88,9 @@ class Segment(SavedTensors):
 
     def record(self, context, function: Callable, args: tuple, kwargs: dict):
         """The function's result, of which only placeholders are saved. context: of forward, from `context_fn`."""
+        draws = self.state.draws
+        if draws:
+            self.state.record()
         _push_hooks(self.hook(), unpack_saved)
         try:
             if context is None:
@@ -105,6 +108,8 @@ class Segment(SavedTensors):
                     )
         finally:
             _pop_hooks()
+            if draws:
+                self.state.stop()
         self.complete()
         return result
 
@@ -398,7 +403,8 @@ def checkpoint(
     arguments (as autograd's saved tensors: saved-tensor hooks around the call see them, and a change in place is an
     error), 2.5 KiB of random state, a little more for each GPU, and the precision settings.
 
-    preserve_rng_state: recompute samples the same random numbers, on the CPU and every device that the arguments live on.
+    preserve_rng_state: recompute samples the same random numbers, on the CPU and every device that the arguments live on. If
+    false, only `ckptkern.dropout` and ckptkern's layers do, each mask from 16 bytes that are saved.
     context_fn: returns the context managers of forward and recompute; torch's `create_selective_checkpoint_contexts` works,
     and `ckptkern.saved_decisions` for a router. determinism_check: "default" compares shapes, dtypes and devices of what is
     recomputed, "none" nothing, and "values" also 64-bit checksums of every saved tensor; the device is read once at the end

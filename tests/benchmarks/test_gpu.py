@@ -98,13 +98,13 @@ def test_an_option_of_pytest_with_spaces_is_one_option(tmp_path):
     )
     assert """--tests='-k "launchers or graph" --lf'""" in done.stdout
     given = gpu.parser().parse_args(["--out", "o", """--tests=-k "launchers or graph" --lf"""])
-    command = gpu.Run(tmp_path, tmp_path, True, "", gpu.words(given.tests), 2, "cpu").alone(60)
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2, "cpu").alone(60)
     assert command[command.index("-k") + 1 :][:2] == ["launchers or graph", "--lf"]
 
 
 def test_another_gpu_is_not_calibrated(tmp_path):
     def calibration(device):
-        return gpu.Run(tmp_path, tmp_path, False, "", [], 2, device).calibration(60)
+        return gpu.Run(tmp_path, tmp_path, False, "", "", [], 2, device).calibration(60)
 
     assert str(tmp_path / "results.csv") in calibration("nvidia-a100-sxm4-40gb")
     assert calibration("nvidia-l40s") == "the cost model has no rates of nvidia-l40s, only of h200, h100, a100"

@@ -445,6 +445,7 @@ def test_a_page_is_written_and_a_stale_one_is_noticed(bench, tmp_path, capsys):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(300)
 def test_runs_on_the_gpu(bench):
     status, rows, _ = bench("--device=auto", "--rounds=3", "--no-compile", case=TINY)
     assert status == 0

@@ -241,6 +241,30 @@ def test_random_state_of_the_arguments_device(device, nested):
     assert torch.equal(get_state(), state)
 
 
+@pytest.mark.parametrize("inner", [None, False, True])
+def test_masks_of_ckptkern_are_repeated_without_random_state(device, inner):
+    """Also of a region inside, whether it preserves the random state or not, and for each of two backward passes."""
+    x, layer = torch.ones(500, device=device, requires_grad=True), ckptkern.nn.Dropout(0.5)
+
+    def dropped(x):
+        return layer(x) * x
+
+    def function(x):
+        x = layer(x) * x
+        x = x * dropped(x) if inner is None else x * checkpoint(dropped, x, preserve_rng_state=inner)
+        return x * layer(x)
+
+    y = checkpoint(function, x, preserve_rng_state=False)
+    for retain in (True, False):
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=retain)
+        assert torch.equal(grad == 0, y == 0)
+    assert 20 < y.count_nonzero() < 120
+    assert not torch.equal(y, checkpoint(function, x, preserve_rng_state=False))
+    with pytest.raises(ZeroDivisionError):
+        checkpoint(lambda x: layer(x) / (1 // 0), x, preserve_rng_state=False)
+    assert not torch.equal(layer(x), layer(x))  # no region is left behind that records or repeats
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graph():

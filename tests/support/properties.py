@@ -71,8 +71,10 @@ class Case(NamedTuple):
         """The same call with other arguments, from then on fixed."""
         return self._replace(fixed=self.arguments | arguments)
 
-    def make(self, dtype: torch.dtype = torch.float32, *, frozen: Container[str] = (), seed: int = 0) -> Tensors:
-        leaves = catalog.random_leaves(self.arguments, dtype, seed=seed)
+    def make(
+        self, dtype: torch.dtype = torch.float32, device: str = "cpu", *, frozen: Container[str] = (), seed: int = 0
+    ) -> Tensors:
+        leaves = catalog.random_leaves(self.arguments, dtype, device, seed)
         return {name: t.requires_grad_(name not in frozen) for name, t in leaves.items()}
 
     def given(self, leaves: Tensors) -> dict:

@@ -63,10 +63,10 @@ def layer_of(kind: str, p: float, ours: bool) -> nn.Module:
     }[kind]()
 
 
-def build(kind: str, p: float = 0.0, ours: bool = True) -> Network:
+def build(kind: str, p: float = 0.0, ours: bool = True, device: str = "cpu") -> Network:
     """ours: with ckptkern's regions, or as it was before."""
     torch.manual_seed(0)
-    network = Network(lambda: layer_of(kind, p, ours))
+    network = Network(lambda: layer_of(kind, p, ours)).to(device)
     if kind == "converted" and ours:
         convert(network)
     if kind == "modules" and ours:
@@ -75,7 +75,7 @@ def build(kind: str, p: float = 0.0, ours: bool = True) -> Network:
 
 
 def convert(network: nn.Module) -> None:
-    conversion = ckptkern.convert(network, ids())
+    conversion = ckptkern.convert(network, ids().to(network.head.weight.device))
     assert [row.replaced_by for row in conversion.converted] == 2 * ["transformer_layer"], conversion
 
 

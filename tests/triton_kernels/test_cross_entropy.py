@@ -114,9 +114,6 @@ def test_softcapped_logits_that_are_saved_give_the_bits_of_recomputed_ones(devic
     recomputed, saved = (
         gradient(triton_kernels, tensors, lse, upstream, head, keep=keep)["dz"] for keep in (False, True)
     )
-    target = tensors[3]
-    here = (target >= 0) & (target < 75)
-    saved[here, target[here]] = recomputed[here, target[here]]  # of z_t less lse, in another order
     torch.testing.assert_close(saved, recomputed, rtol=0, atol=0)
 
 

@@ -41,38 +41,39 @@ def _triton(device):
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("impl", ["triton", "library"])
-def test_gradients_are_as_exact_as_torchs(impl, name, activation):
+def test_gradients_are_as_exact_as_torchs(impl, name, activation, device):
     """`dual`, which is the table's for float32 of sizes as small, in test_ops.py."""
     case = full(name)
     ours, theirs = (lambda t, run=run: joined(run(t, activation=activation)) for run in (case.results, case.oracle))
     with _choices.forced_impl(impl):
-        check_exactness(ours, theirs, case.make(torch.bfloat16))
+        check_exactness(ours, theirs, case.make(torch.bfloat16, device))
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("impl", _impls.OF_KERNELS)
-def test_masks_do_not_depend_on_the_implementation(impl, mode):
+def test_masks_do_not_depend_on_the_implementation(impl, mode, device):
     """The second weight I spells the hidden layer; dy = I makes its gradient spell it as backward recomputed it; dy = 1 makes
     the bias's count the units that backward saved."""
     N = 160  # two chunks
-    x, eye = torch.randn(N, 7), torch.eye(N, requires_grad=True)
-    w, b = torch.randn(N, 7), torch.randn(N, requires_grad=True)
+    x, w, b = (torch.randn(shape, device=device) for shape in ((N, 7), (N, 7), (N,)))
+    eye, ones = torch.eye(N, device=device), torch.ones(N, N, device=device)
+    second = eye.clone().requires_grad_()
+    b.requires_grad_()
     torch.manual_seed(3)
     with _choices.forced_impl(impl):
-        y = ckptkern.mlp(x, w, b, eye, None, "identity", P, recompute=mode, workspace=1)
-        (h,) = torch.autograd.grad(y, eye, torch.eye(N), retain_graph=True)
-        (db,) = torch.autograd.grad(y, b, torch.ones(N, N))
-    torch.manual_seed(3)
-    saved = expected_mask(P, N, N, seed=3)
+        y = ckptkern.mlp(x, w, b, second, None, "identity", P, recompute=mode, workspace=1)
+        (h,) = torch.autograd.grad(y, second, eye, retain_graph=True)
+        (db,) = torch.autograd.grad(y, b, ones)
+    saved = expected_mask(P, N, N, seed=3, device=device)
     assert torch.equal(y != 0, saved)
     assert torch.equal(h != 0, saved)
     assert torch.equal((db * (1 - P)).round(), saved.sum(0).float())
 
 
 @pytest.mark.parametrize("name", OPS[1:])
-def test_backward_takes_the_implementation_of_forward(name):
+def test_backward_takes_the_implementation_of_forward(name, device):
     case = full(name)
-    tensors = case.make(torch.float32)
+    tensors = case.make(torch.float32, device)
     with _choices.forced_impl("library"):
         y = case(tensors)
     fails = mock.Mock(side_effect=AssertionError("another implementation"))
@@ -123,8 +124,8 @@ def test_backward_takes_the_tiles_of_forward(impl, name, device, architecture, t
         assert all(map(torch.equal, result, results["triton"])), one
 
 
-def test_a_compiled_graph_follows_the_implementation():
-    x, w1, w2 = (torch.randn(shape, requires_grad=True) for shape in ((6, 8), (16, 8), (8, 16)))
+def test_a_compiled_graph_follows_the_implementation(device):
+    x, w1, w2 = (torch.randn(shape, device=device, requires_grad=True) for shape in ((6, 8), (16, 8), (8, 16)))
     compiled = torch.compile(ckptkern.mlp, backend="aot_eager", fullgraph=True)
     of_library = _impls.Library.act_grad
     for impl in ("dual", "library", "dual"):
@@ -136,11 +137,12 @@ def test_a_compiled_graph_follows_the_implementation():
         assert spy.called == (impl == "library")
 
 
+@pytest.mark.parametrize("device", ["cpu"])  # on a GPU cuBLAS has a workspace of its own
 @pytest.mark.parametrize(("name", "hidden"), [("mlp", 4), ("gated_mlp", 6)])
-def test_workspace_bounds_the_library_too(name, hidden):
+def test_workspace_bounds_the_library_too(name, hidden, device):
     """`hidden` tensors of the hidden layer at once, in chunks of 128 rows. Without kernels: the interpreter copies tensors."""
     case = Case(OF_OPS[name], (), "full", Sizes((640,), 8, 64, 8))
-    tensors = case.make(torch.float32)
+    tensors = case.make(torch.float32, device)
     workspace = 128 * hidden * 64 * 4
     with (
         _choices.forced_impl("library"),
@@ -149,7 +151,7 @@ def test_workspace_bounds_the_library_too(name, hidden):
     ):
         y = case(tensors, workspace=workspace, activation="relu")
         dy = output_gradient(y)
-        with peak_memory("cpu") as peak:
+        with peak_memory(device) as peak:
             grads = torch.autograd.grad(y, list(tensors.values()), dy)
     assert spy.call_args.args[1:] == (hidden * 64 * 4, workspace)
     transient = peak.bytes - sum(g.numel() * g.element_size() * (2 if g.dim() == 1 else 1) for g in grads)
@@ -198,7 +200,7 @@ def test_rows_are_few_where_the_tile_table_says_so(gpu, family, size):
 
 
 @pytest.mark.parametrize("op", ["linear_act", "mlp", "gated_mlp", "mlp_block"])
-def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch):
+def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch, device):
     """In forward and backward, whatever the shape of the input has before its features."""
     monkeypatch.setattr(_impls, "few_rows", lambda *key: 6)
     monkeypatch.setattr(_choices, "default_impl", lambda *key: "library" if key[-1] else "triton")
@@ -212,7 +214,7 @@ def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch):
     weights = [torch.randn(shape) for shape in shapes.get(op, [(40, 16), (40,), (24, 40), (24,)])]
     options = {"residual": False} if op == "mlp_block" else {}
     for lead in ((2, 3), (7,), (6,), (1, 1, 7)):
-        leaves = [one.to(torch.bfloat16).requires_grad_() for one in (torch.randn(*lead, 16), *weights)]
+        leaves = [one.to(device, torch.bfloat16).requires_grad_() for one in (torch.randn(*lead, 16), *weights)]
         with ckptkern.backend("auto"), mock.patch.object(_choices, "choose_backend", return_value="triton"):
             asked.clear()
             function(*leaves, **options).sum().backward()
@@ -221,18 +223,18 @@ def test_few_rows_have_an_implementation_of_their_own(op, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypatch):
+def test_a_graph_for_any_number_of_rows_has_the_implementation_of_many(monkeypatch, device):
     """One graph, and one that torch.export makes for every batch; a fixed number of rows has its own."""
     monkeypatch.setattr(_impls, "few_rows", lambda *key: 16)
     monkeypatch.setattr(_choices, "default_impl", lambda *key: "dual" if key[-1] else "triton")
     _choices._impl.cache_clear()
-    module, found = ckptkern.nn.MLP(32, 48, dtype=torch.bfloat16).eval(), []
+    module, found = ckptkern.nn.MLP(32, 48, device=device, dtype=torch.bfloat16).eval(), []
 
     def saved(graph, inputs):
         found.append([impl for impl in ("dual", "triton") if impl in graph.print_readable(print_output=False)])
         return graph
 
-    few, many = (torch.randn(rows, 32, dtype=torch.bfloat16) for rows in (8, 40))
+    few, many = (torch.randn(rows, 32, device=device, dtype=torch.bfloat16) for rows in (8, 40))
     compiled = torch.compile(module, backend=saved, fullgraph=True, dynamic=True)
     compiled(few), compiled(many)
     assert found == [["triton"]]
