@@ -122,13 +122,12 @@ class FeedForward(NamedTuple):
     """The last sublayer of a layer: the type of its tensors, and what runs it."""
 
     Tensors: type
-    saves: Callable[[Any], tuple[str, ...]]
     forward: Callable
     backward: Callable
 
 
-MLP_SUBLAYER = FeedForward(MLPTensors, lambda o: branch_saves(o.gated, o), mlp_sublayer, mlp_sublayer_backward)
-MOE_SUBLAYER = FeedForward(MoETensors, moe_saves, moe_sublayer, moe_sublayer_backward)
+MLP_SUBLAYER = FeedForward(MLPTensors, mlp_sublayer, mlp_sublayer_backward)
+MOE_SUBLAYER = FeedForward(MoETensors, moe_sublayer, moe_sublayer_backward)
 
 
 def _split(
@@ -151,7 +150,8 @@ class TransformerLayer(Op):
     @classmethod
     def saves(cls, o):
         names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in _saved_of(one, o)]
-        return (*names, *cls.last.saves(o.mlp))
+        of_mlp = moe_saves(o.mlp) if isinstance(o.mlp, MoEOptions) else branch_saves(o.mlp.gated, o.mlp)
+        return (*names, *of_mlp)
 
     @classmethod
     def forward(cls, tensors, o):

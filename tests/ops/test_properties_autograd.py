@@ -312,6 +312,14 @@ def test_inside_checkpoints_hooks_and_graphs(entry: Entry, options, way):
     assert torch.equal(torch.get_rng_state(), state), f"{case} {way} leaves the generator elsewhere"
 
 
+def test_dynamo_traces_every_op():
+    """Releases of torch differ in what Dynamo takes, so this is one test: it runs on each of them, with `--quick` too."""
+    for entry in OF_OPS.values():
+        case = Case(entry).with_()
+        leaves = case.make()
+        compiled(case.unseeded, "eager")(leaves)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", each(["mlp", "attention_block", "linear_cross_entropy"]))
 def test_one_graph_for_all_sizes_and_modes_of_autograd(entry: Entry):
