@@ -162,7 +162,7 @@ def variants(case: Case) -> dict[str, Maker]:
 
 
 def compiled_variants(case: Case, names: Collection[str]) -> dict[str, Maker]:
-    """These variants of torch.compile; none for host cases."""
+    """Returns these variants of torch.compile; none for host cases."""
     return {name: make for name, make in COMPILED.items() if name in names and not case.host}
 
 

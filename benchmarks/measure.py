@@ -78,7 +78,7 @@ def raise_if_lost(rows: list[Row], emit: Emit) -> None:
     try:
         torch.cuda.synchronize()
         torch.empty(1, device="cuda").normal_()  # raises after a capture that was not ended
-    except Exception as error:
+    except Exception as error:  # of a device that is lost, whichever class the driver's error has
         for row in rows:
             emit(dataclasses.replace(row, status="failed", note=LOST + (row.note or one_line(error))))
         raise GpuLost(f"{LOST}{one_line(error)}") from None

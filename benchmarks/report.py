@@ -76,7 +76,7 @@ def case_table(rows: Rows, timed: bool) -> str:
         if timed:
             line.append(_time(row))
         lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs + [row.get("source") or ""] * sources)
-    return "\n\n".join(filter(None, (table(heading, lines) if lines else "", _notes(rows))))
+    return table(heading, lines) if lines else ""
 
 
 def _time(row: dict[str, str]) -> str:
@@ -101,8 +101,13 @@ def _notes(rows: Rows) -> str:
     return "\n".join([f"- {note}" for note in said] + others)
 
 
+def is_model(rows: Rows) -> bool:
+    """Has a row tokens, or the longest sequence that fits?"""
+    return any(row.get("tokens") or row.get("longest") for row in rows)
+
+
 def model_table(rows: Rows) -> str:
-    """Steps of a whole model: the rows with tokens, or with the longest sequence that fits."""
+    """Steps of a whole model."""
     heading = ["variant", "ms (p20–p80)", "time / eager", "tokens/s", "saved", "peak", "longest sequence"]
     lines = []
     for row in rows:
@@ -113,7 +118,7 @@ def model_table(rows: Rows) -> str:
         saved, peak = _bytes(row, "saved_bytes"), _bytes(row, "peak_bytes")
         longest = _figure(row, "longest", ",.0f")
         lines.append([row["variant"], _time(row), _figure(row, "ratio", ".2f"), rate, saved, peak, longest])
-    return "\n\n".join(filter(None, (table(heading, lines) if lines else "", _notes(rows))))
+    return table(heading, lines) if lines else ""
 
 
 def faults(by_case: dict[str, Rows]) -> str:
@@ -153,28 +158,38 @@ def report(folder: Path) -> str:
     for case, rows in by_case.items():
         if case == "ceiling":
             continue
-        whole = any(row.get("tokens") or row.get("longest") for row in rows)
-        body = model_table(rows) if whole else case_table(rows, "ceilings" in env)
-        parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), body]
+        shown = model_table(rows) if is_model(rows) else case_table(rows, "ceilings" in env)
+        parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), *filter(None, (shown, _notes(rows)))]
     return "\n\n".join(parts) + "\n"
 
 
 def summary(folder: Path) -> str:
-    """One table of a folder: a line per case, time / eager and saved bytes of every variant that was measured somewhere."""
+    """One table of a folder: a line per case, time / eager and saved bytes of every variant. A column is a variant that half
+    of the cases have; the last one names others, fastest first. And a table of each whole model."""
     by_case, env = read(folder)
+    models = {case: by_case.pop(case) for case in [*by_case] if is_model(by_case[case])}
     measured = [{row["variant"]: row for row in rows if row["status"] == "ok"} for rows in by_case.values()]
     fullest_first = sorted((found for found in measured if "eager" in found), key=len, reverse=True)
-    names = list(dict.fromkeys(variant for found in fullest_first for variant in found))
-    lines = []
+    every = dict.fromkeys(variant for found in fullest_first for variant in found)
+    names = [name for name in every if 2 * sum(name in found for found in fullest_first) >= len(fullest_first)]
+    others, lines = len(names) < len(every), []
+
+    def cell(row: dict[str, str]) -> str:
+        return f"{_figure(row, 'ratio', '.2f')} · {_bytes(row, 'saved_bytes')}"
+
     for case, found in zip(by_case, measured, strict=True):
         if "eager" in found:
-            cells = [
-                f"{_figure(found[n], 'ratio', '.2f')} · {_bytes(found[n], 'saved_bytes')}" if n in found else ""
-                for n in names
-            ]
-            lines.append([case, *cells])
+            rest = sorted(
+                (row for name, row in found.items() if name not in names), key=lambda row: float(row["ratio"] or 0)
+            )
+            cells = [cell(found[name]) if name in found else "" for name in names]
+            lines.append([case, *cells, *["<br>".join(f"{row['variant']} {cell(row)}" for row in rest)] * others])
     heading = f"**{env.get('device', folder.name)}**, time / eager · saved for backward. {preface(env)}"
-    return f"{heading}\n\n{table(['case', *names], lines)}"
+    parts = [heading, table(["case", *names, *["others"] * others], lines)]
+    for case, rows in models.items():
+        if any(row["status"] == "ok" for row in rows):
+            parts += [f"**{env.get('device', folder.name)}**, {case}", model_table(rows)]
+    return "\n\n".join(parts)
 
 
 def draw(folder: Path) -> list[Path]:

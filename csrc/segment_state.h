@@ -45,7 +45,7 @@ struct RandomState {
 };
 
 // What `rng_state` drew inside a region that does not preserve the generators' states, as in a CUDA graph capture, which cannot
-// read them. A recompute draws the same again.
+// read them. A recompute samples them again.
 using Draws = std::vector<at::Tensor>;
 
 // What the innermost region of this thread drew at this place, or else `sample`.

@@ -53,7 +53,7 @@ SMALLEST = 20  # seconds with which no step begins
 
 
 class Run(NamedTuple):
-    """What the steps need. work: what is built and cached. cases, chosen, tests: the user's choice of cases, models and tests. device: as env.json has it.
+    """What the steps need. work: what is built and cached. cases, models_named, tests: the user's. device: as in env.json.
 
     A step is a method that returns a command, or why it is left out."""
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
     work: Path
     dry: bool
     cases: str
-    chosen: str
+    models_named: str
     tests: list[str]
     cores: int
     device: str
@@ -90,7 +90,17 @@ class Run(NamedTuple):
     def models(self, seconds: int) -> list[str]:
         """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""
         device = "cpu" if self.dry else "cuda"
-        options = "--out", self.out, "--resume", "--device", device, "--only", self.chosen, "--seconds", seconds - SLACK
+        options = (
+            "--out",
+            self.out,
+            "--resume",
+            "--device",
+            device,
+            "--only",
+            self.models_named,
+            "--seconds",
+            seconds - SLACK,
+        )
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
@@ -113,12 +123,14 @@ class Run(NamedTuple):
             ROOT,
             "--no-summary",
         ]
-        options += ["--continue-on-collection-errors", "--results", self.out / "tests.csv", *arguments, *self.tests]
+        options += ["--continue-on-collection-errors", "--results", self.out / "tests.csv", *arguments]
+        paths = [word for word in self.tests if (ROOT / word.partition("::")[0]).exists()]  # the program runs elsewhere
+        options += [word for word in self.tests if word not in paths]
         if importlib.util.find_spec("xdist"):
             options += ["-n", min(self.cores, 14), "--dist", "load", "--maxschedchunk", 4]
         if importlib.util.find_spec("pytest_timeout"):
             options += ["--timeout", 60, "--timeout-method", "thread"]  # a signal waits for a kernel that hangs
-        return self.program("pytest", *options, ROOT / "tests")
+        return self.program("pytest", *options, *(ROOT / path for path in paths or ["tests"]))
 
     def alone(self, seconds: int) -> list[str]:
         return self.pytest("-m", "gpu", "--without-counterpart")
@@ -346,7 +358,9 @@ def gpu_of() -> str:
 
 def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, device: str) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1, device)
+    this = Run(
+        given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1, device
+    )
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
     others = (
         []
@@ -413,9 +427,11 @@ def parser() -> argparse.ArgumentParser:
         "--seconds", type=int, default=SECONDS, metavar="N", help="SECONDS: of a part (default: %(default)s)"
     )
     made.add_argument("--cases", default="", metavar="REGEX", help="CASES: of the benchmark")
-    made.add_argument("--models", default="", metavar="REGEX", help="MODELS: of whole models, by the names of their cases")
     made.add_argument(
-        "--tests", default="", metavar="ARGS", help="TESTS: more arguments for pytest, as a shell reads them"
+        "--models", default="", metavar="REGEX", help="MODELS: of whole models, by the names of their cases"
+    )
+    made.add_argument(
+        "--tests", default="", metavar="ARGS", help="TESTS: arguments for pytest, or tests instead of all"
     )
     made.add_argument("--steps", default="", metavar="WORD", help="STEPS: only those with this word in their names")
     made.add_argument(

@@ -143,7 +143,7 @@ class Run:
         error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold the step's tensors
         try:
             self.tidy()
-        except Exception:
+        except Exception:  # of a device that is lost, whichever class the driver's error has
             row.note = measure.LOST + row.note
             self.emit(row)
             raise measure.GpuLost(row.note) from error
@@ -165,7 +165,7 @@ def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
         return None
     try:
         return variants.build(model, of.device, of.dtype)
-    except Exception as error:
+    except Exception as error:  # no memory, or what transformers raises: the rows of the model say it
         for name in names:
             of.failed(of.row(model, name), error)
         return None
@@ -308,7 +308,7 @@ def measure_longest(of: Run, model: Model, parts: int) -> None:
             of.tidy()
             runner = variants.variants(of.kind)[name](whole, model.ids(of.device, 1, MULTIPLE[of.kind]))
             row.longest, note = longest_of(of, model, runner, share)
-        except Exception as error:
+        except Exception as error:  # whatever a variant raises is its result, and the others still run
             note = f"longest: {measure.one_line(error)}"
             if of.kind == "cuda":
                 measure.raise_if_lost([], of.emit)

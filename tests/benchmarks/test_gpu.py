@@ -100,6 +100,11 @@ def test_an_option_of_pytest_with_spaces_is_one_option(tmp_path):
     given = gpu.parser().parse_args(["--out", "o", """--tests=-k "launchers or graph" --lf"""])
     command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2, "cpu").alone(60)
     assert command[command.index("-k") + 1 :][:2] == ["launchers or graph", "--lf"]
+    assert str(ROOT / "tests") in command
+    one = "tests/test_docs.py::test_one"  # of the repository, although pytest runs in the folder of the build
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", [one, "--lf"], 2, "cpu").alone(60)
+    assert str(ROOT / one) in command
+    assert not {one, str(ROOT / "tests")} & set(command)
 
 
 def test_another_gpu_is_not_calibrated(tmp_path):

@@ -137,7 +137,7 @@ def test_what_is_wrong_is_said(bench, arguments, message, tmp_path):
 
 
 def test_float64_heads_take_rows_in_chunks_with_the_results_of_all_at_once(monkeypatch):
-    """Of each head and reduction: the same loss and gradients, and no logits saved."""
+    """Each head with each reduction gives the same loss and gradients, and saves no logits."""
     for op, reduction in itertools.product(
         ("linear_cross_entropy", "linear_distillation", "linear_topk_distillation"), ("none", "mean")
     ):

@@ -89,7 +89,8 @@ class Case(NamedTuple):
 
     def oracle(self, leaves: Tensors, **more) -> list[Tensor]:
         entry = self.entry._replace(function=getattr(oracles, self.entry.function.__name__))
-        return self._replace(entry=entry).results(leaves, **more)
+        with next(iter(leaves.values())).device:  # of the states that the oracle samples
+            return self._replace(entry=entry).results(leaves, **more)
 
     def unseeded(self, leaves: Tensors) -> Tensor:
         """`joined` results, drawing from the generator as it stands."""
