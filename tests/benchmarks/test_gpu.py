@@ -44,8 +44,8 @@ def test_a_program_ends_by_itself_or_is_interrupted_or_killed(tmp_path):
 
     assert python("print('one'); print('two'); raise SystemExit(3)", 60) == (3, ["one", "two"])
     assert (tmp_path / "file").read_text() == "one\ntwo\n"
-    waits = "import time\nprint('begins')\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('interrupted')"
-    assert python(waits, 3) == (gpu.CUT, ["begins", "interrupted"])
+    waits = "import time\ntry:\n  print('begins'); time.sleep(60)\nexcept KeyboardInterrupt: print('interrupted')"
+    assert python(waits, 8) == (gpu.CUT, ["begins", "interrupted"])
 
 
 def test_a_program_that_is_deaf_to_interrupts_is_killed_with_what_it_started(monkeypatch, tmp_path):
