@@ -35,12 +35,13 @@ HEAD has the tag {tags}, and ckptkern/__init__.py says {release}. Set __version_
 SOURCES = [
     "csrc/bindings.cpp",
     "csrc/gradient_sums.cpp",
+    "csrc/module_state.cpp",
     "csrc/philox.cpp",
     "csrc/precision.cpp",
     "csrc/saved_tensors.cpp",
     "csrc/segment_state.cpp",
 ]
-HEADERS = ["csrc/gradient_sums.h", "csrc/philox.h", "csrc/precision.h", "csrc/saved_tensors.h", "csrc/segment_state.h"]
+HEADERS = ["csrc/gradient_sums.h", "csrc/module_state.h", "csrc/philox.h", "csrc/precision.h", "csrc/saved_tensors.h", "csrc/segment_state.h"]
 
 
 def import_torch():

@@ -298,25 +298,29 @@ PyTypeObject precision_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 // --- SegmentState
 
 PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-  static const char* names[] = {"args", "kwargs", "preserve_rng_state", nullptr};
-  PyObject *args = nullptr, *kwargs = nullptr;
+  static const char* names[] = {"args", "kwargs", "preserve_rng_state", "own", "reachable", nullptr};
+  PyObject *args = nullptr, *kwargs = nullptr, *own = nullptr, *reachable = nullptr;
   int preserve_rng_state = 0;
   if (PyArg_ParseTupleAndKeywords(
           arguments,
           keywords,
-          "O!O!p:SegmentState",
+          "O!O!pOO!:SegmentState",
           const_cast<char**>(names),
           &PyTuple_Type,
           &args,
           &PyDict_Type,
           &kwargs,
-          &preserve_rng_state) == 0) {
+          &preserve_rng_state,
+          &own,
+          &PyTuple_Type,
+          &reachable) == 0) {
     return nullptr;
   }
   return translated([&] {
     const auto tuple = py::reinterpret_borrow<py::tuple>(args);
     const auto dict = py::reinterpret_borrow<py::dict>(kwargs);
-    return wrap(type, SegmentState(tuple, dict, preserve_rng_state != 0));
+    const auto others = py::reinterpret_borrow<py::tuple>(reachable);
+    return wrap(type, SegmentState(tuple, dict, preserve_rng_state != 0, own, others));
   });
 }
 
@@ -332,12 +336,29 @@ PyGetSetDef segment_state_values[] = {
     {"draws", segment_state_draws, nullptr, "is forward to run between record() and stop()?", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
+template <auto method>
+PyObject* segment_state_modules(PyObject* self, PyObject*) {
+  return translated([&] { return (value_of<SegmentState>(self).modules().*method)().release().ptr(); });
+}
+
 PyMethodDef segment_state_methods[] = {
     {"settle", call<SegmentState, &SegmentState::settle>, METH_NOARGS, nullptr},
     {"enter", call<SegmentState, &SegmentState::enter>, METH_NOARGS, nullptr},
     {"exit", call<SegmentState, &SegmentState::exit>, METH_NOARGS, nullptr},
     {"record", call<SegmentState, &SegmentState::record>, METH_NOARGS, nullptr},
     {"stop", call<SegmentState, &SegmentState::stop>, METH_NOARGS, nullptr},
+    {"parameters",
+     segment_state_modules<&ckptkern::ModuleState::parameters>,
+     METH_NOARGS,
+     "[parameter, ...] of the module that the call runs"},
+    {"roots",
+     segment_state_modules<&ckptkern::ModuleState::roots>,
+     METH_NOARGS,
+     "[module, ...] that the call can reach"},
+    {"changed",
+     segment_state_modules<&ckptkern::ModuleState::changed>,
+     METH_NOARGS,
+     "[(tensor, its value, module or None, name, version now, version after forward), ...] of what a recompute must not read"},
     {"arguments", segment_state_arguments, METH_NOARGS, "(args, kwargs) as they were given"},
     {nullptr, nullptr, 0, nullptr}};
 

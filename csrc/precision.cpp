@@ -6,6 +6,7 @@
 
 #include <list>
 #include <mutex>
+#include <numeric>
 #include <vector>
 
 namespace ckptkern {
@@ -125,6 +126,40 @@ void write_deterministic(int8_t value) {
   at::globalContext().setDeterministicAlgorithms((value & 1) != 0, (value & 2) != 0);
 }
 
+// --- the order of attention's kernels: the number of a permutation, in the factorial number system
+
+constexpr int kAttentionKernels = at::num_sdp_backends;
+static_assert(kAttentionKernels <= 5, "the number of a permutation of six does not fit into int8_t");
+
+int8_t read_attention_order() {
+  const auto order = at::globalContext().sDPPriorityOrder();
+  int number = 0;
+  for (const auto i : c10::irange(kAttentionKernels)) {
+    int smaller = 0; // of those that follow
+    for (const auto j : c10::irange(i + 1, kAttentionKernels)) {
+      smaller += order[j] < order[i] ? 1 : 0;
+    }
+    number = number * (kAttentionKernels - i) + smaller;
+  }
+  return static_cast<int8_t>(number);
+}
+
+void write_attention_order(int8_t value) {
+  std::array<int, kAttentionKernels> smaller{};
+  int number = value;
+  for (int i = kAttentionKernels - 1; i >= 0; --i) {
+    smaller[i] = number % (kAttentionKernels - i);
+    number /= kAttentionKernels - i;
+  }
+  std::vector<int64_t> left(kAttentionKernels), order;
+  std::iota(left.begin(), left.end(), 0);
+  for (const int place : smaller) {
+    order.push_back(left[place]);
+    left.erase(left.begin() + place);
+  }
+  at::globalContext().setSDPPriorityOrder(order);
+}
+
 constexpr std::size_t kCudaConv = 1;
 constexpr std::size_t kCudaRnn = 2;
 constexpr std::size_t kDeterministic = 11;
@@ -141,6 +176,12 @@ constexpr std::array<Setting, kProcessSettings> kSettings = {{
     flag_setting<&at::Context::allowFP16ReductionCPU, &at::Context::setAllowFP16ReductionCPU>(),
     flag_setting<&at::Context::allowFP16BF16ReductionMathSDP, &at::Context::setAllowFP16BF16ReductionMathSDP>(),
     {read_deterministic, read_deterministic, write_deterministic},
+    flag_setting<&at::Context::userEnabledFlashSDP, &at::Context::setSDPUseFlash>(),
+    flag_setting<&at::Context::userEnabledMemEfficientSDP, &at::Context::setSDPUseMemEfficient>(),
+    flag_setting<&at::Context::userEnabledMathSDP, &at::Context::setSDPUseMath>(),
+    flag_setting<&at::Context::userEnabledCuDNNSDP, &at::Context::setSDPUseCuDNN>(),
+    flag_setting<&at::Context::userEnabledOverrideableSDP, &at::Context::setSDPUseOverrideable>(),
+    {read_attention_order, read_attention_order, write_attention_order},
 }};
 
 std::size_t float32_index(const std::string& backend, const std::string& op) {

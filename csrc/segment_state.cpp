@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <c10/util/irange.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -64,8 +65,14 @@ void refuse_endless(int depth) {
 }
 
 // What the regions that this thread is inside have overwritten, outermost first.
-std::vector<RandomState>& outer_states() {
-  thread_local std::vector<RandomState> instance;
+struct Outer {
+  RandomState random;
+  ModuleState::Undo modules;
+  at::impl::PythonTorchFunctionTLS function_modes;
+};
+
+std::vector<Outer>& outer_states() {
+  thread_local std::vector<Outer> instance;
   return instance;
 }
 
@@ -130,18 +137,25 @@ void RandomState::restore() const {
   }
 }
 
-SegmentState::SegmentState(const py::tuple& args, const py::dict& kwargs, bool preserve_rng_state) {
-  std::vector<at::Device> devices;
+SegmentState::SegmentState(
+    const py::tuple& args, const py::dict& kwargs, bool preserve_rng_state, py::handle own, const py::tuple& reachable)
+    : function_modes_(at::impl::PythonTorchFunctionTLS::get_state()) {
+  Found found;
+  if (!own.is_none()) {
+    modules_.add_module(own, /*own=*/true);
+  }
   tensors_.reserve(args.size());
-  args_ = take(args, devices, 0);
-  kwargs_ = take(kwargs, devices, 0);
+  args_ = take(args, found, 0);
+  kwargs_ = take(kwargs, found, 0);
   places_.clear();
+  for (const auto& value : reachable) {
+    reach(value, found, 0);
+  }
   if (preserve_rng_state) {
-    std::vector<at::Generator> generators;
-    for (const auto& device : devices) {
-      generators.push_back(at::globalContext().defaultGenerator(device));
+    for (const auto& device : found.devices) {
+      found.generators.push_back(at::globalContext().defaultGenerator(device));
     }
-    random_ = RandomState::read(generators);
+    random_ = RandomState::read(found.generators);
   }
   if (!preserve_rng_state || !drawings().empty()) {
     draws_ = std::make_shared<Draws>();
@@ -157,7 +171,7 @@ void SegmentState::stop() const {
 }
 
 // depth 0 is the tuple of arguments and the dict of keywords, 1 an argument.
-Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, int depth) {
+Argument SegmentState::take(py::handle value, Found& found, int depth) {
   refuse_endless(depth);
   Argument argument;
   PyObject* const pointer = value.ptr();
@@ -179,6 +193,7 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
     }
     tensors_.emplace_back(tensor, /*is_output=*/false);
     const at::Device device = tensor.device();
+    auto& devices = found.devices;
     if (!device.is_cpu() && !device.is_meta() && std::find(devices.begin(), devices.end(), device) == devices.end()) {
       devices.push_back(device);
     }
@@ -187,7 +202,7 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
   const auto children = [&](const auto& sequence) {
     for (std::size_t i = 0; i < sequence.size(); ++i) { // saving a tensor may run hooks, which may run any code
       const auto child = py::reinterpret_borrow<py::object>(sequence[i]);
-      argument.children.push_back(take(child, devices, depth + 1));
+      argument.children.push_back(take(child, found, depth + 1));
     }
   };
   if (PyTuple_CheckExact(pointer)) {
@@ -206,16 +221,42 @@ Argument SegmentState::take(py::handle value, std::vector<at::Device>& devices, 
     const py::list keys(dict);
     for (const auto key : keys) {
       const auto child = py::reinterpret_borrow<py::object>(dict[key]);
-      argument.children.push_back(take(child, devices, depth + 1));
+      argument.children.push_back(take(child, found, depth + 1));
     }
     argument.object = keys;
   } else {
     argument.object = py::reinterpret_borrow<py::object>(value);
+    reach(value, found, depth);
   }
   return argument;
 }
 
+// What the function reads besides arguments that are saved.
+void SegmentState::reach(py::handle value, Found& found, int depth) {
+  PyObject* const pointer = value.ptr();
+  if (is_scalar(pointer)) {
+    return;
+  }
+  if (THPVariable_Check(pointer)) {
+    modules_.add_tensor(THPVariable_Unpack(pointer));
+  } else if (THPGenerator_Check(pointer)) {
+    found.generators.push_back(THPGenerator_Unwrap(pointer));
+  } else if (PyCell_Check(pointer)) {
+    modules_.add_cell(value);
+    if (PyObject* const content = PyCell_GET(pointer); content != nullptr && !THPVariable_Check(content)) {
+      reach(content, found, depth);
+    }
+  } else if (is_module(pointer)) {
+    modules_.add_module(value, /*own=*/false);
+  } else if (depth == 0 && (PyTuple_CheckExact(pointer) || PyList_CheckExact(pointer))) {
+    for (const auto& one : py::reinterpret_borrow<py::sequence>(value)) {
+      reach(one, found, 1);
+    }
+  }
+}
+
 void SegmentState::settle() {
+  modules_.settle();
   for (const auto& cache : caches_) {
     const auto impl = cache.impl.lock();
     if (impl && impl->version_counter().current_version() != cache.version) {
@@ -266,7 +307,7 @@ py::tuple SegmentState::arguments() const {
 void SegmentState::enter() const {
   precision_.enter();
   try {
-    outer_states().push_back(random_.read_again());
+    outer_states().push_back({random_.read_again(), {}, at::impl::PythonTorchFunctionTLS::get_state()});
   } catch (...) {
     precision_.exit();
     throw;
@@ -276,6 +317,8 @@ void SegmentState::enter() const {
   }
   try {
     random_.restore();
+    outer_states().back().modules = modules_.enter();
+    at::impl::PythonTorchFunctionTLS::set_state(function_modes_);
   } catch (...) {
     exit();
     throw;
@@ -290,7 +333,9 @@ void SegmentState::exit() const {
   if (draws_) {
     drawings().pop_back();
   }
-  outer.restore();
+  at::impl::PythonTorchFunctionTLS::set_state(outer.function_modes);
+  modules_.exit(outer.modules);
+  outer.random.restore();
   precision_.exit();
 }
 

@@ -1,8 +1,10 @@
 // What an activation checkpoint saves of its call: its arguments, and the random state and precision that it ran with.
 #pragma once
 
+#include "module_state.h"
 #include "precision.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Generator.h>
 #include <ATen/core/MT19937RNGEngine.h>
 #include <pybind11/pybind11.h>
@@ -51,12 +53,20 @@ using Draws = std::vector<at::Tensor>;
 // What the innermost region of this thread drew at this place, or else `sample`.
 at::Tensor drawn(const std::function<at::Tensor()>& sample);
 
-// Taken by the constructor, in forward. Tensors are autograd's saved variables: saved-tensor hooks that are active
-// see them, and a change in place is an error when they are read. enter() puts precision and random state back to
-// those of forward, exit() gives back what was there before enter(), also after an error in between.
+// All that a call reads, taken by the constructor, in forward: arguments, the state of the modules that it can reach, modes of
+// torch functions, precision and random state. Argument tensors are autograd's saved variables: saved-tensor hooks that are
+// active see them, and a change in place is an error when they are read. enter() puts the state back to that of forward, exit()
+// gives back what was there before enter(), also after an error in between.
 class SegmentState {
  public:
-  SegmentState(const pybind11::tuple& args, const pybind11::dict& kwargs, bool preserve_rng_state);
+  // own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
+  // globals.
+  SegmentState(
+      const pybind11::tuple& args,
+      const pybind11::dict& kwargs,
+      bool preserve_rng_state,
+      pybind11::handle own,
+      const pybind11::tuple& reachable);
 
   // Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error.
   void settle();
@@ -67,6 +77,10 @@ class SegmentState {
   void enter() const;
   void exit() const;
 
+  const ModuleState& modules() const {
+    return modules_;
+  }
+
   // Around forward where `draws` is true.
   bool draws() const {
     return draws_ != nullptr;
@@ -75,7 +89,12 @@ class SegmentState {
   void stop() const;
 
  private:
-  Argument take(pybind11::handle value, std::vector<at::Device>& devices, int depth);
+  struct Found {
+    std::vector<at::Device> devices;
+    std::vector<at::Generator> generators;
+  };
+  Argument take(pybind11::handle value, Found& found, int depth);
+  void reach(pybind11::handle value, Found& found, int depth);
   pybind11::object give(const Argument& argument, std::vector<pybind11::object>& given) const;
 
   Precision precision_;
@@ -90,6 +109,8 @@ class SegmentState {
   std::vector<Cache> caches_;
   Argument args_;
   Argument kwargs_;
+  ModuleState modules_;
+  at::impl::PythonTorchFunctionTLS function_modes_;
   RandomState random_;
   std::shared_ptr<Draws> draws_; // none where the generators' states are preserved
 };

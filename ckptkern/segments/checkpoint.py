@@ -3,7 +3,7 @@
 Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd wants to save.
 When backward opens the first placeholder, the region runs again. This time the hooks hand each saved tensor to the
 placeholder at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
-forward: arguments, random state and precision (csrc/segment_state.h).
+forward: arguments, what modules held, modes, random state and precision (csrc/segment_state.h).
 
 Saved tensors belong to the innermost region; a region's own arguments are saved in the region around it. Recomputed
 tensors belong to one backward pass and are freed when it reads them, also with retain_graph; but after a pass that asks for a
@@ -12,6 +12,7 @@ part of the gradients of a retained graph, later passes read them too (`ckptkern
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -21,10 +22,9 @@ from collections.abc import Callable
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter, is_lazy
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.nn.parameter import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from ..ops.dispatch.choices import choose_workspace
@@ -32,7 +32,7 @@ from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
 from .decisions import contexts_of
-from .reachable import modules_of
+from .reachable import reachable_of
 
 __all__ = ["checkpoint", "checkpointed"]
 
@@ -53,38 +53,27 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "buffers", "checksums", "device", "device_context", "done", "function", "lock", "modules", "on_error",
-        "recompute_context", "room", "sequence", "state",
+        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state",
     )  # fmt: skip
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
         self.stops_early, self.compares = early_stop, check != "none"
         self.checksums: list[Tensor] | None = [] if check == "values" else None
-        self.device_context = _device_context() if torch._C._len_torch_function_stack() else None
         self.sequence = ACTIVE.context  # over whose ranks attention goes, also when it is recomputed
-        self.modules: list[nn.Module] = []
-        self.buffers: list[tuple] = []
-        self.include(function, args, kwargs)
         self.room = self.device = None
         self.done: dict = {}  # key of every backward pass that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
-        self.state = SegmentState(args, kwargs, preserve_rng_state)
+        self.state = self.state_of(function, args, kwargs, preserve_rng_state)
 
     # -- forward
 
-    def include(self, function: Callable, args: tuple, kwargs: dict) -> None:
-        """Watches what a call of the function runs: it must be as it is now when the region is recomputed."""
-        modules, others = modules_of(function, args, kwargs)
-        for module in modules:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    self.watch(parameter)
-        self.modules += modules
-        # (dict of buffers, their versions) of each module: recompute must not change what forward has changed
-        self.buffers += [
-            (module._buffers, _versions(module._buffers)) for module in modules + others if module._buffers
-        ]
+    def state_of(self, function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> SegmentState:
+        """What a call of the function reads. The parameters of its module must be as they are now when it is recomputed."""
+        state = SegmentState(args, kwargs, preserve_rng_state, *reachable_of(function, args))
+        for parameter in state.parameters():
+            self.watch(parameter)
+        return state
 
     def record(self, context, function: Callable, args: tuple, kwargs: dict):
         """The function's result, of which only placeholders are saved. context: of forward, from `context_fn`."""
@@ -128,8 +117,6 @@ class Segment(SavedTensors):
         self.completed = True
         self.forget_moved()
         self.state.settle()
-        if self.buffers:
-            self.buffers = [(buffers, before) for buffers, before in self.buffers if _versions(buffers) != before]
 
     # -- backward
 
@@ -203,20 +190,16 @@ class Segment(SavedTensors):
                     wrong.append(self.checksums[run.count] != _checksum(x))
             return run.pack(x)
 
-        buffers = [(buffers, dict(buffers.items())) for buffers, _ in self.buffers]
         grad_mode = torch.is_grad_enabled()
-        self.state.enter()
+        unreadable = self.enter(self.state)
         try:
             torch._C._set_grad_enabled(True)
-            for module_buffers, before in buffers:
-                for name, buffer in before.items():
-                    module_buffers[name] = None if buffer is None else buffer.clone()
             _push_hooks(run.pack if self.checksums is None else pack, _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
-                    torch._disable_dynamo(self.run)(args, kwargs)
+                    torch._disable_dynamo(self.run)(args, kwargs, unreadable)
                 else:
-                    self.run(args, kwargs)
+                    self.run(args, kwargs, unreadable)
             except _Stop:
                 pass
             finally:
@@ -228,23 +211,22 @@ class Segment(SavedTensors):
         finally:
             self.state.exit()
             torch._C._set_grad_enabled(grad_mode)
-            for module_buffers, before in buffers:
-                for name, buffer in before.items():
-                    module_buffers[name] = buffer
         self.keep_versions()
         if wrong:
             self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
         return run.device
 
-    def run(self, args, kwargs) -> None:
+    def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
+        """Puts back what the call read. The context raises if it reads what cannot be put back."""
+        changed = state.changed()
+        state.enter()
+        return _Unreadable(changed, self, state) if changed else _NOTHING
+
+    def run(self, args, kwargs, unreadable: contextlib.AbstractContextManager) -> None:
         outer, ACTIVE.context = ACTIVE.context, self.sequence
         try:
-            if self.recompute_context is None and self.device_context is None:
+            with self.recompute_context or _NOTHING, unreadable:
                 self.call(args, kwargs)
-            else:
-                context, device = (_NOTHING if c is None else c for c in (self.recompute_context, self.device_context))
-                with context, device:
-                    self.call(args, kwargs)
         finally:
             ACTIVE.context = outer
 
@@ -256,13 +238,17 @@ class Segment(SavedTensors):
     def refuse_changed_parameters(self) -> None:
         if (found := self.changed()) is not None:
             parameter, now, then = found
-            name = _name_of(parameter, self.function, self.modules)
-            raise CheckpointError(
-                f"ckptkern.checkpoint: {name} of shape {tuple(parameter.shape)} was changed "
-                f"in place between forward and backward of {_describe(self.function)}: it is at version {now}, forward "
-                f"saw version {then}. Recomputing would give the gradients of another function. Run backward before the "
-                "optimizer's step, or run the region's forward again."
-            )
+            self.refuse(_name_of(parameter, self.state.roots()), parameter, now, then)
+
+    def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
+        how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
+        remedy = "Run backward before the optimizer's step, or run the region's forward again." if now != then else (
+            "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
+        )  # fmt: skip
+        raise CheckpointError(
+            f"ckptkern.checkpoint: {name} of shape {tuple(tensor.shape)} {how} of {_describe(self.function)}: it is at version "
+            f"{now}, forward saw version {then}. Recomputing would give the gradients of another function. {remedy}"
+        )
 
     def too_many(self) -> None:
         raise CheckpointError(
@@ -331,15 +317,20 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def _device_context():
-    """The innermost `with torch.device(...)` around this call: recompute puts its tensors there too."""
-    modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
-    return modes[-1] if modes else None
+class _Unreadable(TorchDispatchMode):
+    """Raises where the recompute reads what was changed in place. changed: of the region's state."""
 
+    def __init__(self, changed: list[tuple], segment: Segment, state: SegmentState):
+        super().__init__()
+        self.segment, self.state, self.found = segment, state, {id(one): row for row in changed for one in row[:2]}
 
-def _versions(buffers) -> list[tuple[int, int]]:
-    """(identity, version) of each. batch_norm bumps no version of its statistics, but that of num_batches_tracked."""
-    return [(id(b), 0 if is_lazy(b) or b.is_inference() else b._version) for b in buffers.values() if b is not None]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            if (row := self.found.get(id(value))) is not None:
+                tensor, _, module, name, now, then = row
+                self.segment.refuse(_name_in(module, name, self.state.roots()), tensor, now, then)
+        return func(*args, **kwargs)
 
 
 def _describe(function) -> str:
@@ -350,13 +341,20 @@ def _describe(function) -> str:
     return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
 
 
-def _name_of(parameter: Tensor, function, modules: list[nn.Module]) -> str:
+def _name_of(parameter: Tensor, roots: list[nn.Module]) -> str:
     """The parameter's name for an error message, searched for only then."""
-    for module in (*modules, *modules_of(function, (), {})[1]):
-        for name, candidate in module.named_parameters():
-            if candidate is parameter:
-                return f"the parameter {name!r}"
-    return "a parameter"
+    names = (name for root in roots for name, candidate in root.named_parameters() if candidate is parameter)
+    name = next(names, None)
+    return "a parameter" if name is None else f"the parameter {name!r}"
+
+
+def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module]) -> str:
+    """The name of what a module, or the closure, holds."""
+    if module is None:
+        return "a tensor that the function captures"
+    paths = (path for root in roots for path, inside in root.named_modules() if inside is module)
+    kind = "parameter" if name in module._parameters else "buffer" if name in module._buffers else "attribute"
+    return f"the {kind} {f'{next(paths, type(module).__name__)}.{name}'.lstrip('.')!r}"
 
 
 def _tip() -> str:

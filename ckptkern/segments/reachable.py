@@ -1,58 +1,53 @@
-"""Which modules a function runs or can reach."""
+"""What a function can read besides its arguments."""
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.parameter import Parameter
-
-
-def _walk(module: nn.Module, found: dict[int, nn.Module]) -> None:
-    pending: list[nn.Module | None] = [module]
-    for one in pending:
-        if one is not None and id(one) not in found:
-            found[id(one)] = one
-            if children := one._modules:
-                pending += children.values()
+from torch import nn
 
 
-_NO_MODULES = frozenset((Tensor, Parameter, type(None), bool, int, float, str))
+def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple[Any, ...]]:
+    """Returns (the module that a call runs for sure, or None; what else the call can reach).
 
-
-def modules_of(function, args: tuple, kwargs: dict) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(the modules that a call runs for sure, others that it can reach), with their children.
-
-    The first are the function itself, what it is bound to, or the `self` of a decorated method; their parameters are
-    watched for changes. The others are among its arguments, defaults and closure, and the globals that its code names.
+    The first is the function itself, what it is bound to, or the `self` of a decorated method. The others are the arguments of
+    a partial object, attributes of another object that is called or bound, defaults, the cells of the closure, and the globals
+    that the function's code names.
     """
-    own: dict[int, nn.Module] = {}
-    others: dict[int, nn.Module] = {}
-    reachable = [*args, *kwargs.values()]
+    others: tuple[Any, ...] = ()
     while isinstance(function, functools.partial):
-        reachable += (*function.args, *function.keywords.values())
+        others += (*function.args, *function.keywords.values())
         function = function.func
     if isinstance(function, nn.Module):
-        _walk(function, own)
-    elif isinstance(function, types.MethodType):
+        return function, others
+    own = None
+    if isinstance(function, types.MethodType):
         if isinstance(function.__self__, nn.Module):
-            _walk(function.__self__, own)
-    elif isinstance(function, types.FunctionType):
-        if args and isinstance(args[0], nn.Module):
-            _walk(args[0], own)
-        reachable += function.__defaults__ or ()
-        for cell in function.__closure__ or ():
-            try:
-                reachable.append(cell.cell_contents)
-            except ValueError:  # not filled yet
-                continue
+            return function.__self__, others
+        others += tuple(getattr(function.__self__, "__dict__", {}).values())
+        function = function.__func__
+    elif not isinstance(function, types.FunctionType):
+        return None, (*others, *getattr(function, "__dict__", {}).values())
+    elif args and isinstance(args[0], nn.Module):
+        own = args[0]
+    if isinstance(function, types.FunctionType):
         names = function.__globals__
-        reachable += [names[name] for name in function.__code__.co_names if name in names]
-    for value in reachable:
-        if type(value) in _NO_MODULES:
+        others += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *(function.__closure__ or ()))
+        others += tuple(names[name] for name in function.__code__.co_names if name in names)
+    return own, others
+
+
+def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]:
+    """Returns the modules that a call runs or can reach, with those inside."""
+    own, others = reachable_of(function, args)
+    values = [own, *args, *kwargs.values()]
+    for value in others:
+        try:
+            values.append(value.cell_contents if isinstance(value, types.CellType) else value)
+        except ValueError:  # not filled yet
             continue
-        for part in value if type(value) in (list, tuple) else (value,):
-            if isinstance(part, nn.Module) and id(part) not in own:
-                _walk(part, others)
-    return list(own.values()), list(others.values())
+    roots = [one for value in values for one in (value if type(value) in (list, tuple) else (value,))]
+    return list(dict.fromkeys(m for root in roots if isinstance(root, nn.Module) for m in root.modules()))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,32 +15,13 @@ from .decisions import saved_decisions
 
 
 class _Next(NamedTuple):
-    """A call after the first. modes: of the module and those inside; state: its arguments, without those that the call before
-    it returned; places: (leaf of the arguments, leaf of what that call returned) of these; spec: how the leaves lie in the
-    arguments."""
+    """A call after the first. state: what it reads, without the arguments that the call before it returned; places: (leaf of
+    the arguments, leaf of what that call returned) of these; spec: how the leaves lie in the arguments."""
 
     function: Callable
-    modes: list[tuple[nn.Module, bool]]
     state: SegmentState
     places: list[tuple[int, int]]
     spec: TreeSpec
-
-
-def _modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    return [(m, m.training) for m in module.modules()]
-
-
-@contextmanager
-def _in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """The modules in the modes, training or evaluation, that they had in forward."""
-    other = [(m, m.training) for m, training in modes if m.training != training]
-    for m, now in other:
-        m.training = not now
-    try:
-        yield
-    finally:
-        for m, now in other:
-            m.training = now
 
 
 class Span(Segment):
@@ -49,17 +29,16 @@ class Span(Segment):
 
     Saved for backward: the arguments of the first call, of the others what no call of the span made, decisions
     (`saved_decisions`), and 2.5 KiB of random state a call. The graph is that of the calls, so that what each returns may be
-    used and differentiated as usual. Backward recomputes all calls at once, in their order, each from its random state and in
-    its module's mode, which may change before backward.
+    used and differentiated as usual. Backward recomputes all calls at once, in their order, each from its own state.
     """
 
-    __slots__ = ("__weakref__", "context", "first_call", "later", "modes", "returned")
+    __slots__ = ("__weakref__", "context", "first_call", "later", "returned")
 
     def __init__(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]):
         """function: what a call of the module runs, in forward and in recompute."""
         contexts = saved_decisions()
         super().__init__(module, args, kwargs, True, contexts, "default", True, None)
-        self.first_call, self.modes, self.context = function, _modes_of(module), contexts[0]
+        self.first_call, self.context = function, contexts[0]
         self.later: list[_Next] = []
         self.returned: list[tuple[weakref.ref, int]] = []  # tensors that the last call returned, and their versions
 
@@ -90,25 +69,23 @@ class Span(Segment):
         leaves, spec = tree_flatten((args, kwargs))
         for j, _ in places:
             leaves[j] = None
-        self.include(module, args, kwargs)
-        state = SegmentState(*tree_unflatten(leaves, spec), True)
-        self.later.append(_Next(function, _modes_of(module), state, places, spec))
+        state = self.state_of(module, *tree_unflatten(leaves, spec), True)
+        self.later.append(_Next(function, state, places, spec))
         result = self.noted(self.record(self.context, function, args, kwargs))
         state.settle()
         return result
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        with _in_modes(self.modes):
-            result = self.first_call(*args, **kwargs)
-        for function, modes, state, places, spec in self.later:
+        result = self.first_call(*args, **kwargs)
+        for function, state, places, spec in self.later:
             made = tree_leaves(result)
             leaves = tree_leaves(state.arguments())
             for j, i in places:
                 leaves[j] = made[i]
             args, kwargs = tree_unflatten(leaves, spec)
-            state.enter()
+            unreadable = self.enter(state)
             try:
-                with _in_modes(modes):
+                with unreadable:
                     result = function(*args, **kwargs)
             finally:
                 state.exit()

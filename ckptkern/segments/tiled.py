@@ -409,8 +409,7 @@ def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
     """Raises ValueError if a token's output depends on other tokens, or on where it is."""
     if x.shape[dim] < 2:
         return
-    own, others = modules_of(forward, (), {})
-    buffers = [(b, b.clone()) for module in (*own, *others) for b in module.buffers(recurse=False)]
+    buffers = [(b, b.clone()) for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)]
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
             before = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
