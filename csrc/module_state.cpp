@@ -48,16 +48,48 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
       a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-PyObject* item(PyObject* space, PyObject* name) {
-  return PyCell_Check(space) ? PyCell_GET(space) : PyDict_GetItemWithError(space, name); // borrowed
+// A space is a dict, another mapping (of a ScriptModule) or a cell.
+py::object item(PyObject* space, PyObject* name) {
+  PyObject* found = nullptr;
+  if (PyDict_Check(space)) {
+    found = Py_XNewRef(PyDict_GetItemWithError(space, name));
+  } else if (PyCell_Check(space)) {
+    found = PyCell_Get(space);
+  } else if ((found = PyObject_GetItem(space, name)) == nullptr && PyErr_ExceptionMatches(PyExc_KeyError) != 0) {
+    PyErr_Clear();
+  }
+  if (found == nullptr && PyErr_Occurred() != nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(found);
 }
 
 void put(PyObject* space, PyObject* name, PyObject* value) {
   const int status = PyCell_Check(space) ? PyCell_Set(space, value)
-      : value != nullptr                 ? PyDict_SetItem(space, name, value)
-                                         : PyDict_DelItem(space, name);
+      : value == nullptr                 ? PyObject_DelItem(space, name)
+      : PyDict_Check(space)              ? PyDict_SetItem(space, name, value)
+                                         : PyObject_SetItem(space, name, value);
   if (status != 0) {
     throw py::error_already_set();
+  }
+}
+
+template <typename F>
+void for_each(PyObject* space, const F& function) {
+  PyObject *name = nullptr, *value = nullptr;
+  Py_ssize_t place = 0;
+  if (PyDict_Check(space)) {
+    while (PyDict_Next(space, &place, &name, &value) != 0) {
+      function(name, value);
+    }
+    return;
+  }
+  const auto items = py::reinterpret_steal<py::object>(PyMapping_Items(space));
+  if (!items) {
+    throw py::error_already_set();
+  }
+  for (const auto& pair : items) {
+    function(PyTuple_GET_ITEM(pair.ptr(), 0), PyTuple_GET_ITEM(pair.ptr(), 1));
   }
 }
 
@@ -108,14 +140,12 @@ void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value
 }
 
 void ModuleState::add_space(Space space) {
-  PyObject *name = nullptr, *value = nullptr;
-  Py_ssize_t place = 0;
   const std::size_t count = entries_.size();
-  while (PyDict_Next(space.object.ptr(), &place, &name, &value) != 0) {
+  for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
     if (space.kind != Kind::attributes || is_scalar(value) || THPVariable_Check(value)) {
       add_entry(space, name, value);
     }
-  }
+  });
   if (entries_.size() != count) {
     spaces_.push_back(std::move(space));
   }
@@ -138,10 +168,15 @@ void ModuleState::add_module(py::handle root, bool own) {
       throw py::error_already_set();
     }
     const auto dict = [&](PyObject* name) {
-      PyObject* const found = PyDict_GetItemWithError(attributes.ptr(), name);
-      return found != nullptr && PyDict_Check(found) && PyDict_GET_SIZE(found) != 0
-          ? py::reinterpret_borrow<py::object>(found)
-          : py::object();
+      auto found = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(attributes.ptr(), name));
+      if (!found) { // a ScriptModule's
+        found = py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), name));
+      }
+      const Py_ssize_t size = found ? PyObject_Size(found.ptr()) : -1;
+      if (size < 0) {
+        throw py::error_already_set();
+      }
+      return size == 0 ? py::object() : std::move(found);
     };
     if (auto parameters = dict(names[0])) {
       add_space({std::move(parameters), module, Kind::parameters, own});
@@ -151,13 +186,11 @@ void ModuleState::add_module(py::handle root, bool own) {
           {std::move(buffers), module, Kind::buffers, own, trains_without_reading(module.ptr(), attributes.ptr())});
     }
     if (auto modules = dict(names[2])) {
-      PyObject *name = nullptr, *child = nullptr;
-      Py_ssize_t place = 0;
-      while (PyDict_Next(modules.ptr(), &place, &name, &child) != 0) {
+      for_each(modules.ptr(), [&](PyObject*, PyObject* child) {
         if (child != Py_None) {
           pending.push_back(py::reinterpret_borrow<py::object>(child));
         }
-      }
+      });
       add_space({std::move(modules), module, Kind::modules, own});
     }
     add_space({std::move(attributes), module, Kind::attributes, own});
@@ -234,8 +267,8 @@ py::list ModuleState::changed() const {
     if (!lost && (entry.updated || now == entry.version)) {
       continue;
     }
-    PyObject* const there = space.object ? item(space.object.ptr(), entry.name.ptr()) : nullptr;
-    if (there != nullptr && there != entry.value.ptr() && !exchangeable(there, entry.value.ptr())) {
+    const auto there = space.object ? item(space.object.ptr(), entry.name.ptr()) : py::object();
+    if (there && there.ptr() != entry.value.ptr() && !exchangeable(there.ptr(), entry.value.ptr())) {
       continue;
     }
     const py::object name = entry.name ? entry.name : py::none();
@@ -250,7 +283,9 @@ py::object ModuleState::wanted(const Entry& entry, std::unordered_map<const void
   const auto& space = spaces_[entry.space];
   const bool statistics =
       space.norm && (space.own || space.updated) && entry.tensor.defined() && is_plain(entry.tensor);
-  if (!entry.before.defined() && !statistics) {
+  // What others have changed since is left, and is an error if it is read.
+  const bool copied = entry.before.defined() && (entry.updated || version_of(entry.tensor) == entry.version);
+  if (!copied && !statistics) {
     return entry.value;
   }
   auto& copy = copies[entry.tensor.unsafeGetTensorImpl()];
@@ -267,8 +302,8 @@ ModuleState::Undo ModuleState::enter() const {
   std::unordered_map<const void*, py::object> copies;
   for (const auto& entry : entries_) {
     const auto& space = spaces_[entry.space];
-    PyObject* const now = space.object ? item(space.object.ptr(), entry.name.ptr()) : nullptr;
-    undo.values.emplace_back(py::reinterpret_borrow<py::object>(now), false);
+    undo.values.emplace_back(space.object ? item(space.object.ptr(), entry.name.ptr()) : py::object(), false);
+    PyObject* const now = undo.values.back().first.ptr();
     const auto& x = entry.tensor;
     if (x.defined() && x.is_leaf() && x.requires_grad() != entry.requires_grad) {
       undo.requires_grad.emplace_back(x, x.requires_grad());
@@ -295,8 +330,9 @@ void ModuleState::exit(const Undo& undo) const {
     if (!space.object) {
       continue;
     }
-    PyObject *const now = item(space.object.ptr(), entries_[i].name.ptr()), *const before = undo.values[i].first.ptr();
-    if (now != before && (undo.values[i].second || exchangeable(now, before))) {
+    const auto now = item(space.object.ptr(), entries_[i].name.ptr());
+    PyObject* const before = undo.values[i].first.ptr();
+    if (now.ptr() != before && (undo.values[i].second || exchangeable(now.ptr(), before))) {
       put(space.object.ptr(), entries_[i].name.ptr(), before);
     }
   }

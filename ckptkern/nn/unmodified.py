@@ -101,29 +101,6 @@ def unmodified(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> boo
     return all(type(module) in kinds and untouched(module) and dense(module) for module in modules)
 
 
-@contextmanager
-def _holding(parameters: list[tuple[dict, dict]]) -> Iterator[None]:
-    """Puts the parameters of forward back into their modules: torch.func.functional_call has taken its own out by then.
-
-    FSDP2 exchanges a sharded parameter, which is own_dispatch, for the whole one; FSDP1 a part, of another shape. Both have put
-    the right one there.
-    """
-    moved = []
-    for now, then in parameters:
-        for name, parameter in then.items():
-            other = now.get(name)
-            if parameter is None or other is None or other is parameter:
-                continue
-            if parameter.shape == other.shape and own_dispatch((parameter, other)) is None:
-                moved.append((now, name, other))
-                now[name] = parameter
-    try:
-        yield
-    finally:
-        for now, name, other in moved:
-            now[name] = other
-
-
 def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as an activation checkpoint.
 
@@ -141,15 +118,6 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         or parametrize._cache_enabled
     ):
         return method(*args, **kwargs)
-    if torch.compiler.is_compiling():  # parameters are inputs of the graph
-        return checkpoint(method, *args, **kwargs)
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return method(*args, **kwargs)
-    parameters = [(one._parameters, dict(one._parameters)) for one in module.modules() if one._parameters]
-
-    def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _holding(parameters):
-            return method(*args, **kwargs)
-
-    run.__qualname__ = type(module).__name__  # for error messages
-    return checkpoint(run, module, *args, **kwargs)
+    return checkpoint(method, *args, **kwargs)

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 import math
+import types
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
 
@@ -225,7 +226,7 @@ class Segment(SavedTensors):
     def run(self, args, kwargs, unreadable: contextlib.AbstractContextManager) -> None:
         outer, ACTIVE.context = ACTIVE.context, self.sequence
         try:
-            with self.recompute_context or _NOTHING, unreadable:
+            with _NOTHING if self.recompute_context is None else self.recompute_context, unreadable:
                 self.call(args, kwargs)
         finally:
             ACTIVE.context = outer
@@ -338,6 +339,8 @@ def _describe(function) -> str:
         return f"the region {type(function).__name__}"
     if isinstance(function, functools.partial):
         return _describe(function.func)
+    if isinstance(function, types.MethodType):
+        return _describe(function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__)
     return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
 
 
