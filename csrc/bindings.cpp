@@ -298,19 +298,20 @@ PyTypeObject precision_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 // --- SegmentState
 
 PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
-  static const char* names[] = {"args", "kwargs", "preserve_rng_state", "own", "reachable", nullptr};
+  static const char* names[] = {"args", "kwargs", "preserve_rng_state", "values", "own", "reachable", nullptr};
   PyObject *args = nullptr, *kwargs = nullptr, *own = nullptr, *reachable = nullptr;
-  int preserve_rng_state = 0;
+  int preserve_rng_state = 0, values = 0;
   if (PyArg_ParseTupleAndKeywords(
           arguments,
           keywords,
-          "O!O!pOO!:SegmentState",
+          "O!O!ppOO!:SegmentState",
           const_cast<char**>(names),
           &PyTuple_Type,
           &args,
           &PyDict_Type,
           &kwargs,
           &preserve_rng_state,
+          &values,
           &own,
           &PyTuple_Type,
           &reachable) == 0) {
@@ -320,7 +321,7 @@ PyObject* make_segment_state(PyTypeObject* type, PyObject* arguments, PyObject* 
     const auto tuple = py::reinterpret_borrow<py::tuple>(args);
     const auto dict = py::reinterpret_borrow<py::dict>(kwargs);
     const auto others = py::reinterpret_borrow<py::tuple>(reachable);
-    return wrap(type, SegmentState(tuple, dict, preserve_rng_state != 0, own, others));
+    return wrap(type, SegmentState(tuple, dict, preserve_rng_state != 0, values != 0, own, others));
   });
 }
 

@@ -183,7 +183,11 @@ void ModuleState::add_module(py::handle root, bool own) {
     }
     if (auto buffers = dict(names[1])) {
       add_space(
-          {std::move(buffers), module, Kind::buffers, own, trains_without_reading(module.ptr(), attributes.ptr())});
+          {std::move(buffers),
+           module,
+           Kind::buffers,
+           own,
+           !values_ && trains_without_reading(module.ptr(), attributes.ptr())});
     }
     if (auto modules = dict(names[2])) {
       for_each(modules.ptr(), [&](PyObject*, PyObject* child) {

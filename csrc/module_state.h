@@ -17,6 +17,9 @@ bool is_module(PyObject* value);
 
 class ModuleState {
  public:
+  // values: norms' running statistics are copied too, although they only update them.
+  explicit ModuleState(bool values) : values_(values) {}
+
   // In forward, before it runs. A module comes with those inside. own: the call runs it for sure.
   void add_module(pybind11::handle module, bool own);
   void add_cell(pybind11::handle cell);
@@ -69,6 +72,7 @@ class ModuleState {
   void add_entry(const Space& space, pybind11::handle name, PyObject* value);
   pybind11::object wanted(const Entry& entry, std::unordered_map<const void*, pybind11::object>& copies) const;
 
+  bool values_;
   std::vector<pybind11::object> roots_;
   std::vector<Space> spaces_;
   std::vector<Entry> entries_;

@@ -1,5 +1,7 @@
 #include "saved_tensors.h"
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/AutogradState.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -134,6 +136,7 @@ struct Recompute {
   PyObject* device; // owned: of the first tensor, or null
   int64_t key;
   std::size_t count;
+  uint64_t unfilled; // the sequence number at which a tensor was packed that its op may fill yet
   std::vector<std::pair<std::size_t, Owned>> different;
 };
 
@@ -489,6 +492,27 @@ void recompute_dealloc(PyObject* object) {
   Py_TYPE(object)->tp_free(object);
 }
 
+// How many references an object has that was made for a tensor of C++ just now: newer releases of torch hold one themselves.
+Py_ssize_t references_of_new() {
+  static const Py_ssize_t count = [] {
+    const at::Tensor tensor = at::empty({0}), other = tensor;
+    const Owned object(THPVariable_Wrap(tensor));
+    return Py_REFCNT(object.object);
+  }();
+  return count;
+}
+
+// Inputs are packed before the kernel of their op runs, so that ending there skips the kernel. Not where x is what the kernel
+// gave, which would save nothing and cost the unwinding. And not before the kernel has filled an input, as that of rrelu fills
+// its noise (pytorch#193671): Python has not seen such a tensor.
+bool may_end(Recompute& run, PyObject* object, const at::Tensor& x) {
+  const auto now = at::sequence_number::peek(); // one more than that of the op's node
+  if (!x.requires_grad() && !x.is_view() && Py_REFCNT(object) <= references_of_new()) {
+    run.unfilled = now;
+  }
+  return run.unfilled != now && !(x.grad_fn() && x.grad_fn()->sequence_nr() + 1 == now);
+}
+
 PyObject* recompute_pack(PyObject* object, PyObject* argument) {
   HANDLE_TH_ERRORS
   auto* self = as<Recompute>(object);
@@ -497,6 +521,7 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
   if (given == nullptr) {
     return nullptr;
   }
+  const bool ends = may_end(*self, argument, *given) && m.stops_early && self->count + 1 == m.places.size();
   // detached: otherwise the tensor would keep this run's graph alive, and a saved output would keep itself alive
   Owned x(given->requires_grad() ? THPVariable_Wrap(given->detach()) : (Py_INCREF(argument), argument));
   if (self->device == nullptr) {
@@ -518,7 +543,7 @@ PyObject* recompute_pack(PyObject* object, PyObject* argument) {
       self->different.emplace_back(place, Owned(x.object));
     }
   }
-  if (m.stops_early && self->count == m.places.size()) {
+  if (ends) {
     PyErr_SetNone(self->stop);
     return nullptr;
   }

@@ -138,8 +138,13 @@ void RandomState::restore() const {
 }
 
 SegmentState::SegmentState(
-    const py::tuple& args, const py::dict& kwargs, bool preserve_rng_state, py::handle own, const py::tuple& reachable)
-    : function_modes_(at::impl::PythonTorchFunctionTLS::get_state()) {
+    const py::tuple& args,
+    const py::dict& kwargs,
+    bool preserve_rng_state,
+    bool values,
+    py::handle own,
+    const py::tuple& reachable)
+    : modules_(values), function_modes_(at::impl::PythonTorchFunctionTLS::get_state()) {
   Found found;
   if (!own.is_none()) {
     modules_.add_module(own, /*own=*/true);

@@ -60,11 +60,12 @@ at::Tensor drawn(const std::function<at::Tensor()>& sample);
 class SegmentState {
  public:
   // own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
-  // globals.
+  // globals. values: the recompute has every value of forward, also running statistics that it only updates.
   SegmentState(
       const pybind11::tuple& args,
       const pybind11::dict& kwargs,
       bool preserve_rng_state,
+      bool values,
       pybind11::handle own,
       const pybind11::tuple& reachable);
 

@@ -59,8 +59,9 @@ class Segment(SavedTensors):
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
-        self.stops_early, self.compares = early_stop, check != "none"
-        self.checksums: list[Tensor] | None = [] if check == "values" else None
+        self.compares = check != "none"
+        self.checksums = _Checksums() if check == "values" else None
+        self.stops_early = early_stop and self.checksums is None  # they are of what ops have written
         self.sequence = ACTIVE.context  # over whose ranks attention goes, also when it is recomputed
         self.room = self.device = None
         self.done: dict = {}  # key of every backward pass that the region was recomputed for
@@ -71,7 +72,7 @@ class Segment(SavedTensors):
 
     def state_of(self, function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> SegmentState:
         """What a call of the function reads. The parameters of its module must be as they are now when it is recomputed."""
-        state = SegmentState(args, kwargs, preserve_rng_state, *reachable_of(function, args))
+        state = SegmentState(args, kwargs, preserve_rng_state, self.checksums is not None, *reachable_of(function, args))
         for parameter in state.parameters():
             self.watch(parameter)
         return state
@@ -108,7 +109,7 @@ class Segment(SavedTensors):
             return self.pack
 
         def pack(x: Tensor) -> Placeholder:
-            self.checksums.append(_checksum(x))
+            self.checksums.add(x)
             return self.pack(x)
 
         return pack
@@ -118,6 +119,8 @@ class Segment(SavedTensors):
         self.completed = True
         self.forget_moved()
         self.state.settle()
+        if self.checksums is not None:
+            self.checksums.all()
 
     # -- backward
 
@@ -182,13 +185,10 @@ class Segment(SavedTensors):
         """Hands each tensor to its placeholder. Returns where the first one is."""
         args, kwargs = self.state.arguments()
         self.refuse_changed_parameters()
-        run = Recompute(self, key, _Stop)
-        wrong: list[Tensor] = []
+        run, checksums = Recompute(self, key, _Stop), _Checksums()
 
         def pack(x: Tensor) -> Tensor:
-            if run.count < len(self.checksums):
-                with _disable_current_modes():  # a selective policy records every op that it sees
-                    wrong.append(self.checksums[run.count] != _checksum(x))
+            checksums.add(x)
             return run.pack(x)
 
         grad_mode = torch.is_grad_enabled()
@@ -213,8 +213,10 @@ class Segment(SavedTensors):
             self.state.exit()
             torch._C._set_grad_enabled(grad_mode)
         self.keep_versions()
-        if wrong:
-            self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
+        if self.checksums is not None:
+            pairs = zip(self.checksums.all(), checksums.all(), strict=False)
+            if wrong := [a != b for a, b in pairs]:
+                self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
         return run.device
 
     def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
@@ -362,6 +364,29 @@ def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module])
 
 def _tip() -> str:
     return getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
+
+
+class _Checksums:
+    """Those of saved tensors, taken once their ops have run: a kernel may fill a tensor that was saved before, as rrelu's fills
+    its noise."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.waiting: list[Tensor] = []
+        self.op = -1  # of the waiting tensors
+
+    def add(self, x: Tensor) -> None:
+        op = torch._C._autograd._get_sequence_nr()
+        if op != self.op:
+            self.all()
+        self.waiting.append(x)
+        self.op = op
+
+    def all(self) -> list[Tensor]:
+        with _disable_current_modes():  # a selective policy records every op that it sees
+            self.values += map(_checksum, self.waiting)
+        self.waiting = []
+        return self.values
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
