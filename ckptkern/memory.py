@@ -95,6 +95,8 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for part in (getattr(tensor, name) for name in names):
             if isinstance(part, torch.Tensor):  # a DTensor names its mesh too
                 yield from dense_parts(part)
+    elif tensor.layout == torch.strided and tensor.is_nested:
+        yield tensor.detach().values()
     elif tensor.layout == torch.strided:
         yield tensor
         if state := getattr(tensor, "quant_state", None):  # bitsandbytes keeps its scales beside the tensor

@@ -22,20 +22,28 @@ CHUNK = 1 << 20  # elements that a store works on at a time, so that its scratch
 
 
 def changed_in_place(tensor: Tensor, version: int) -> RuntimeError:
+    shape = "nested" if tensor.is_nested and tensor.layout == torch.strided else list(tensor.shape)
+    return _changed(f"{tensor.type()} {shape}", tensor._version, version)
+
+
+def _changed(what: str, version: int, expected: int) -> RuntimeError:
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead."
+        f"[{what}] is at version {version}; expected version {expected} instead."
     )
 
 
 class Stays:
-    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so it is made here."""
+    """A tensor that is saved as it is. Hooks switch off autograd's check for in-place changes, so it is made here.
+
+    itself: backward gets the same object. Only of a tensor without a graph: otherwise it would tie a saved output to its own
+    grad_fn, a cycle that frees nothing.
+    """
 
     __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor):
-        # the tensor itself would tie a saved output to its own grad_fn: a cycle that frees nothing
-        self.tensor, self.version = tensor.detach(), tensor._version
+    def __init__(self, tensor: Tensor, itself: bool = False):
+        self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
 
     def changed(self) -> bool:
         return self.tensor._version != self.version
@@ -47,18 +55,40 @@ class Stays:
 
 
 class _Parts:
-    """A wrapper subclass, saved as the tensors it is made of."""
+    """A wrapper subclass, saved as the tensors it is made of.
 
-    __slots__ = ("context", "kind", "parts", "size", "stride")
+    A change in place moves the version of the wrapper and of none of its parts. So the wrapper is held, without those that
+    moved, and backward raises as it does without a store.
+    """
+
+    __slots__ = ("context", "kind", "parts", "size", "stride", "version", "wrapper")
 
     def __init__(self, tensor: Tensor, pack: Callable):
         names, self.context = tensor.__tensor_flatten__()
-        self.kind, self.size, self.stride = type(tensor), tensor.size(), tensor.stride()
-        parts = {name: getattr(tensor, name) for name in names}
+        self.kind, self.size, self.stride, self.version = type(tensor), tensor.size(), tensor.stride(), tensor._version
         # a DTensor names its mesh among them
-        self.parts = {name: pack(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+        self.parts = {name: getattr(tensor, name) for name in names}
+        symbolic = any(not isinstance(n, int) for n in self.size)
+        for name, part in self.parts.items():
+            if isinstance(part, Tensor):
+                # A size that is a symbol (a jagged tensor's) belongs to one part, by which the class finds it again: by the
+                # offsets' or lengths' identity. A copy of them would be those of a tensor of another shape.
+                itself = symbolic and not (part.is_floating_point() or part.is_complex())
+                self.parts[name] = _stay(part, itself=True) if itself else pack(part)
+        self.wrapper = self._emptied(tensor.detach())
+
+    def _emptied(self, wrapper: Tensor) -> Tensor | None:
+        try:
+            for name, part in self.parts.items():
+                if isinstance(part, (_Parts, _View)):
+                    setattr(wrapper, name, None)
+        except AttributeError:  # the class does not let go of it: better unchecked than held
+            return None
+        return wrapper
 
     def unpack(self) -> Tensor:
+        if self.wrapper is not None and self.wrapper._version != self.version:
+            raise _changed(f"{self.kind.__name__} {list(self.size)}", self.wrapper._version, self.version)
         saved = (Stays, _Parts, _View)
         parts = {name: part.unpack() if isinstance(part, saved) else part for name, part in self.parts.items()}
         return self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
@@ -200,6 +230,7 @@ class Store:
         return (
             type(tensor) is not Tensor
             or tensor.layout != torch.strided
+            or tensor.is_nested
             or tensor.numel() == 0
             or tensor.nbytes < self._min_bytes
             or tensor.is_quantized
@@ -211,25 +242,26 @@ class Store:
             or (self._select is not None and not self._select(tensor))
         )
 
-    def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor):
+    def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor, around: tuple[int, ...] = ()):
+        """around: versions of the wrappers that it is a part of."""
         if isinstance(tensor, (torch.nn.Parameter, Frozen)) or isinstance(tensor._base, torch.nn.Parameter):
             return _stay(tensor)
         if is_traceable_wrapper_subclass(tensor):
-            return _Parts(tensor, functools.partial(self._pack, runs))
+            return _Parts(tensor, functools.partial(self._pack, runs, around=(*around, tensor._version)))
         if self._stays(tensor):
             return _stay(tensor)
         geometry = _Geometry(tensor)
         place = tensor.storage_offset(), geometry.size, geometry.stride, tensor.dtype
-        key = StorageWeakRef(tensor.untyped_storage()), tensor._version, *place
+        key = StorageWeakRef(tensor.untyped_storage()), tensor._version, around if any(around) else (), *place
         run = runs.get(key)
         if run is None:
             run = runs[key] = _Run(self, geometry.flatten(tensor))
         return _View(tensor, geometry, run)
 
 
-def _stay(tensor: Tensor) -> Stays:
+def _stay(tensor: Tensor, itself: bool = False) -> Stays:
     note_saved((tensor,))
-    return Stays(tensor)
+    return Stays(tensor, itself)
 
 
 def _unpack(saved: Stays | _Parts | _View) -> Tensor:
