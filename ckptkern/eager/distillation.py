@@ -8,6 +8,10 @@ Of logits z and t, with log q = z - lse(z) of the student, log p = t - lse(t) of
 
 the generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649, equation 1), with the two divergences that its quotients
 by beta and 1 - beta tend to at its ends.
+
+Where a model is all but certain of a class, log q and log q - log m - KL of it are far smaller than what they are differences
+of. So the largest logit is subtracted first, then the logarithm of the sum. KL is in two parts too: log q - log m of the class
+of which q is largest, and what all other classes add to it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import Head, capped, uncapped_logits
+from .cross_entropy import Head, capped, target_columns, uncapped_logits
 from .elementwise import wide_of
 
 
@@ -32,19 +36,26 @@ class Model(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Of each token, [M] in the wide type: D, lse of both models' logits, and for beta > 0 the student's KL(q, m); m = p at
-    beta = 1."""
+    """Of each token: D [M], both models' normalizers [M, 2], and for beta > 0 the class of which q is largest, int64 [M], and
+    both parts of the student's KL(q, m) [M, 2]; m = p at beta = 1."""
 
     value: Tensor
-    lse: Tensor
-    teacher_lse: Tensor
+    normalizer: Tensor
+    teacher_normalizer: Tensor
+    likeliest: Tensor | None
     student_kl: Tensor | None
 
 
-def log_probabilities(z: Tensor, model: Model, lse: Tensor) -> Tensor:
-    """z - lse, in the memory of z; the least number where a bias says -inf, so that 0 times it is 0."""
-    log_p = z.sub_(lse[:, None])
-    return log_p if model.b is None else log_p.clamp_(min=torch.finfo(z.dtype).min)
+def normalizer_of(z: Tensor) -> Tensor:
+    """Returns the two parts of each row's logsumexp [M, 2]: the largest logit and log sum exp(z - largest)."""
+    largest = z.amax(1, keepdim=True)
+    return torch.cat([largest, (z - largest).exp_().sum(1, keepdim=True).log_()], 1)
+
+
+def log_probabilities(z: Tensor, model: Model, normalizer: Tensor) -> Tensor:
+    """z - logsumexp(z), in the memory of z; as good as -inf where a bias says -inf, but 0 times the sum of a few is 0."""
+    log_p = z.sub_(normalizer[:, :1]).sub_(normalizer[:, 1:])
+    return log_p if model.b is None else log_p.clamp_(min=torch.finfo(z.dtype).min / 4)
 
 
 def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
@@ -54,34 +65,41 @@ def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
     return capped(uncapped_logits(*teacher), teacher.head)
 
 
-def log_mixture(log_p: Tensor, log_q: Tensor, beta: float, out: Tensor | None = None) -> Tensor:
-    """log m; log p itself for beta = 1."""
-    if beta == 1:
-        return log_p
-    odds = torch.add(log_p, math.log(beta / (1 - beta)), out=out)
-    return torch.logaddexp(odds, log_q, out=odds).add_(math.log1p(-beta))
-
-
-def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p, q) of each token, in the memory of log_p and of another buffer."""
-    p = log_p.exp()
-    return p.mul_(log_p.sub_(log_q)).sum(1)
+def above_mixture(ratio: Tensor, share: float, other: float) -> Tensor:
+    """log q - log m of m = share q + other p, in the memory of ratio = log q - log p; log p - log m, if p and q change places.
+    Unlike log q and log m, the ratio is small where p and q agree, and so is its rounding."""
+    if share == 0:
+        return ratio  # m = p
+    of_other = ratio.neg_().add_(math.log(other))
+    return torch.logaddexp(of_other, of_other.new_full((), math.log(share)), out=of_other).neg_()
 
 
 def divergence_fwd(student: Model, teacher: Model, beta: float) -> Divergence:
     z = capped(uncapped_logits(*student), student.head)
-    lse = torch.logsumexp(z, 1)
-    log_q = log_probabilities(z, student, lse)
+    if not z.shape[1]:
+        nothing, two = z.new_zeros(len(z)), z.new_zeros(len(z), 2)
+        return Divergence(nothing, two, two.clone(), *((nothing.long(), two.clone()) if beta else (None, None)))
+    normalizer = normalizer_of(z)
+    log_q = log_probabilities(z, student, normalizer)
     t = teachers_logits(teacher, z.dtype)
-    teacher_lse = torch.logsumexp(t, 1)
-    log_p = log_probabilities(t, teacher, teacher_lse)
+    teacher_normalizer = normalizer_of(t)
+    log_p = log_probabilities(t, teacher, teacher_normalizer)
     if beta == 0:
-        return Divergence(kl(log_p, log_q), lse, teacher_lse, None)
-    log_m = log_mixture(log_p, log_q, beta)
-    student_kl = kl(log_q, log_m)
-    if beta == 1:
-        return Divergence(student_kl.clone(), lse, teacher_lse, student_kl)  # two results of an op are two tensors
-    return Divergence(kl(log_p, log_m).mul_(beta).add_(student_kl, alpha=1 - beta), lse, teacher_lse, student_kl)
+        p = log_p.exp()
+        return Divergence(p.mul_(log_p.sub_(log_q)).sum(1), normalizer, teacher_normalizer, None, None)
+    likeliest = log_q.argmax(1)
+    ratio = log_q - log_p
+    value = 0.0 if beta == 1 else log_p.exp_().mul_(above_mixture(-ratio, beta, 1 - beta)).sum(1).mul_(beta)
+    of_q = above_mixture(ratio, 1 - beta, beta)
+    of_likeliest = of_q.gather(1, likeliest[:, None])
+    others = log_q.exp_().mul_(of_q.sub_(of_likeliest)).sum(1, keepdim=True)
+    student_kl = torch.cat([of_likeliest, others], 1)
+    value = student_kl.sum(1).mul_(share_of_student(beta)).add_(value)
+    return Divergence(value, normalizer, teacher_normalizer, likeliest, student_kl)
+
+
+def share_of_student(beta: float) -> float:
+    return 1 - beta if 0 < beta < 1 else 1.0
 
 
 def divergence_bwd(
@@ -90,16 +108,18 @@ def divergence_bwd(
     """out = the gradient of D times dy [M] for the logits before scale and softcap; returns the sum of its rows, if `db`."""
     head = student.head
     u = uncapped_logits(*student, None if head.softcap else out)
-    log_q = log_probabilities(capped(u, head), student, of.lse)
-    log_p = log_probabilities(teachers_logits(teacher, u.dtype), teacher, of.teacher_lse)
+    log_q = log_probabilities(capped(u, head), student, of.normalizer)
+    log_p = log_probabilities(teachers_logits(teacher, u.dtype), teacher, of.teacher_normalizer)
     if beta == 0:
         dz = log_q.exp_().sub_(log_p.exp_())
     else:
-        log_m = log_mixture(log_p, log_q, beta, out=log_p)
-        of_q = torch.sub(log_q, log_m, out=log_m).sub_(of.student_kl[:, None])
-        dz = log_q.exp_().mul_(of_q)
-    share = 1 - beta if 0 < beta < 1 else 1.0
-    dz.mul_((dy * (share * head.scale))[:, None])
+        of_q = above_mixture(torch.sub(log_q, log_p, out=log_p), 1 - beta, beta)
+        above_likeliest = of_q.sub_(of.student_kl[:, :1])
+        # exactly 0 of that class, though a matmul of other shapes than forward's may have rounded its logit otherwise
+        column, here = target_columns(of.likeliest, head, out.shape[1])
+        above_likeliest.scatter_(1, column, torch.where(here, 0, above_likeliest.gather(1, column)))
+        dz = log_q.exp_().mul_(above_likeliest.sub_(of.student_kl[:, 1:]))
+    dz.mul_((dy * (share_of_student(beta) * head.scale))[:, None])
     if head.softcap:
         dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
     if ignored is not None:

@@ -249,6 +249,27 @@ OPS = [
         (values("[linear_distillation-none", "[linear_distillation-mask"),),
     ),
     Fault(
+        "distillation: a logsumexp is one rounded number",
+        "ckptkern/eager/distillation.py",
+        "z.sub_(«normalizer[:, :1]).sub_(normalizer[:, 1:]»)",
+        "normalizer.sum(1, keepdim=True)",
+        ("tests/ops/test_distillation.py -k 'large_logits and far'",),
+    ),
+    Fault(
+        "distillation: backward trusts that it rounds the likeliest class's logit as forward did",
+        "ckptkern/eager/distillation.py",
+        "torch.where(here, «0», above_likeliest.gather(1, column))",
+        "above_likeliest.gather(1, column)",
+        ("tests/ops/test_distillation.py -k rounds_otherwise",),
+    ),
+    Fault(
+        "distillation: a teacher's k log-probabilities lose the digits of their logsumexp",
+        "ckptkern/ops/distillation/loss.py",
+        "return «log_probs.log_softmax(-1)»",
+        "log_probs - torch.logsumexp(log_probs, -1, keepdim=True)",
+        ("tests/ops/test_distillation.py -k k_log_probabilities",),
+    ),
+    Fault(
         "gradients: a bias is summed in 16 bits over chunks",
         "ckptkern/ops/registration/gradients.py",
         "self.part = bias.dtype «if chunks == 1 else True»",

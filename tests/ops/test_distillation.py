@@ -6,9 +6,18 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import assert_same, assert_same_within_rounding, each_backend, gradients
+from support import oracles
+from support.cases import (
+    SAMPLES,
+    assert_as_exact,
+    assert_same,
+    assert_same_within_rounding,
+    each_backend,
+    gradients,
+)
 
 import ckptkern
+from ckptkern.eager import distillation
 from ckptkern.ops import catalog
 
 LEAD, CLASSES, K = (5, 7), 300, 6
@@ -41,7 +50,7 @@ def test_classes_that_a_bias_rules_out(beta):
     assert found["y"].min() > 0
 
 
-@pytest.mark.parametrize("beta", [0.5, 0.1])
+@pytest.mark.parametrize("beta", [0.5, 0.1, 1e-30])
 def test_models_that_agree_on_nothing(beta):
     """The bound of the Jensen-Shannon divergence, reached though logits differ by thousands."""
     x, weight = torch.eye(2)[:1].requires_grad_(), torch.tensor([[5000.0, 0.0], [0.0, 5000.0]])
@@ -87,6 +96,93 @@ def test_there_is_no_kernel():
         fused(teacher)(student)
 
 
+# -- beside PyTorch's own error
+
+CERTAIN = {"sure student": (True, False), "sure teacher": (False, True), "alike": (True, True), "opposed": (True, True)}
+PAIRS = ("near", "far", *CERTAIN)
+
+
+def pair_of(kind, std, seed, tokens=16, features=32):
+    """The student's and the teacher's tensors, in float64: logits of standard deviation `std`, or of a model that is sure of a
+    class, all but some 1e-7, of that size."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows, scale=1.0):
+        return scale * torch.randn(rows, features, generator=generator, dtype=torch.float64)
+
+    def model(sure, first):
+        x = normal(tokens)
+        if not sure:
+            return x, normal(CLASSES, std / features**0.5)
+        weight = normal(1, std / features**0.5) + normal(CLASSES, features**-0.5)
+        weight[first : first + tokens] += 22 * x / x.square().sum(1, keepdim=True)
+        return x, weight
+
+    sure_student, sure_teacher = CERTAIN.get(kind, (False, False))
+    student = model(sure_student, 0)
+    x, weight = model(sure_teacher, 0 if kind == "alike" else tokens)
+    teacher = (student[0] + 0.1 * x, student[1]) if kind == "near" else (x, weight)
+    return dict(zip(("student_input", "student_weight"), student, strict=True)), teacher
+
+
+def check_beside_pytorch(ours, unfused, kind, std, given, dtype=torch.float32, **options):
+    """Of twelve draws, the error of losses and gradients is at most twice that of the formula in PyTorch ops, whose results in
+    float64 are the exact ones. given: keyword arguments of the teacher's tensors."""
+
+    def stacked(function, wide):
+        found = []
+        for seed in range(SAMPLES):
+            student, teacher = pair_of(kind, std, seed)
+            student = {name: t.to(dtype).to(wide).requires_grad_() for name, t in student.items()}
+            arguments = given(*(t.to(dtype).to(wide) for t in teacher)) | options
+            found.append(gradients(lambda s, more=arguments: function(**s, **more, reduction="none"), student))
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+    assert_as_exact(stacked(ours, dtype), stacked(unfused, dtype), stacked(unfused, torch.float64))
+
+
+def as_given(x, weight):
+    return dict(teacher_input=x, teacher_weight=weight)
+
+
+def check_distillation(kind, std, **more):
+    check_beside_pytorch(ckptkern.linear_distillation, oracles.linear_distillation, kind, std, as_given, **more)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("kind", PAIRS)
+def test_large_logits_are_as_exact_as_pytorchs(kind, beta):
+    for std in (1, 8, 24, 60):
+        check_distillation(kind, std, beta=beta)
+
+
+@each_beta
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(temperature=3.0), dict(temperature=0.3), dict(softcap=30.0, teacher_softcap=50.0),
+        dict(dtype=torch.bfloat16), dict(dtype=torch.float16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_large_logits_with_options_and_in_16_bits(more, beta):
+    for kind in ("far", "sure student"):
+        check_distillation(kind, 24, beta=beta, **more)
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_logits_that_backward_rounds_otherwise(monkeypatch, beta):
+    """As a library may, in matmuls of a part of the vocabulary: they add in another order here."""
+    in_order = distillation.uncapped_logits
+
+    def logits(x, w, *more):
+        return in_order(x, w, *more) if len(w) == CLASSES else in_order(x.flip(1), w.flip(1), *more)
+
+    monkeypatch.setattr(distillation, "uncapped_logits", logits)
+    for kind in ("sure student", "opposed"):
+        check_distillation(kind, 24, beta=beta, workspace=1)
+
+
 # -- the k largest log-probabilities
 
 
@@ -110,6 +206,19 @@ def test_all_classes_are_the_whole_divergence_and_a_tail_bucket_is_at_most_it(ta
     torch.testing.assert_close(every, whole)
     if tail:
         assert (of_k(top_k(teacher), reduction="none")(student) <= whole).all()
+
+
+@each_beta
+@each_backend
+def test_k_log_probabilities_are_as_exact_as_pytorchs(backend, beta):
+    def k_of(x, weight):
+        given = (x.double() @ weight.double().T).log_softmax(-1).topk(K)
+        return dict(teacher_log_probs=given.values.to(x.dtype), teacher_tokens=given.indices)
+
+    both = ckptkern.linear_topk_distillation, oracles.linear_topk_distillation
+    with ckptkern.backend(backend):
+        for kind, std, tail in (("sure student", 24, False), ("far", 4, True))[: 1 if backend == "triton" else 2]:
+            check_beside_pytorch(*both, kind, std, k_of, beta=beta, add_tail_bucket=tail)
 
 
 @each_tail

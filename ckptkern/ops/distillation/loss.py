@@ -52,9 +52,9 @@ def linear_distillation(
         at least, and backward the vocabulary, of 256 classes at least. Default: ckptkern.workspace. A chunk's rows of
         student_weight's gradient are final, rounded once; the float32 sum of student_input's gradient is not counted.
 
-    Saves for backward, besides the arguments, the logsumexp of both models' logits, 8 bytes a token, and for beta > 0 the
-    student's part of the divergence, 4 more. Runs four matmuls of the student's weight and two of the teacher's. PyTorch ops on
-    every device: backend("triton") is an error.
+    Saves for backward, besides the arguments, the logsumexp of both models' logits in two parts, 16 bytes a token, and for
+    beta > 0 the student's likeliest class and its part of the divergence, 16 more. Runs four matmuls of the student's weight
+    and two of the teacher's. PyTorch ops on every device: backend("triton") is an error.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError
     (backend).
     """
@@ -192,6 +192,6 @@ def distribution(log_probs: Tensor, padding: Tensor, add_tail_bucket: bool) -> T
     least = torch.finfo(log_probs.dtype).min / 2  # as good as -inf, but its differences are numbers
     log_probs = log_probs.masked_fill(padding, least).clamp_min(least)
     if not add_tail_bucket:
-        return log_probs - torch.logsumexp(log_probs, -1, keepdim=True)
+        return log_probs.log_softmax(-1)
     inside = log_probs.exp().sum(-1, keepdim=True).clamp_max(1 - torch.finfo(log_probs.dtype).eps)
     return torch.cat([log_probs, torch.log1p(-inside)], -1)

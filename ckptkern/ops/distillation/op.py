@@ -54,7 +54,8 @@ def of_tokens(model: eager.Model, start: int, stop: int) -> eager.Model:
 
 
 def of_entries(model: eager.Model, start: int, stop: int) -> eager.Model:
-    return model._replace(w=model.w[start:stop], b=None if model.b is None else model.b[start:stop])
+    b = None if model.b is None else model.b[start:stop]
+    return model._replace(w=model.w[start:stop], b=b, head=model.head._replace(first=start))
 
 
 class LinearDistillation(Op):
@@ -65,7 +66,7 @@ class LinearDistillation(Op):
 
     @staticmethod
     def saves(o):
-        return ("lse", "teacher_lse", "student_kl") if o.beta else ("lse", "teacher_lse")
+        return ("normalizer", "teacher_normalizer", *(("likeliest", "student_kl") if o.beta else ()))
 
     @staticmethod
     def forward(tensors, o):
@@ -88,15 +89,15 @@ class LinearDistillation(Op):
         o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
         p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
         dtype, (M, d), V = student.x.dtype, student.x.shape, student.w.shape[0]
-        found = eager.Divergence(dy, saved["lse"], saved["teacher_lse"], saved.get("student_kl"))
+        found = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
         ignored = None if mask is None else ~mask.reshape(-1)
-        wide = found.lse.dtype
+        wide = dy.dtype
         narrow = int(dtype != wide)
         held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
         widest = max(d, teacher.x.shape[1])
         transient = M * dtype.itemsize + wide.itemsize * (M * held + (M + 2 * widest) * narrow)
         chunks = vocabulary_chunks(V, transient, o.workspace)
-        grads = HeadGradients(student.x, tensors[W], student.w, tensors[B], found.lse, dtype, needs, chunks)
+        grads = HeadGradients(student.x, tensors[W], student.w, tensors[B], dy, dtype, needs, chunks)
 
         def of_range(start: int, stop: int) -> None:
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
