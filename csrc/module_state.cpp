@@ -197,7 +197,9 @@ void ModuleState::add_module(py::handle root, bool own) {
       });
       add_space({std::move(modules), module, Kind::modules, own});
     }
-    add_space({std::move(attributes), module, Kind::attributes, own});
+    Space own_space{std::move(attributes), module, Kind::attributes, own};
+    own_space.type = py::type::of(module);
+    add_space(std::move(own_space));
   }
 }
 
@@ -222,6 +224,11 @@ void ModuleState::add_tensor(const at::Tensor& captured) {
 }
 
 void ModuleState::settle() {
+  for (auto& space : spaces_) {
+    if (space.type) { // a lazy module changes its own
+      space.type = py::type::of(space.module);
+    }
+  }
   for (auto& entry : entries_) {
     if (!entry.tensor.defined()) {
       continue;
@@ -302,6 +309,12 @@ py::object ModuleState::wanted(const Entry& entry, std::unordered_map<const void
 
 ModuleState::Undo ModuleState::enter() const {
   Undo undo;
+  for (const auto& space : spaces_) {
+    if (space.type && !space.type.is(py::type::of(space.module))) {
+      undo.types.emplace_back(space.module, py::type::of(space.module));
+      space.module.attr("__class__") = space.type;
+    }
+  }
   undo.values.reserve(entries_.size());
   std::unordered_map<const void*, py::object> copies;
   for (const auto& entry : entries_) {
@@ -339,6 +352,9 @@ void ModuleState::exit(const Undo& undo) const {
     if (now.ptr() != before && (undo.values[i].second || exchangeable(now.ptr(), before))) {
       put(space.object.ptr(), entries_[i].name.ptr(), before);
     }
+  }
+  for (const auto& [module, type] : undo.types) {
+    module.attr("__class__") = type;
   }
   for (const auto& [tensor, requires_grad] : undo.requires_grad) {
     tensor.requires_grad_(requires_grad);

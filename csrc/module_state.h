@@ -44,6 +44,7 @@ class ModuleState {
     std::vector<std::pair<pybind11::object, bool>>
         values; // of each entry, and whether enter() exchanged it; null: none
     std::vector<std::pair<at::Tensor, bool>> requires_grad;
+    std::vector<std::pair<pybind11::object, pybind11::object>> types; // of modules
   };
   Undo enter() const;
   void exit(const Undo& undo) const;
@@ -67,6 +68,7 @@ class ModuleState {
     bool own = false; // the call runs the module for sure
     bool norm = false; // one that trains: it updates statistics and does not read them
     bool updated = false; // is one of its buffers?
+    pybind11::object type = {}; // of attributes: the module's class, which a parametrization changes
   };
   void add_space(Space space);
   void add_entry(const Space& space, pybind11::handle name, PyObject* value);

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..ops.dispatch.choices import own_modes
+from ..segments.cached import makes_cached
 from ..segments.span import Span
 from .binding import Forward, Fused, Own, is_cache, without_caches
 from .report import Row
@@ -54,6 +55,8 @@ class Group:
         if (
             not torch.is_grad_enabled()
             or torch.compiler.is_compiling()  # Dynamo does not trace saved-tensor hooks
+            or torch._C._are_functorch_transforms_active()
+            or makes_cached(module, args, kwargs)
             or module.__dict__.get("forward") is not forward  # TensorParallel's forward gathers what this one reads
             or (caches and not forward.may_leave_empty(caches))
         ):

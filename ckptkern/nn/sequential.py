@@ -59,7 +59,7 @@ class Sequential(torch.nn.Sequential):
         self._parts: dict[tuple, list[sequential.Part]] = {}
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return super().forward(input)
         key: tuple = (self.segments, len(self))
         if isinstance(input, Tensor):

@@ -105,8 +105,8 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as an activation checkpoint.
 
     It runs as it is at recompute="none", without gradients and inside another region. Also where a recompute is impossible:
-    in torch.func's transforms and torch.export, which take no hooks on saved tensors, in a CUDA graph capture, which cannot
-    read torch's random state, and in parametrize.cached(), whose weights a recompute would not find.
+    in torch.func's transforms and torch.export, which take no hooks on saved tensors, and in a CUDA graph capture, which cannot
+    read torch's random state.
     """
     module = method.__self__  # type: ignore[attr-defined]
     refuse_shard(f"{type(module).__name__} calls its submodules")
@@ -115,7 +115,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         or choose_mode(module.recompute) in ("none", ("none", "none"))
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()
-        or parametrize._cache_enabled
+        or (torch.compiler.is_compiling() and parametrize._cache_enabled)
     ):
         return method(*args, **kwargs)
     if not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():

@@ -24,6 +24,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
@@ -32,6 +33,7 @@ from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
+from .cached import cached_weights, caching, makes_cached
 from .decisions import contexts_of
 from .reachable import reachable_of
 
@@ -54,7 +56,7 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state",
+        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state", "weights",
     )  # fmt: skip
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
@@ -63,6 +65,7 @@ class Segment(SavedTensors):
         self.checksums = _Checksums() if check == "values" else None
         self.stops_early = early_stop and self.checksums is None  # they are of what ops have written
         self.sequence = ACTIVE.context  # over whose ranks attention goes, also when it is recomputed
+        self.weights = cached_weights()
         self.room = self.device = None
         self.done: dict = {}  # key of every backward pass that the region was recomputed for
         self.lock = RLock()  # two devices' backward threads may want the same region
@@ -72,7 +75,10 @@ class Segment(SavedTensors):
 
     def state_of(self, function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> SegmentState:
         """What a call of the function reads. The parameters of its module must be as they are now when it is recomputed."""
-        state = SegmentState(args, kwargs, preserve_rng_state, self.checksums is not None, *reachable_of(function, args))
+        own, reachable = reachable_of(function, args)
+        if self.weights:
+            reachable += tuple(self.weights.values())
+        state = SegmentState(args, kwargs, preserve_rng_state, self.checksums is not None, own, reachable)
         for parameter in state.parameters():
             self.watch(parameter)
         return state
@@ -228,7 +234,8 @@ class Segment(SavedTensors):
     def run(self, args, kwargs, unreadable: contextlib.AbstractContextManager) -> None:
         outer, ACTIVE.context = ACTIVE.context, self.sequence
         try:
-            with _NOTHING if self.recompute_context is None else self.recompute_context, unreadable:
+            cached = _NOTHING if self.weights is None and not parametrize._cache_enabled else caching(self.weights)
+            with _NOTHING if self.recompute_context is None else self.recompute_context, unreadable, cached:
                 self.call(args, kwargs)
         finally:
             ACTIVE.context = outer
@@ -482,7 +489,11 @@ def _checkpoint(function, args, kwargs, preserve_rng_state, context_fn, check, d
             raise ValueError("debug=True is incompatible with non-default context_fn")
         context_fn, on_error = torch_checkpoint._get_debug_context_and_cb()
     contexts = None if context_fn is noop_context_fn else context_fn()
-    if not torch.is_grad_enabled():
+    if (
+        not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or (parametrize._cache_enabled and makes_cached(function, args, kwargs))
+    ):
         return function(*args, **kwargs)
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
         early_stop = stop

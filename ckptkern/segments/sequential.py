@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory import dense_parts, format_size, parse_size
 from .checkpoint import checkpoint
+from .cached import caching_nothing
 
 __all__ = ["Part", "checkpoint_sequential", "run", "split"]
 
@@ -126,7 +127,7 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
     """Runs every layer on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
     found, alive = [], []  # alive keeps storages, so that no address is used for two
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), caching_nothing():
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
         for layer in layers:
             saved: list[Tensor] = []
@@ -230,5 +231,9 @@ def checkpoint_sequential(
     known = {"preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
     if unknown := options.keys() - known:
         raise ValueError(f"Unexpected keyword arguments: {','.join(sorted(unknown))}")
+    if (
+        torch._C._are_functorch_transforms_active()
+    ):  # where `checkpoint` runs its function as it is, and nothing is measured
+        return _chain(_named(functions)[1])(input)
     parts = split(functions, segments, input if isinstance(input, Tensor) else None)
     return run(functions, parts, input, use_reentrant=use_reentrant, **options)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -31,6 +33,7 @@ from ..memory import counting, dense_parts
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
 from .checkpoint import checkpoint
+from .cached import caching_nothing, make_cached
 from .reachable import modules_of
 
 __all__ = ["tiled"]
@@ -79,8 +82,9 @@ def tiled(
     check: runs fn on x a few more times and raises ValueError if it is not token-wise. Of random output it sees only which
     tokens it depends on.
 
-    Under torch.compile chunks are torch.utils.checkpoint's, and a token's transients are taken as 32 times its input, since
-    nothing can be measured; 16-bit gradients of a module's parameters are summed in float32, of other tensors in their dtype.
+    In torch.func's transforms and forward-mode AD fn(x) runs as it is. Under torch.compile chunks are torch.utils.checkpoint's,
+    and a token's transients are taken as 32 times its input, since nothing can be measured; 16-bit gradients of a module's
+    parameters are summed in float32, of other tensors in their dtype.
 
     Raises TypeError for what is not a Tensor, ValueError for a bad `chunks`, `dim` or `workspace` or both of the first and the
     last, ShapeError if fn returns another number of tokens, RuntimeError if fn cannot be measured and if a module inside fn
@@ -100,6 +104,8 @@ def tiled(
         raise ValueError("tiled: fn is wrapped in DistributedDataParallel: wrap the model that calls tiled instead")
     bound = choose_workspace("tiled", workspace, x)
     dim %= x.dim()
+    if not torch.compiler.is_compiling() and _is_transformed():
+        return fn(x)
     if torch.compiler.is_compiling():
         return _traced(fn, x, chunks, dim, bound, preserve_rng_state)
 
@@ -116,6 +122,8 @@ def run_in_chunks(
     module: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor, workspace: int | str | None
 ) -> Tensor:
     """`tiled` of a module's own forward, inside a call of the module, along dimension -2. It draws no random numbers."""
+    if _is_transformed():
+        return forward(x)
     dim = x.dim() - 2
     length = _length(module, forward, x, None, dim, choose_workspace("tiled", workspace, x))
     return _run(module, forward, x, dim, length, preserve_rng_state=False)
@@ -124,6 +132,11 @@ def run_in_chunks(
 def check_token_wise(fn: Callable, forward: Callable, x: Tensor) -> None:
     """Raises ValueError or ShapeError if a token's output, along dimension -2, depends on other tokens."""
     _check_token_wise(fn, forward, x, x.dim() - 2, -(-x.shape[-2] // 2))
+
+
+def _is_transformed() -> bool:
+    """In torch.func's transforms, which take no hooks on saved tensors, and forward-mode AD: nothing is recomputed there."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _name(fn: Callable) -> str:
@@ -197,7 +210,7 @@ def _saved_and_returned(forward: Callable, x: Tensor) -> int:
         for part in dense_parts(tensor):
             seen[StorageWeakRef(part.untyped_storage())] = part.untyped_storage().nbytes()
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _no_cast_cache():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _no_cast_cache(), caching_nothing():
         with counting(note, hold=False):
             output = forward(mode.from_tensor(x))
         if isinstance(output, Tensor):
@@ -284,7 +297,8 @@ class _InputGradient:
 
     def write(self, place: int, grad: Tensor) -> Tensor:
         """grad, at its place in the whole; as it is where it is differentiable or no plain memory."""
-        if torch.is_grad_enabled() or type(grad) is not Tensor or grad.layout is not torch.strided:
+        batched = is_legacy_batchedtensor(grad) or torch._C._are_functorch_transforms_active()  # is_grads_batched
+        if torch.is_grad_enabled() or batched or type(grad) is not Tensor or grad.layout is not torch.strided:
             return grad
         task = torch._C._current_graph_task_id()
         whole = self.wholes.get(task)
@@ -340,6 +354,7 @@ def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, pres
     gradient = _InputGradient(x, dim, length) if with_grad and x.requires_grad else None
     parts = x.split(length, dim) if gradient is None else _Split.apply(x, gradient)
     placeholders = []
+    make_cached(forward)  # outside of the chunks: one weight for all
     sums = GradientSums()
     with _no_cast_cache() if len(parts) > 1 else contextlib.nullcontext(), _whole_modules(fn):
         for place in range(len(parts)):
@@ -405,6 +420,7 @@ NEAR, NEAR_16_BIT = 1e-4, 2e-2  # of the largest output: what rounding may diffe
 
 
 @torch.no_grad()
+@caching_nothing()
 def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
     """Raises ValueError if a token's output depends on other tokens, or on where it is."""
     if x.shape[dim] < 2:

@@ -17,10 +17,11 @@ Common guarantees:
 
 - Parameters and views of them stay where they are, and so do tensors below ``min_bytes``, tensors on other devices, and
   what is not plain strided memory (sparse, quantized, conjugated). Backward checks these for in-place changes and
-  raises torch's RuntimeError. A DTensor or another wrapper is stored as its parts.
+  raises torch's RuntimeError. A DTensor or another wrapper is stored as its parts, except offsets and lengths of a jagged
+  tensor, which stay.
 - Size, strides, dtype and ``requires_grad`` are restored, and the values bit for bit, except with ``"fp8"`` and
   ``"int8"``. A tensor that is saved twice inside one ``with``, also as another view of the same elements, is stored
-  once.
+  once, if its version did not change: a write through ``.data`` or numpy is not seen.
 - ``retain_graph``, second-order gradients and unpacking twice work. A graph that is deleted frees its saved tensors.
 - A model compiled by torch.compile saves what its compiled graph saves. Entering a context *inside* a compiled function
   breaks the graph, which ``fullgraph=True`` reports as an error; ``torch.func`` transforms refuse saved-tensor hooks.

@@ -109,6 +109,40 @@ def test_what_was_changed_in_between_is_saved_twice():
     assert [found[0][0].item() for found in (first, second, third)] == [0, 1, 2]
 
 
+CHANGES = {
+    "method": lambda base: base.add_(1),
+    "of a view": lambda base: base[1:].add_(1),
+    "of a detached": lambda base: base.detach().add_(1),
+    "by index": lambda base: base.__setitem__(slice(None), 1.0),
+    "out": lambda base: torch.add(base, 1, out=base),
+    "of a list": lambda base: torch._foreach_add_([base], 1),
+}
+UNSEEN = {  # by version counters
+    "data": lambda base: base.data.add_(1),
+    "numpy": lambda base: base.numpy().__setitem__(slice(None), 1.0),
+    "dlpack": lambda base: torch.from_dlpack(base.detach()).add_(1),
+}
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in one block", "in two blocks"])
+@pytest.mark.parametrize("change", CHANGES | UNSEEN)
+@every_store
+def test_what_is_saved_again_after_a_change(keep, change, again):
+    """The later value, except where nothing tells of the change: then in another block only."""
+    keep, base, x, first, second = made(keep), torch.zeros(5), torch.ones((), requires_grad=True), [], []
+    with contextlib.ExitStack() as block:
+        block.enter_context(keep)
+        y = Save.apply(x, first, base)
+        (CHANGES | UNSEEN)[change](base)
+        if again:
+            block.pop_all().close()
+            block.enter_context(keep)
+        y = Save.apply(y, second, base)
+    y.backward()
+    assert torch.equal(first[0], torch.zeros(5))
+    assert torch.equal(second[0][1:], torch.full((4,), 0.0 if change in UNSEEN and not again else 1.0))
+
+
 def test_a_tensor_saved_twice_is_fetched_once():
     keep, fetched = offload(min_bytes=0), []
     get = keep.get
