@@ -268,6 +268,11 @@ py::list ModuleState::parameters() const {
 
 py::list ModuleState::changed() const {
   py::list found;
+  for (const auto& space : spaces_) {
+    if (space.type && !space.type.is(py::type::of(space.module))) {
+      found.append(py::make_tuple(py::none(), space.type, space.module));
+    }
+  }
   for (const auto& entry : entries_) {
     const auto& space = spaces_[entry.space];
     if (!entry.tensor.defined() || space.norm || entry.tensor.is_inference()) {
@@ -309,12 +314,6 @@ py::object ModuleState::wanted(const Entry& entry, std::unordered_map<const void
 
 ModuleState::Undo ModuleState::enter() const {
   Undo undo;
-  for (const auto& space : spaces_) {
-    if (space.type && !space.type.is(py::type::of(space.module))) {
-      undo.types.emplace_back(space.module, py::type::of(space.module));
-      space.module.attr("__class__") = space.type;
-    }
-  }
   undo.values.reserve(entries_.size());
   std::unordered_map<const void*, py::object> copies;
   for (const auto& entry : entries_) {
@@ -352,9 +351,6 @@ void ModuleState::exit(const Undo& undo) const {
     if (now.ptr() != before && (undo.values[i].second || exchangeable(now.ptr(), before))) {
       put(space.object.ptr(), entries_[i].name.ptr(), before);
     }
-  }
-  for (const auto& [module, type] : undo.types) {
-    module.attr("__class__") = type;
   }
   for (const auto& [tensor, requires_grad] : undo.requires_grad) {
     tensor.requires_grad_(requires_grad);

@@ -34,8 +34,9 @@ class ModuleState {
   // The parameters of own modules.
   pybind11::list parameters() const;
 
-  // [(tensor, module or None, name, version now, version after forward)] of what was changed in place since, and of what
-  // forward updated without a copy from before. A recompute must not read them.
+  // [(tensor, its value, module or None, name, version now, version after forward)] of what was changed in place since, and of
+  // what forward updated without a copy from before. A recompute must not read them. (None, class, module) of a module that has
+  // another class now: it cannot run.
   pybind11::list changed() const;
 
   // Puts back what differs; undone by exit(), which also undoes what the recompute assigned. Not for tensors that are sharded
@@ -44,7 +45,6 @@ class ModuleState {
     std::vector<std::pair<pybind11::object, bool>>
         values; // of each entry, and whether enter() exchanged it; null: none
     std::vector<std::pair<at::Tensor, bool>> requires_grad;
-    std::vector<std::pair<pybind11::object, pybind11::object>> types; // of modules
   };
   Undo enter() const;
   void exit(const Undo& undo) const;

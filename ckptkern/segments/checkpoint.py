@@ -228,6 +228,12 @@ class Segment(SavedTensors):
     def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
         """Puts back what the call read. The context raises if it reads what cannot be put back."""
         changed = state.changed()
+        if changed and changed[0][0] is None:
+            _, then, module = changed[0]
+            raise CheckpointError(
+                f"ckptkern.checkpoint: {type(module).__name__} in {_describe(self.function)} was a {then.__name__} in forward: a "
+                "module that has changed its class, as a removed parametrization does, cannot be recomputed. Run backward before."
+            )
         state.enter()
         return _Unreadable(changed, self, state) if changed else _NOTHING
 
