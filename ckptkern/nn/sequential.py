@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,13 +19,9 @@ from ..segments import sequential
 from ..segments.checkpoint import checkpoint
 from .share import check_kind, share
 
-_OPTIONS = {
-    name for name, one in inspect.signature(sequential.checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY
-}
-
 
 def _check_options(what: str, options: dict[str, Any]) -> None:
-    for name in options.keys() - _OPTIONS:
+    for name in options.keys() - sequential.OPTIONS:
         raise TypeError(f"{what}: {name} is not an option of ckptkern.checkpoint")
 
 

@@ -36,6 +36,7 @@ from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_s
 from .cached import cached_weights, caching, makes_cached
 from .decisions import contexts_of
 from .reachable import reachable_of
+from .selective import LOOKS, with_hooks
 
 __all__ = ["checkpoint", "checkpointed"]
 
@@ -425,7 +426,7 @@ def _checksum(x: Tensor) -> Tensor:
 
 
 def checkpoint(
-    function: Callable,
+    function: Callable | None = None,
     *args,
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
@@ -433,6 +434,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
     **kwargs,
 ):
     """function(*args, **kwargs), saving its arguments and recomputing everything else in backward.
@@ -440,7 +442,8 @@ def checkpoint(
     A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``. Arguments may be nested in tuples,
     named tuples, lists and dicts; anything may be returned. Saved from forward to backward: the tensors among the
     arguments (as autograd's saved tensors: saved-tensor hooks around the call see them, and a change in place is an
-    error), 2.5 KiB of random state, a little more for each GPU, and the precision settings.
+    error), 2.5 KiB of random state, a little more for each GPU, and the precision settings. Without a function it returns
+    a decorator, ``checkpoint(debug=True)(function)``, on every torch; what it makes passes all its arguments to the function.
 
     preserve_rng_state: recompute samples the same random numbers, on the CPU and every device that the arguments live on. If
     false, only `ckptkern.dropout` and ckptkern's layers do, each mask from 16 bytes that are saved.
@@ -448,7 +451,11 @@ def checkpoint(
     and `ckptkern.saved_decisions` for a router. determinism_check: "default" compares shapes, dtypes and devices of what is
     recomputed, "none" nothing, and "values" also 64-bit checksums of every saved tensor; the device is read once at the end
     of backward. debug: errors show the operators of both runs. early_stop: end the recompute at the last tensor that
-    backward needs.
+    backward needs. respect_saved_tensors_hooks: do saved-tensor hooks around the call (such as save_on_cpu) also see what
+    `create_selective_checkpoint_contexts` and `saved_decisions` hold beside the graph? By default they do not, of which torch
+    warns from 2.14 on; if true, they do on every torch. Nothing else depends on it: hooks always see the arguments, and a
+    region without such contexts holds nothing else. A policy that returns MUST_CPU_OFFLOAD or PREFER_CPU_OFFLOAD recomputes, as
+    in every torch so far; to offload, return MUST_SAVE and call under save_on_cpu with respect_saved_tensors_hooks=True.
     torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
 
     Changing a parameter in place between forward and backward is an error that names the parameter. Watched are every
@@ -461,6 +468,28 @@ def checkpoint(
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.
     """
+    options = (
+        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks,
+    )  # fmt: skip
+    if function is None and not args:
+        if kwargs:
+            raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
+        return functools.partial(_decorated, options)
+    return _checkpoint(function, args, kwargs, *options)
+
+
+def _decorated(options: tuple, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return _checkpoint(function, args, kwargs, *options)
+
+    return call
+
+
+def _checkpoint(
+    function, args, kwargs, use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop,
+    respect_saved_tensors_hooks,
+):  # fmt: skip
     if use_reentrant:
         raise ValueError(
             "ckptkern.checkpoint: use_reentrant=True is not supported. Leave it out: this is the non-reentrant variant, "
@@ -473,6 +502,8 @@ def checkpoint(
             raise ValueError("ckptkern.checkpoint: determinism_check='values' is not supported under torch.compile")
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = contexts_of(context_fn)  # Dynamo does not accept the default here
+        if LOOKS and respect_saved_tensors_hooks is not None:
+            kwargs["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
         torchs = torch_checkpoint.checkpoint  # Dynamo knows torch's by this name; it may have been set to ours
         if torchs is checkpoint or not torch.compiler.is_dynamo_compiling():
             torchs = _torchs
@@ -480,11 +511,7 @@ def checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state,
             determinism_check=determinism_check, debug=debug, early_stop=early_stop, **kwargs,
         )  # fmt: skip
-    return _checkpoint(function, args, kwargs, preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-
-
-def _checkpoint(function, args, kwargs, preserve_rng_state, context_fn, check, debug, early_stop):
-    if check == "values" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if determinism_check == "values" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ckptkern.checkpoint: determinism_check='values' reads the device at the end of backward, which a CUDA "
             "graph capture does not allow"
@@ -503,17 +530,13 @@ def _checkpoint(function, args, kwargs, preserve_rng_state, context_fn, check, d
         return function(*args, **kwargs)
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
         early_stop = stop
-    segment = Segment(function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error)
+    if contexts is not None or torch._C._len_torch_dispatch_stack():
+        contexts = with_hooks(contexts, respect_saved_tensors_hooks)
+    segment = Segment(function, args, kwargs, preserve_rng_state, contexts, determinism_check, early_stop, on_error)
     return segment.record(contexts and contexts[0], function, args, kwargs)
 
 
 def checkpointed(function: Callable | None = None, /, **options):
     """`checkpoint` as a decorator, of functions and methods: ``@checkpointed`` or ``@checkpointed(debug=True)``."""
-    if function is None:
-        return functools.partial(checkpointed, **options)
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        return checkpoint(function, *args, **options, **kwargs)
-
-    return call
+    decorate = checkpoint(**options)
+    return decorate if function is None else decorate(function)

@@ -33,7 +33,7 @@ _COMPILED = functools.partial(
 )  # fmt: skip
 
 
-def saved_decisions() -> tuple[_Save, _Replay]:
+def saved_decisions() -> tuple[Save, _Replay]:
     """Returns contexts of forward and recompute, for `context_fn`, that save which rows forward chose.
 
         y = ckptkern.checkpoint(layer, x, context_fn=ckptkern.saved_decisions)
@@ -49,8 +49,8 @@ def saved_decisions() -> tuple[_Save, _Replay]:
 
     Raises torch.utils.checkpoint.CheckpointError if recompute decides by another function, or of a tensor of another shape.
     """
-    decisions: list[tuple[str, tuple, Tensor]] = []
-    return _Save(decisions), _Replay(decisions)
+    decisions: list[tuple[str, tuple, Callable, Any]] = []
+    return Save(decisions), _Replay(decisions)
 
 
 def decides(fn: Callable, *args, **kwargs) -> bool:
@@ -100,11 +100,15 @@ class _Gather(torch.autograd.Function):
         return dy.new_zeros(ctx.shape).scatter(ctx.dim, index, dy), None, None
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 class _Decisions(TorchFunctionMode):
     """Calls `decided` with every decision; it returns what stands for it. Values are gathered in both passes, because autograd
     has to save the same tensors in both."""
 
-    def __init__(self, decisions: list[tuple[str, tuple, Tensor]]):
+    def __init__(self, decisions: list[tuple[str, tuple, Callable, Any]]):
         super().__init__()
         self.decisions = decisions
 
@@ -130,9 +134,14 @@ class _Decisions(TorchFunctionMode):
         raise NotImplementedError
 
 
-class _Save(_Decisions):
+class Save(_Decisions):
+    """Forward's. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
+
+    hooks: tuple[Callable, Callable] | None = None
+
     def decided(self, name, shape, decision):
-        self.decisions.append((name, shape, decision.detach().clone()))  # the caller may change its own
+        pack, unpack = self.hooks or (_same, _same)
+        self.decisions.append((name, shape, unpack, pack(decision.detach().clone())))  # the caller may change its own
         return decision
 
 
@@ -147,7 +156,7 @@ class _Replay(_Decisions):
                 f"ckptkern.saved_decisions: recompute decides by {name} of a tensor of shape {list(shape)}, after the last "
                 f"of forward's {len(self.decisions)} decisions: the region must call the same functions each time"
             )
-        was, was_shape, taken = self.decisions[self.place]
+        was, was_shape, unpack, taken = self.decisions[self.place]
         if (was, was_shape) != (name, shape):
             raise CheckpointError(
                 f"ckptkern.saved_decisions: decision {self.place} of {len(self.decisions)} was {was} of a tensor of shape "
@@ -155,4 +164,4 @@ class _Replay(_Decisions):
                 "functions each time"
             )
         self.place += 1
-        return taken.clone()
+        return unpack(taken).clone()

@@ -2,7 +2,8 @@
 
 torch's `checkpoint` is a decorator's wrapper, and a cell of its closure holds the undecorated function. A patch puts ours
 into that cell. The wrapper stays the same object, so Dynamo still recognises it, and everyone who holds it runs ours:
-modules that imported it by name, partial objects, default arguments.
+modules that imported it by name, partial objects, default arguments. What torch's decorator form makes, from 2.14 on, calls
+another function of torch's module by name, which a patch replaces too.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from types import CellType
 
+import torch
 import torch.utils.checkpoint as torch_checkpoint
 
+from .checkpoint import _checkpoint as run
 from .checkpoint import checkpoint
 
 __all__ = ["Patch", "patch_torch", "unpatch_torch"]
 
 _torchs = inspect.unwrap(torch_checkpoint.checkpoint)
+_torchs_decorated = getattr(torch_checkpoint, "_checkpoint_impl", None)  # from 2.14 on: runs decorated functions
 _patches: list[Patch] = []  # not yet removed, oldest first
 
 
@@ -56,19 +61,27 @@ def patch_torch() -> Patch:
     Callers include torch's own `checkpoint_sequential` and `checkpoint_wrapper` and libraries such as transformers, timm
     and torchtitan. A region whose forward ran inside the block is ours also if its backward runs outside. Arguments mean
     what they mean to torch, except that use_reentrant=True runs as False, which a UserWarning says once; left out, it is
-    False. Under torch.compile the graph is torch's. Patches nest: removing the last one restores torch's function.
+    False. What torch's decorator form has made, before or inside the block, runs ours inside it. Before torch 2.14, which has
+    no such form, it is ours for good. Under torch.compile the graph is torch's. Patches nest: removing the last one restores
+    torch's function.
 
     Raises RuntimeError if somebody else has replaced torch.utils.checkpoint.checkpoint.
     """
     torchs = torch_checkpoint.checkpoint
     for cell in getattr(torchs, "__closure__", None) or ():
         if cell.cell_contents in (_torchs, _checkpoint):
-            cell.cell_contents = _checkpoint
-            return Patch(_patches, functools.partial(setattr, cell, "cell_contents", _torchs))
+            _put(cell, _checkpoint, _decorated)
+            return Patch(_patches, functools.partial(_put, cell, _torchs, _torchs_decorated))
     raise RuntimeError(
         "ckptkern.patch_torch: wanted torch's own function at torch.utils.checkpoint.checkpoint but got "
         f"{torchs.__module__}.{torchs.__qualname__}"
     )
+
+
+def _put(cell: CellType, called: Callable, decorated: Callable | None) -> None:
+    cell.cell_contents = called
+    if _torchs_decorated is not None:
+        torch_checkpoint._checkpoint_impl = decorated
 
 
 def unpatch_torch() -> None:
@@ -79,10 +92,20 @@ def unpatch_torch() -> None:
 
 # Not __dict__: once called, torch's function keeps in it what its decorator runs instead, which would then be torch's.
 @functools.wraps(_torchs, assigned=("__doc__",), updated=())
-def _checkpoint(function, *args, use_reentrant: bool | None = None, **kwargs):
+def _checkpoint(function=None, *args, use_reentrant: bool | None = None, **kwargs):
+    if function is None and not args and _torchs_decorated is not None:
+        return _torchs(use_reentrant=use_reentrant, **kwargs)  # what it makes runs ours while a patch is there
     if use_reentrant:
         _say_once()
     return checkpoint(function, *args, **kwargs)
+
+
+def _decorated(function, args, kwargs, *, use_reentrant: bool | None = None, **options):
+    if torch.compiler.is_compiling():
+        return _torchs_decorated(function, args, kwargs, use_reentrant=bool(use_reentrant), **options)
+    if use_reentrant:
+        _say_once()
+    return run(function, args, kwargs, False, **options)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import itertools
 import math
 import re
@@ -19,6 +20,7 @@ from .cached import caching_nothing
 
 __all__ = ["Part", "checkpoint_sequential", "run", "split"]
 
+OPTIONS = {name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY}
 Segments = int | str | Callable[[str, Callable], bool]
 
 
@@ -228,8 +230,7 @@ def checkpoint_sequential(
     chooses anew at every call; `ckptkern.nn.Sequential` remembers the choice. options: those of `checkpoint`, such as
     preserve_rng_state. Raises ValueError as `split` and `checkpoint` do.
     """
-    known = {"preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
-    if unknown := options.keys() - known:
+    if unknown := options.keys() - OPTIONS:
         raise ValueError(f"Unexpected keyword arguments: {','.join(sorted(unknown))}")
     if (
         torch._C._are_functorch_transforms_active()

@@ -43,15 +43,16 @@ class Flight:
 class _Copy:
     """A run in a host buffer. `out`: the flight there, until it is seen to have landed; `back`: a flight back, prefetched."""
 
-    __slots__ = ("__weakref__", "back", "buffer", "dtype", "error", "lane", "number", "out", "version")
+    __slots__ = ("__weakref__", "back", "buffer", "dtype", "error", "lane", "number", "out", "version", "whole")
 
-    def __init__(self, lane: _Lane, buffer: Tensor, flat: Tensor, number: int):
-        self.lane, self.buffer, self.number = lane, buffer, number
+    def __init__(self, lane: _Lane, whole: Tensor, flat: Tensor, number: int):
+        self.lane, self.number = lane, number
+        self.whole, self.buffer = whole, whole[: flat.nbytes]  # not its _base: in a torch dispatch mode a view has none
         self.dtype, self.version = flat.dtype, flat._version
         self.out = self.back = self.error = None
 
     def __del__(self):
-        self.lane.give(self.buffer)
+        self.lane.give(self.whole)
 
 
 class _Lane:
@@ -107,13 +108,12 @@ class _Lane:
 
     def give(self, buffer: Tensor) -> None:
         # all copies of a lane run in order, so a copy that is still using the buffer comes before the next one into it
-        buffer = buffer._base
         self.free.setdefault(buffer.numel(), []).append(buffer)
 
     def put(self, flat: Tensor) -> _Copy:
         source = flat.view(torch.uint8)
         with self.lock:
-            copy = _Copy(self, self.take(source.numel())[: source.numel()], flat, self.count)
+            copy = _Copy(self, self.take(source.numel()), flat, self.count)
             copy.out = self.send(source, copy.buffer)
             self.copies[copy.number] = copy
             self.count += 1

@@ -29,9 +29,30 @@ SEGMENTS = [
     Fault(
         "checkpoint: recompute decides for itself",
         "ckptkern/segments/decisions.py",
-        "self.place += 1 return «taken.clone()»",
+        "self.place += 1 return «unpack(taken).clone()»",
         "decision",
         ("tests/segments/test_decisions.py",),
+    ),
+    Fault(
+        "checkpoint: saved-tensor hooks never see what a policy saves",
+        "ckptkern/segments/checkpoint.py",
+        "contexts = with_hooks(contexts, «respect_saved_tensors_hooks»)",
+        "None",
+        ("tests/segments/test_torch_api.py",),
+    ),
+    Fault(
+        "checkpoint: a region around is taken for the user's hooks",
+        "ckptkern/segments/selective.py",
+        'getattr(hooks[1], "__module__", "") in «RECOMPUTING»:',
+        "()",
+        ("tests/segments/test_torch_api.py -k nested",),
+    ),
+    Fault(
+        "checkpoint: a decorated function's keyword arguments are options",
+        "ckptkern/segments/checkpoint.py",
+        "def call(*args, **kwargs): return «_checkpoint(function, args, kwargs, *options)»",
+        "checkpoint(function, *args, **kwargs)",
+        ("tests/segments/test_torch_api.py -k decorated",),
     ),
     Fault(
         "tiled: 16-bit gradients are rounded after each chunk",
