@@ -41,7 +41,14 @@ SOURCES = [
     "csrc/saved_tensors.cpp",
     "csrc/segment_state.cpp",
 ]
-HEADERS = ["csrc/gradient_sums.h", "csrc/module_state.h", "csrc/philox.h", "csrc/precision.h", "csrc/saved_tensors.h", "csrc/segment_state.h"]
+HEADERS = [
+    "csrc/gradient_sums.h",
+    "csrc/module_state.h",
+    "csrc/philox.h",
+    "csrc/precision.h",
+    "csrc/saved_tensors.h",
+    "csrc/segment_state.h",
+]
 
 
 def import_torch():

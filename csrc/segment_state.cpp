@@ -64,6 +64,21 @@ void refuse_endless(int depth) {
   }
 }
 
+// (what a container holds, what makes another one), or null for what is no container.
+py::object take_apart(py::handle value) {
+  static const auto* const home = new py::module_(py::module_::import("ckptkern.segments.containers"));
+  static const auto* const classes = new py::object(home->attr("CONTAINERS"));
+  static const auto* const function = new py::object(home->attr("take_apart"));
+  static PyObject* const fields = PyUnicode_InternFromString("__dataclass_fields__");
+  if (is_scalar(value.ptr()) || PyType_Check(value.ptr()) ||
+      (PyObject_IsInstance(value.ptr(), classes->ptr()) != 1 &&
+       PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), fields) == 0)) {
+    return {};
+  }
+  auto parts = (*function)(value);
+  return parts.is_none() ? py::object() : parts;
+}
+
 // What the regions that this thread is inside have overwritten, outermost first.
 struct Outer {
   RandomState random;
@@ -229,6 +244,11 @@ Argument SegmentState::take(py::handle value, Found& found, int depth) {
       argument.children.push_back(take(child, found, depth + 1));
     }
     argument.object = keys;
+  } else if (auto parts = take_apart(value)) {
+    argument.kind = Argument::Kind::container;
+    const auto pair = parts.cast<py::tuple>();
+    argument.object = pair[1];
+    children(pair[0].cast<py::tuple>());
   } else {
     argument.object = py::reinterpret_borrow<py::object>(value);
     reach(value, found, depth);
@@ -288,6 +308,8 @@ py::object SegmentState::give(const Argument& argument, std::vector<py::object>&
       return fill(py::tuple(argument.children.size()));
     case Argument::Kind::named_tuple:
       return argument.object.attr("_make")(fill(py::tuple(argument.children.size())));
+    case Argument::Kind::container:
+      return argument.object(fill(py::tuple(argument.children.size())));
     case Argument::Kind::list:
       return fill(py::list(argument.children.size()));
     case Argument::Kind::dict: {

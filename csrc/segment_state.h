@@ -18,13 +18,13 @@
 
 namespace ckptkern {
 
-// An argument tree with every tensor taken out: tuples, named tuples, lists and dicts are taken apart, everything
-// else is saved as it is.
+// An argument tree with every tensor taken out: containers are taken apart, those of other classes than tuple, list and dict by
+// ckptkern/segments/containers.py, and everything else is saved as it is.
 struct Argument {
-  enum class Kind { object, tensor, tuple, named_tuple, list, dict };
+  enum class Kind { object, tensor, tuple, named_tuple, list, dict, container };
 
   Kind kind = Kind::object;
-  pybind11::object object; // the value itself; a named tuple's type; a dict's keys, as a list
+  pybind11::object object; // the value itself; a named tuple's type; a dict's keys, as a list; what makes a container
   std::size_t tensor = 0; // place among the saved tensors
   std::vector<Argument> children;
 };

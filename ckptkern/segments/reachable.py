@@ -35,7 +35,11 @@ def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tup
         own = args[0]
     if isinstance(function, types.FunctionType):
         names = function.__globals__
-        others += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *(function.__closure__ or ()))
+        others += (
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+            *(function.__closure__ or ()),
+        )
         others += tuple(names[name] for name in function.__code__.co_names if name in names)
     return own, others
 

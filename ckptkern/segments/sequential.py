@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..memory import dense_parts, format_size, parse_size
-from .checkpoint import checkpoint
 from .cached import caching_nothing
+from .checkpoint import checkpoint
 
 __all__ = ["Part", "checkpoint_sequential", "run", "split"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..state import SegmentState
-from .checkpoint import Segment
 from .decisions import saved_decisions
+from .segment import Segment
 
 
 class _Next(NamedTuple):

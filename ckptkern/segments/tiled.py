@@ -32,8 +32,8 @@ from ..errors import ShapeError
 from ..memory import counting, dense_parts
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
-from .checkpoint import checkpoint
 from .cached import caching_nothing, make_cached
+from .checkpoint import checkpoint
 from .reachable import modules_of
 
 __all__ = ["tiled"]

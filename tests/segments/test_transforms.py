@@ -315,7 +315,7 @@ def test_cached_weights_are_those_of_forward(way, between):
 
 def test_a_parametrization_that_is_removed_before_backward():
     """It takes its property from the class, so the recompute cannot read the weight that forward had."""
-    with pytest.raises(CheckpointError, match="Linear in the region .* was a ParametrizedLinear in forward"):
+    with pytest.raises(CheckpointError, match=r"Linear in the region .* was a ParametrizedLinear in forward"):
         cached_step(parametrized(models("checkpoint")[0]), removed)
 
 

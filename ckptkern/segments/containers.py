@@ -1,0 +1,43 @@
+"""Containers among a region's arguments, besides tuples, lists and dicts themselves."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict, UserList, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, SimpleNamespace)
+
+
+def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
+    """Returns (what a container holds, a function that makes another container like it of such a tuple); None if the value is no
+    container, or its class does not allow it."""
+    if isinstance(value, (tuple, set, frozenset)):
+        return tuple(value), type(value)
+    if isinstance(value, (dict, UserDict)):
+        names, get, put = tuple(value), type(value).__getitem__, type(value).__setitem__
+    elif isinstance(value, (list, deque, UserList)):
+        names, get, put = tuple(range(len(value))), type(value).__getitem__, type(value).__setitem__
+    elif isinstance(value, SimpleNamespace):
+        names, get, put = tuple(vars(value)), getattr, object.__setattr__
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names, get, put = tuple(field.name for field in dataclasses.fields(value)), getattr, object.__setattr__
+    else:
+        return None
+
+    def filled(like: Any, held: tuple[Any, ...]) -> Any:
+        made = copy.copy(like)
+        for name, one in zip(names, held, strict=True):
+            put(made, name, one)
+        return made
+
+    try:
+        held = tuple(get(value, name) for name in names)
+        empty = filled(value, (None,) * len(names))  # holds no tensor
+        filled(empty, held)
+    except Exception:  # whatever a class's own methods raise: it is handed on as it is
+        return None
+    return held, lambda held: filled(empty, held)

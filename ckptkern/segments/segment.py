@@ -1,0 +1,417 @@
+"""A region of `checkpoint` between forward and backward.
+
+Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd wants to save.
+When backward opens the first placeholder, the region runs again. This time the hooks hand each saved tensor to the
+placeholder at the same place, and the run stops at the last one. One C++ object holds what the second run needs from
+forward: arguments, what modules and closures held, modes, random state and precision (csrc/segment_state.h).
+
+Saved tensors belong to the innermost region; a region's own arguments are saved in the region around it. Recomputed
+tensors belong to one backward pass and are freed when it reads them, also with retain_graph; but after a pass that asks for a
+part of the gradients of a retained graph, later passes read them too (`ckptkern.split_backward`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import types
+from _thread import RLock  # threading.RLock is a Python function around it
+from collections.abc import Callable
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.nn.parameter import Parameter
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
+
+from ..ops.dispatch.choices import choose_workspace
+from ..ops.dispatch.shard import ACTIVE
+from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
+from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
+from .cached import cached_weights, caching
+from .reachable import reachable_of
+
+HELD = -1  # the key of a recompute that later passes read, too; csrc/saved_tensors.cpp
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_hash_chunk = 2**22  # elements: bounds the transient memory of a checksum
+
+
+class _Stop(Exception):
+    """Ends a recompute once every tensor that backward asked for is there."""
+
+
+class Segment(SavedTensors):
+    """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
+
+    __slots__ = (
+        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state", "weights",
+    )  # fmt: skip
+
+    def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
+        self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
+        self.compares = check != "none"
+        self.checksums = _Checksums() if check == "values" else None
+        self.stops_early = early_stop and self.checksums is None  # they are of what ops have written
+        self.sequence = ACTIVE.context  # over whose ranks attention goes, also when it is recomputed
+        self.weights = cached_weights()
+        self.room = self.device = None
+        self.done: dict = {}  # key of every backward pass that the region was recomputed for
+        self.lock = RLock()  # two devices' backward threads may want the same region
+        self.state = self.state_of(function, args, kwargs, preserve_rng_state)
+
+    # -- forward
+
+    def state_of(self, function: Callable, args: tuple, kwargs: dict, preserve_rng_state: bool) -> SegmentState:
+        """What a call of the function reads. The parameters of its module must be as they are now when it is recomputed."""
+        own, reachable = reachable_of(function, args)
+        if self.weights:
+            reachable += tuple(self.weights.values())
+        state = SegmentState(args, kwargs, preserve_rng_state, self.checksums is not None, own, reachable)
+        for parameter in state.parameters():
+            self.watch(parameter)
+        return state
+
+    def record(self, context, function: Callable, args: tuple, kwargs: dict):
+        """The function's result, of which only placeholders are saved. context: of forward, from `context_fn`."""
+        draws = self.state.draws
+        if draws:
+            self.state.record()
+        _push_hooks(self.hook(), unpack_saved)
+        try:
+            if context is None:
+                result = function(*args, **kwargs)
+            else:
+                returned = False
+                with context:
+                    result = function(*args, **kwargs)
+                    returned = True
+                if not returned:
+                    raise RuntimeError(
+                        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised "
+                        "during the checkpointed forward. This is not supported because checkpoint cannot return a value "
+                        "for a failed forward."
+                    )
+        finally:
+            _pop_hooks()
+            if draws:
+                self.state.stop()
+        self.complete()
+        return result
+
+    def hook(self) -> Callable[[Tensor], Placeholder]:
+        if self.checksums is None:
+            return self.pack
+
+        def pack(x: Tensor) -> Placeholder:
+            self.checksums.add(x)
+            return self.pack(x)
+
+        return pack
+
+    def complete(self) -> None:
+        """Called after forward: what forward itself changed is not an error."""
+        self.completed = True
+        self.forget_moved()
+        self.state.settle()
+        if self.checksums is not None:
+            self.checksums.all()
+
+    # -- backward
+
+    def key(self) -> int:
+        """Identifies the current backward pass. Passes of one group share a recompute; outside a pass, each read is one."""
+        group = torch._C._get_graph_exec_group()
+        if group is None:
+            task = torch._C._current_graph_task_id()
+            return task if task != -1 else -2 - len(self.done)
+        return next((key for key, value in self.done.items() if value is group), -2 - len(self.done))
+
+    def unpack(self, saved: Placeholder) -> Tensor:
+        try:
+            with self.lock:
+                if (value := self.held(saved)) is not None:
+                    return value
+                key = self.key()
+                if key not in self.done:
+                    self.device = self.recompute(key)
+                    self.done[key] = torch._C._get_graph_exec_group()
+                    if is_first_of_several() and self.leaves_out():
+                        self.hold_for_later_passes(key)
+                        if (value := self.held(saved)) is not None:
+                            return value
+            value = saved.take(key)
+            if value is None:
+                extra = "" if self.done[key] is None else (
+                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                    "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
+                )  # fmt: skip
+                raise CheckpointError(
+                    "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
+                    f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
+                    "please open an issue with details on your use case."
+                )
+            return value
+        except CheckpointError as error:
+            if self.on_error is not None:
+                self.on_error(error)  # raises, with the operators of both runs
+            raise
+
+    def hold_for_later_passes(self, key: int) -> None:
+        """Of a pass that asks for a part of a retained graph's gradients: later ones read what it recomputed, too, if it may be
+        held (`split_backward`)."""
+        like = torch.empty(0, device=self.device)
+        limit = stash_limit([choose_workspace("checkpoint", None, like)])
+        size = self.hold(key, -1 if limit == math.inf else int(limit))
+        self.room = None if size is None else Room(size)
+
+    def held(self, saved: Placeholder) -> Tensor | None:
+        """What an earlier pass recomputed; not if it has changed since, as an argument or parameter may: recompute says so."""
+        if self.room is None:
+            return None
+        value = saved.take(HELD)
+        if value is None:
+            self.drop(HELD)
+            self.room = None
+            self.done.pop(torch._C._current_graph_task_id(), None)  # this pass may have recomputed it itself
+        return value
+
+    def recompute(self, key: int) -> torch.device | None:
+        """Hands each tensor to its placeholder. Returns where the first one is."""
+        args, kwargs = self.state.arguments()
+        self.refuse_changed_parameters()
+        run, checksums = Recompute(self, key, _Stop), _Checksums()
+
+        def pack(x: Tensor) -> Tensor:
+            checksums.add(x)
+            return run.pack(x)
+
+        grad_mode = torch.is_grad_enabled()
+        unreadable = self.enter(self.state)
+        try:
+            torch._C._set_grad_enabled(True)
+            _push_hooks(run.pack if self.checksums is None else pack, _identity)
+            try:
+                if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
+                    torch._disable_dynamo(self.run)(args, kwargs, unreadable)
+                else:
+                    self.run(args, kwargs, unreadable)
+            except _Stop:
+                pass
+            finally:
+                _pop_hooks()
+            self.compare(run)
+        except BaseException:
+            self.drop(key)
+            raise
+        finally:
+            self.state.exit()
+            torch._C._set_grad_enabled(grad_mode)
+        self.keep_versions()
+        if self.checksums is not None:
+            pairs = zip(self.checksums.all(), checksums.all(), strict=False)
+            if wrong := [a != b for a, b in pairs]:
+                self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
+        return run.device
+
+    def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
+        """Puts back what the call read. The context raises if it reads what cannot be put back."""
+        changed = state.changed()
+        if changed and changed[0][0] is None:
+            _, then, module = changed[0]
+            raise CheckpointError(
+                f"ckptkern.checkpoint: {type(module).__name__} in {_describe(self.function)} was a {then.__name__} in forward: a "
+                "module that has changed its class, as a removed parametrization does, cannot be recomputed. Run backward before."
+            )
+        state.enter()
+        return _Unreadable(changed, self, state) if changed else _NOTHING
+
+    def run(self, args, kwargs, unreadable: contextlib.AbstractContextManager) -> None:
+        outer, ACTIVE.context = ACTIVE.context, self.sequence
+        try:
+            cached = _NOTHING if self.weights is None and not parametrize._cache_enabled else caching(self.weights)
+            with _NOTHING if self.recompute_context is None else self.recompute_context, unreadable, cached:
+                self.call(args, kwargs)
+        finally:
+            ACTIVE.context = outer
+
+    def call(self, args, kwargs) -> None:
+        self.function(*args, **kwargs)
+
+    # -- checks
+
+    def refuse_changed_parameters(self) -> None:
+        if (found := self.changed()) is not None:
+            parameter, now, then = found
+            self.refuse(_name_of(parameter, self.state.roots()), parameter, now, then)
+
+    def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
+        how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
+        remedy = "Run backward before the optimizer's step, or run the region's forward again." if now != then else (
+            "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
+        )  # fmt: skip
+        raise CheckpointError(
+            f"ckptkern.checkpoint: {name} of shape {tuple(tensor.shape)} {how} of {_describe(self.function)}: it is at version "
+            f"{now}, forward saw version {then}. Recomputing would give the gradients of another function. {remedy}"
+        )
+
+    def too_many(self) -> None:
+        raise CheckpointError(
+            "torch.utils.checkpoint: trying to save more tensors during recomputation than during the original forward "
+            f"pass.\n{_tip()}"
+        )
+
+    def compare(self, run: Recompute) -> None:
+        if self.lenient:
+            return
+        if run.count != len(self):
+            raise CheckpointError(
+                "torch.utils.checkpoint: A different number of tensors was saved during the original forward and "
+                f"recomputation.\nNumber of tensors saved during forward: {len(self)}\nNumber of tensors saved during "
+                f"recomputation: {run.count}.\n{_tip()}"
+            )
+        if different := run.different:
+            lines = [
+                f"tensor at position {place}:\nsaved metadata: {self.described(place)}\n"
+                f"recomputed metadata: { {'shape': x.shape, 'dtype': x.dtype, 'device': x.device} }\n"
+                for place, x in different
+            ]
+            raise CheckpointError(
+                "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
+                f"during the forward pass.\n{''.join(lines)}.\n{_tip()}"
+            )
+
+    def described(self, place: int) -> dict:
+        shape, dtype, device = self.metadata(place)
+        return {"shape": torch.Size(shape), "dtype": dtype, "device": device}
+
+    def report_later(self, wrong: Tensor) -> None:
+        """Reads the flags on the device once, at the end of the backward pass."""
+
+        def read() -> None:
+            flags = wrong.tolist()
+            if any(flags):
+                place = flags.index(True)
+                shape, dtype, device = self.metadata(place)
+                raise CheckpointError(
+                    f"ckptkern.checkpoint: {_describe(self.function)} recomputed other values than forward had: the "
+                    f"first tensor that differs is saved tensor {place} of {len(self)}, shape {tuple(shape)}, {dtype}, on "
+                    f"{device}; {sum(flags)} of {len(flags)} differ."
+                )
+
+        if torch._C._current_graph_task_id() == -1:
+            read()
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(read)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+class _Nothing:
+    """A context that does nothing and may be entered again and again."""
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *_):
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+class _Unreadable(TorchDispatchMode):
+    """Raises where the recompute reads what was changed in place. changed: of the region's state."""
+
+    def __init__(self, changed: list[tuple], segment: Segment, state: SegmentState):
+        super().__init__()
+        self.segment, self.state, self.found = segment, state, {id(one): row for row in changed for one in row[:2]}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for value in tree_leaves((args, kwargs)):
+            if (row := self.found.get(id(value))) is not None:
+                tensor, _, module, name, now, then = row
+                self.segment.refuse(_name_in(module, name, self.state.roots()), tensor, now, then)
+        return func(*args, **kwargs)
+
+
+def _describe(function) -> str:
+    if isinstance(function, nn.Module):
+        return f"the region {type(function).__name__}"
+    if isinstance(function, functools.partial):
+        return _describe(function.func)
+    if isinstance(function, types.MethodType):
+        return _describe(function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__)
+    return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
+
+
+def _name_of(parameter: Tensor, roots: list[nn.Module]) -> str:
+    """The parameter's name for an error message, searched for only then."""
+    names = (name for root in roots for name, candidate in root.named_parameters() if candidate is parameter)
+    name = next(names, None)
+    return "a parameter" if name is None else f"the parameter {name!r}"
+
+
+def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module]) -> str:
+    """The name of what a module, or the closure, holds."""
+    if module is None:
+        return "a tensor that the function captures"
+    paths = (path for root in roots for path, inside in root.named_modules() if inside is module)
+    kind = "parameter" if name in module._parameters else "buffer" if name in module._buffers else "attribute"
+    return f"the {kind} {f'{next(paths, type(module).__name__)}.{name}'.lstrip('.')!r}"
+
+
+def _tip() -> str:
+    return getattr(torch_checkpoint, "_debug_tip_msg", "Tip: pass debug=True to see the operators of both runs.")
+
+
+class _Checksums:
+    """Those of saved tensors, taken once their ops have run: a kernel may fill a tensor that was saved before, as rrelu's fills
+    its noise."""
+
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+        self.waiting: list[Tensor] = []
+        self.op = -1  # of the waiting tensors
+
+    def add(self, x: Tensor) -> None:
+        op = torch._C._autograd._get_sequence_nr()
+        if op != self.op:
+            self.all()
+        self.waiting.append(x)
+        self.op = op
+
+    def all(self) -> list[Tensor]:
+        with _disable_current_modes():  # a selective policy records every op that it sees
+            self.values += map(_checksum, self.waiting)
+        self.waiting = []
+        return self.values
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+@_disable_current_modes()
+def _checksum(x: Tensor) -> Tensor:
+    """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
+
+    A change of one element always changes it, because odd factors are invertible; so does almost every other change.
+    """
+    if x.layout != torch.strided or type(x) not in (Tensor, Parameter):
+        return torch.zeros((), dtype=torch.int64, device=x.device)  # a subclass does not show its bits
+    x = x.detach()
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+    flat = x.contiguous().view(-1).view(_BITS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, flat.numel(), _hash_chunk):
+        bits = flat[start : start + _hash_chunk].long() + 1
+        total += (bits * torch.arange(2 * start + 1, 2 * (start + bits.numel()), 2, device=x.device)).sum()
+    return total
