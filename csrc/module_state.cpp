@@ -1,7 +1,9 @@
 #include "module_state.h"
 
 #include <ATen/ops/clone.h>
+#include <algorithm>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/grad_mode.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -117,9 +119,46 @@ bool is_module(PyObject* value) {
   return PyObject_IsInstance(value, type) == 1;
 }
 
+namespace {
+
+// The dicts of a module's forward hooks, and of what they take.
+bool are_hooks(PyObject* name, PyObject* value) {
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("_forward_hooks"),
+      PyUnicode_InternFromString("_forward_pre_hooks"),
+      PyUnicode_InternFromString("_forward_hooks_with_kwargs"),
+      PyUnicode_InternFromString("_forward_pre_hooks_with_kwargs"),
+      PyUnicode_InternFromString("_forward_hooks_always_called")};
+  return PyDict_Check(value) && std::find(std::begin(names), std::end(names), name) != std::end(names);
+}
+
+py::object copied_hooks(PyObject* hooks) {
+  static PyObject* const none = py::object(py::module_::import("collections").attr("OrderedDict")()).release().ptr();
+  return PyDict_GET_SIZE(hooks) == 0 ? py::reinterpret_borrow<py::object>(none) : py::handle(hooks).attr("copy")();
+}
+
+bool same_keys(PyObject* a, PyObject* b) {
+  if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
+    return false;
+  }
+  PyObject *key = nullptr, *value = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(a, &place, &key, &value) != 0) {
+    if (PyDict_GetItem(b, key) == nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace
+
 void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value) {
   Entry entry{spaces_.size(), py::reinterpret_borrow<py::object>(name), py::reinterpret_borrow<py::object>(value)};
-  if (THPVariable_Check(value)) {
+  if (PyDict_Check(value) && space.kind == Kind::attributes) {
+    entry.hooks = true;
+    entry.value = copied_hooks(value);
+  } else if (THPVariable_Check(value)) {
     entry.tensor = THPVariable_Unpack(value);
     const auto& x = entry.tensor;
     entry.requires_grad = x.requires_grad();
@@ -142,8 +181,10 @@ void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value
 void ModuleState::add_space(Space space) {
   const std::size_t count = entries_.size();
   for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-    if (space.kind != Kind::attributes || is_scalar(value) || THPVariable_Check(value)) {
+    if (space.kind != Kind::attributes || is_scalar(value) || THPVariable_Check(value) || are_hooks(name, value)) {
       add_entry(space, name, value);
+    } else if (THPGenerator_Check(value)) {
+      generators_.push_back(py::reinterpret_borrow<py::object>(value));
     }
   });
   if (entries_.size() != count) {
@@ -199,6 +240,7 @@ void ModuleState::add_module(py::handle root, bool own) {
     }
     Space own_space{std::move(attributes), module, Kind::attributes, own};
     own_space.type = py::type::of(module);
+    own_space.size = PyDict_GET_SIZE(own_space.object.ptr());
     add_space(std::move(own_space));
   }
 }
@@ -223,17 +265,47 @@ void ModuleState::add_tensor(const at::Tensor& captured) {
   }
 }
 
+// What forward has added to attributes is not there when it runs again.
+void ModuleState::add_absent() {
+  for (std::size_t i = 0; i < spaces_.size(); ++i) {
+    const auto& space = spaces_[i];
+    if (space.kind != Kind::attributes || PyDict_GET_SIZE(space.object.ptr()) == space.size) {
+      continue;
+    }
+    py::set known;
+    for (const auto& entry : entries_) {
+      if (entry.space == i) {
+        known.add(entry.name);
+      }
+    }
+    for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
+      if ((is_scalar(value) || THPVariable_Check(value)) && !known.contains(py::handle(name))) {
+        Entry entry{i, py::reinterpret_borrow<py::object>(name)};
+        entry.absent = true;
+        entries_.push_back(std::move(entry));
+      }
+    });
+  }
+}
+
 void ModuleState::settle() {
   for (auto& space : spaces_) {
     if (space.type) { // a lazy module changes its own
       space.type = py::type::of(space.module);
     }
   }
+  add_absent();
   for (auto& entry : entries_) {
+    auto& space = spaces_[entry.space];
+    if (entry.hooks) { // a lazy module removes its own
+      const auto now = item(space.object.ptr(), entry.name.ptr());
+      if (now && !same_keys(now.ptr(), entry.value.ptr())) {
+        entry.value = copied_hooks(now.ptr());
+      }
+    }
     if (!entry.tensor.defined()) {
       continue;
     }
-    auto& space = spaces_[entry.space];
     const uint32_t version = version_of(entry.tensor);
     entry.updated = version != entry.version;
     space.updated = space.updated || entry.updated;
@@ -325,11 +397,16 @@ ModuleState::Undo ModuleState::enter() const {
       undo.requires_grad.emplace_back(x, x.requires_grad());
       x.requires_grad_(entry.requires_grad);
     }
-    if (!space.object) {
+    if (!space.object || (entry.hooks && now != nullptr && same_keys(now, entry.value.ptr()))) {
       continue;
     }
     const bool same = x.defined() && now != nullptr && THPVariable_Check(now) &&
         THPVariable_Unpack(now).unsafeGetTensorImpl() == x.unsafeGetTensorImpl();
+    if (entry.absent && now != nullptr) {
+      put(space.object.ptr(), entry.name.ptr(), nullptr);
+      undo.values.back().second = true;
+      continue;
+    }
     const auto value = wanted(entry, copies);
     const bool copied = value && value.ptr() != entry.value.ptr();
     if (value && value.ptr() != now && (copied || !same) && (same || exchangeable(now, value.ptr()))) {

@@ -28,6 +28,11 @@ class ModuleState {
   // After forward: what it updated itself is not an error later.
   void settle();
 
+  // torch.Generators among the attributes.
+  const std::vector<pybind11::object>& generators() const {
+    return generators_;
+  }
+
   // The modules that were added, without those inside.
   pybind11::list roots() const;
 
@@ -56,6 +61,8 @@ class ModuleState {
     pybind11::object value; // null: not held
     bool requires_grad = false;
     bool updated = false; // by forward itself
+    bool hooks = false; // the value is a copy of a dict of hooks
+    bool absent = false; // an attribute that forward adds
     uint32_t version = 0;
     at::Tensor tensor; // of value, or what it aliases
     at::Tensor before; // a small tensor's copy from before forward
@@ -68,13 +75,16 @@ class ModuleState {
     bool own = false; // the call runs the module for sure
     bool norm = false; // one that trains: it updates statistics and does not read them
     bool updated = false; // is one of its buffers?
+    Py_ssize_t size = 0; // of attributes
     pybind11::object type = {}; // of attributes: the module's class, which a parametrization changes
   };
   void add_space(Space space);
+  void add_absent();
   void add_entry(const Space& space, pybind11::handle name, PyObject* value);
   pybind11::object wanted(const Entry& entry, std::unordered_map<const void*, pybind11::object>& copies) const;
 
   bool values_;
+  std::vector<pybind11::object> generators_;
   std::vector<pybind11::object> roots_;
   std::vector<Space> spaces_;
   std::vector<Entry> entries_;

@@ -172,6 +172,9 @@ SegmentState::SegmentState(
     reach(value, found, 0);
   }
   if (preserve_rng_state) {
+    for (const auto& generator : modules_.generators()) {
+      found.generators.push_back(THPGenerator_Unwrap(generator.ptr()));
+    }
     for (const auto& device : found.devices) {
       found.generators.push_back(at::globalContext().defaultGenerator(device));
     }

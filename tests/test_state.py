@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptkern import state
@@ -564,3 +565,31 @@ def test_a_layer_fits_where_nothing_is_wrong_with_it():
     wrong += (x, w, b, 7), (x, w, b, 8.0), ([1.0], w, b, 8)
     assert [one for one in fit if not layer_fits(*one)] == []
     assert [one for one in wrong if layer_fits(*one)] == []
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        [SDPBackend.MATH],
+        [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+        [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+    ],
+    ids=str,
+)
+def test_attention_kernels_are_those_of_the_snapshot(kernels):
+    """Which ones may run, and the order in which they are tried."""
+
+    def current():
+        allowed = [
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled(),
+        ]  # fmt: skip
+        return allowed, torch._C._get_sdp_priority_order()
+
+    before = current()
+    with sdpa_kernel(kernels, set_priority=True):
+        inside, snapshot = current(), state.Precision()
+    assert current() == before != inside
+    with snapshot:
+        assert current() == inside
+    assert current() == before

@@ -13,7 +13,7 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque, UserDict, UserList, Simp
 
 
 def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
-    """Returns (what a container holds, a function that makes another container like it of such a tuple); None if the value is no
+    """Returns (what a container holds, a function that makes another one like it of such a tuple); None if the value is no
     container, or its class does not allow it."""
     if isinstance(value, (tuple, set, frozenset)):
         return tuple(value), type(value)

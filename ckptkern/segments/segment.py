@@ -49,7 +49,8 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state", "weights",
+        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state",
+        "weights",
     )  # fmt: skip
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
@@ -224,8 +225,8 @@ class Segment(SavedTensors):
         if changed and changed[0][0] is None:
             _, then, module = changed[0]
             raise CheckpointError(
-                f"ckptkern.checkpoint: {type(module).__name__} in {_describe(self.function)} was a {then.__name__} in forward: a "
-                "module that has changed its class, as a removed parametrization does, cannot be recomputed. Run backward before."
+                f"ckptkern.checkpoint: {type(module).__name__} in {_describe(self.function)} was a {then.__name__} in forward: "
+                "a module that has changed its class, as by a removed parametrization, cannot run again. Run backward before."
             )
         state.enter()
         return _Unreadable(changed, self, state) if changed else _NOTHING

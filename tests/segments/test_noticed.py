@@ -151,7 +151,7 @@ def test_values_that_differ_are_found(name):
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int16, torch.bool]
 )
 def test_checksum_sees_every_byte_and_place(dtype, monkeypatch):
-    module = sys.modules["ckptkern.segments.checkpoint"]
+    module = sys.modules["ckptkern.segments.segment"]
     monkeypatch.setattr(module, "_hash_chunk", 7)  # several chunks
     x = (torch.randn(3, 11) * 3).to(dtype)
     seen = {int(module._checksum(x))}
