@@ -1,7 +1,9 @@
 #include "precision.h"
 
 #include <ATen/Context.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/Device.h>
+#include <c10/core/ScalarTypeToTypeMeta.h>
 #include <c10/util/irange.h>
 
 #include <list>
@@ -126,6 +128,14 @@ void write_deterministic(int8_t value) {
   at::globalContext().setDeterministicAlgorithms((value & 1) != 0, (value & 2) != 0);
 }
 
+int8_t read_default_dtype() {
+  return static_cast<int8_t>(c10::get_default_dtype_as_scalartype());
+}
+
+void write_default_dtype(int8_t value) {
+  c10::set_default_dtype(c10::scalarTypeToTypeMeta(static_cast<at::ScalarType>(value)));
+}
+
 // --- the order of attention's kernels: the number of a permutation, in the factorial number system
 
 constexpr int kAttentionKernels = at::num_sdp_backends;
@@ -176,6 +186,7 @@ constexpr std::array<Setting, kProcessSettings> kSettings = {{
     flag_setting<&at::Context::allowFP16ReductionCPU, &at::Context::setAllowFP16ReductionCPU>(),
     flag_setting<&at::Context::allowFP16BF16ReductionMathSDP, &at::Context::setAllowFP16BF16ReductionMathSDP>(),
     {read_deterministic, read_deterministic, write_deterministic},
+    {read_default_dtype, read_default_dtype, write_default_dtype},
     flag_setting<&at::Context::userEnabledFlashSDP, &at::Context::setSDPUseFlash>(),
     flag_setting<&at::Context::userEnabledMemEfficientSDP, &at::Context::setSDPUseMemEfficient>(),
     flag_setting<&at::Context::userEnabledMathSDP, &at::Context::setSDPUseMath>(),

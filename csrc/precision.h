@@ -23,9 +23,9 @@ struct AutocastState {
 };
 
 // Settings of the whole process, one small integer each: the fp32 precision of matmul, conv and rnn
-// (CUDA and oneDNN), reduced-precision reduction and accumulation, deterministic mode, which kernels of
-// scaled_dot_product_attention may run, and in which order they are tried.
-constexpr std::size_t kProcessSettings = 18;
+// (CUDA and oneDNN), reduced-precision reduction and accumulation, deterministic mode, default dtype,
+// which kernels of scaled_dot_product_attention may run, and in which order they are tried.
+constexpr std::size_t kProcessSettings = 19;
 using ProcessState = std::array<int8_t, kProcessSettings>;
 
 // A snapshot of all of the above, taken by the constructor. enter() makes it current and exit() gives

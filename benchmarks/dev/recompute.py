@@ -7,8 +7,9 @@ The table has the relative distance of the gradients from those without a region
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -93,6 +94,21 @@ class Sampling(Layer):
         return super().forward(x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype))
 
 
+class Thirds(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.tensor(1 / 3))
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Doubled(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         y = func(*args, **(kwargs or {}))
@@ -162,6 +178,7 @@ CASES: dict[str, Case] = {
     "a submodule that is removed": Case(Layer, lambda layer: delattr(layer, "outer")),
     "a hook": Case(Layer, lambda layer: layer.inner.register_forward_hook(lambda module, args, y: 3 * y)),
     "TorchFunctionMode": Case(Layer, nothing, within(Doubled)),
+    "set_default_dtype": Case(Thirds, nothing, within(lambda: default_dtype(torch.float64))),
     "sdpa_kernel": Case(Attending, nothing, within(lambda: sdpa_kernel(SDPBackend.MATH))),
     "a generator of the layer": Case(Sampling, nothing),
 }

@@ -57,12 +57,12 @@ def checkpoint(
     in every torch so far; to offload, return MUST_SAVE and call under save_on_cpu with respect_saved_tensors_hooks=True.
     torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
 
-    Changing a parameter in place between forward and backward is an error that names the parameter. Watched are every
-    parameter that autograd saves and those of the module that `function` is, is bound to or takes as `self`, except for
-    what forward itself changes. A change through ``.data`` moves no version counter and is not seen. Recompute does not
-    update buffers (running statistics) a second time, in these modules and in those among the arguments, defaults, closure
-    and globals that `function` names. A forward that reads a buffer which it updates is recomputed from the updated value.
-    Inside a region ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
+    The recompute sees what forward saw: what the modules that it can reach held (parameters, buffers, submodules, numbers,
+    `training`, hooks; also under functional_call), the closure's variables, modes, generators, and the values of buffers of at most
+    64 KiB; afterwards all is as before, and buffers (running statistics) have been updated once. A parameter, buffer or captured
+    tensor that was changed in place since is an error if the recompute reads it, as is a parameter of the module that `function`
+    is, is bound to or takes as `self`. A change through ``.data`` moves no version counter and is not seen.
+    In torch.func's transforms the function runs as it is. Inside a region ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
 
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.
