@@ -351,7 +351,8 @@ py::list ModuleState::changed() const {
       continue;
     }
     const uint32_t now = version_of(entry.tensor);
-    const bool lost = entry.updated && !entry.before.defined() && !entry.requires_grad;
+    // A parameter that forward itself changes (a clamp, merged adapters) is as a run of it leaves it.
+    const bool lost = entry.updated && !entry.before.defined() && space.kind != Kind::parameters && !entry.requires_grad;
     if (!lost && (entry.updated || now == entry.version)) {
       continue;
     }

@@ -205,6 +205,10 @@ def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib:
 
     It is interrupted then, and killed with what it has started if it goes on for ten seconds.
     """
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # of a job in the background: its programs would be deaf to it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command, cwd=lib, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", **GROUP
     )

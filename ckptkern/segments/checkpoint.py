@@ -58,11 +58,12 @@ def checkpoint(
     torch's `set_checkpoint_early_stop`, `set_checkpoint_debug_enabled` and `GraphExecGroup` apply here too.
 
     The recompute sees what forward saw: what the modules that it can reach held (parameters, buffers, submodules, numbers,
-    `training`, hooks; also under functional_call), the closure's variables, modes, generators, and the values of buffers of at most
-    64 KiB; afterwards all is as before, and buffers (running statistics) have been updated once. A parameter, buffer or captured
-    tensor that was changed in place since is an error if the recompute reads it, as is a parameter of the module that `function`
-    is, is bound to or takes as `self`. A change through ``.data`` moves no version counter and is not seen.
-    In torch.func's transforms the function runs as it is. Inside a region ckptkern's own layers run at recompute="none". Under torch.compile, torch.utils.checkpoint runs.
+    `training`, hooks; also under functional_call), the closure's variables, modes, generators, and the values of buffers of
+    at most 64 KiB. Afterwards all is as before, and buffers (running statistics) have been updated once. A parameter, buffer
+    or captured tensor that was changed in place since is an error if the recompute reads it, as is any parameter of the module
+    that `function` is, is bound to or takes as `self`. A change through ``.data`` moves no version counter and is not seen.
+    In torch.func's transforms the function runs as it is. Inside a region ckptkern's own layers run at recompute="none". Under
+    torch.compile, torch.utils.checkpoint runs.
 
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.

@@ -229,7 +229,7 @@ class Segment(SavedTensors):
                 "a module that has changed its class, as by a removed parametrization, cannot run again. Run backward before."
             )
         state.enter()
-        return _Unreadable(changed, self, state) if changed else _NOTHING
+        return _Unreadable(changed, self) if changed else _NOTHING
 
     def run(self, args, kwargs, unreadable: contextlib.AbstractContextManager) -> None:
         outer, ACTIVE.context = ACTIVE.context, self.sequence
@@ -243,12 +243,16 @@ class Segment(SavedTensors):
     def call(self, args, kwargs) -> None:
         self.function(*args, **kwargs)
 
+    def roots(self) -> list[nn.Module]:
+        """Returns the modules that the region can reach, without those inside."""
+        return self.state.roots()
+
     # -- checks
 
     def refuse_changed_parameters(self) -> None:
         if (found := self.changed()) is not None:
             parameter, now, then = found
-            self.refuse(_name_of(parameter, self.state.roots()), parameter, now, then)
+            self.refuse(_name_of(parameter, self.roots()), parameter, now, then)
 
     def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
         how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
@@ -330,16 +334,16 @@ _NOTHING = _Nothing()
 class _Unreadable(TorchDispatchMode):
     """Raises where the recompute reads what was changed in place. changed: of the region's state."""
 
-    def __init__(self, changed: list[tuple], segment: Segment, state: SegmentState):
+    def __init__(self, changed: list[tuple], segment: Segment):
         super().__init__()
-        self.segment, self.state, self.found = segment, state, {id(one): row for row in changed for one in row[:2]}
+        self.segment, self.found = segment, {id(one): row for row in changed for one in row[:2]}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for value in tree_leaves((args, kwargs)):
             if (row := self.found.get(id(value))) is not None:
                 tensor, _, module, name, now, then = row
-                self.segment.refuse(_name_in(module, name, self.state.roots()), tensor, now, then)
+                self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
         return func(*args, **kwargs)
 
 

@@ -75,6 +75,9 @@ class Span(Segment):
         state.settle()
         return result
 
+    def roots(self) -> list[nn.Module]:
+        return [root for state in (self.state, *(one.state for one in self.later)) for root in state.roots()]
+
     def call(self, args: tuple, kwargs: dict[str, Any]) -> None:
         result = self.first_call(*args, **kwargs)
         for function, state, places, spec in self.later:

@@ -50,7 +50,7 @@ SEGMENTS = [
     Fault(
         "checkpoint: a recompute reads what was changed in place",
         "ckptkern/segments/segment.py",
-        "return _Unreadable(changed, self, state) if «changed» else _NOTHING",
+        "return _Unreadable(changed, self) if «changed» else _NOTHING",
         "False",
         ("tests/segments/test_seen.py -k 'place or captured'",),
     ),

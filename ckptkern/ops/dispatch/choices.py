@@ -278,7 +278,7 @@ def read_precision() -> str:
 # The modules that define the unpack hooks: of torch's checkpoint, of ours in forward, and of ours in recompute.
 _TRANSFORMS, _BACKWARD = int(Observed.TRANSFORMS), int(Observed.BACKWARD)
 _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
-RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.checkpoint")
+RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.segment")
 
 
 def _inside_checkpoint(seen: int) -> bool:
