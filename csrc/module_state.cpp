@@ -289,6 +289,9 @@ void ModuleState::add_absent() {
 }
 
 void ModuleState::settle() {
+  if (std::exchange(settled_, true)) {
+    return;
+  }
   for (auto& space : spaces_) {
     if (space.type) { // a lazy module changes its own
       space.type = py::type::of(space.module);
@@ -352,7 +355,8 @@ py::list ModuleState::changed() const {
     }
     const uint32_t now = version_of(entry.tensor);
     // A parameter that forward itself changes (a clamp, merged adapters) is as a run of it leaves it.
-    const bool lost = entry.updated && !entry.before.defined() && space.kind != Kind::parameters && !entry.requires_grad;
+    const bool lost =
+        entry.updated && !entry.before.defined() && space.kind != Kind::parameters && !entry.requires_grad;
     if (!lost && (entry.updated || now == entry.version)) {
       continue;
     }

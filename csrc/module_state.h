@@ -84,6 +84,7 @@ class ModuleState {
   pybind11::object wanted(const Entry& entry, std::unordered_map<const void*, pybind11::object>& copies) const;
 
   bool values_;
+  bool settled_ = false; // once: other calls of the same region may follow
   std::vector<pybind11::object> generators_;
   std::vector<pybind11::object> roots_;
   std::vector<Space> spaces_;

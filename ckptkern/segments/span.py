@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -87,8 +88,10 @@ class Span(Segment):
                 leaves[j] = made[i]
             args, kwargs = tree_unflatten(leaves, spec)
             unreadable = self.enter(state)
+            torch._C._push_on_torch_function_stack(self.recompute_context)  # above the modes of this call
             try:
                 with unreadable:
                     result = function(*args, **kwargs)
             finally:
+                torch._C._pop_torch_function_stack()
                 state.exit()
