@@ -356,10 +356,14 @@ PyMethodDef segment_state_methods[] = {
      segment_state_modules<&ckptkern::ModuleState::roots>,
      METH_NOARGS,
      "[module, ...] that the call can reach"},
+    {"reclassed",
+     segment_state_modules<&ckptkern::ModuleState::reclassed>,
+     METH_NOARGS,
+     "[(module, its class in forward), ...] of modules that have another class now"},
     {"changed",
      segment_state_modules<&ckptkern::ModuleState::changed>,
      METH_NOARGS,
-     "[(tensor, its value, module or None, name, version now, version after forward), ...] of what a recompute must not read"},
+     "after enter(): [(tensors, module or None, name, version now, version after forward), ...] that must not be read"},
     {"arguments", segment_state_arguments, METH_NOARGS, "(args, kwargs) as they were given"},
     {nullptr, nullptr, 0, nullptr}};
 

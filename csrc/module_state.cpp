@@ -14,15 +14,12 @@ namespace {
 
 constexpr std::size_t small = 64 * 1024; // bytes: what is copied, in case forward updates it
 
-// torch's own batch and instance norms read no running statistics while they train.
-bool trains_without_reading(PyObject* module, PyObject* attributes) {
+// Batch and instance norms, whose native ops update their statistics in training.
+bool is_training_norm(PyObject* module, PyObject* attributes) {
   static PyObject* const norm =
       py::object(py::module_::import("torch.nn.modules.batchnorm").attr("_NormBase")).release().ptr();
-  if (PyDict_GetItemString(attributes, "training") != Py_True || PyObject_IsInstance(module, norm) != 1) {
-    return false;
-  }
-  const auto home = py::str(py::type::of(module).attr("__module__")).cast<std::string>();
-  return home.rfind("torch.nn.modules.", 0) == 0;
+  return PyDict_GetItemString(attributes, "training") == Py_True &&
+      PyType_IsSubtype(Py_TYPE(module), reinterpret_cast<PyTypeObject*>(norm)) != 0;
 }
 
 // Neither a subclass with operations of its own nor a tensor of a torch.func transform.
@@ -38,11 +35,26 @@ uint32_t version_of(const at::Tensor& x) {
 }
 
 // Below autograd and outside of the caller's modes.
-at::Tensor copy_of(const at::Tensor& x) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const c10::impl::ExcludeDispatchKeyGuard no_modes(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-  return x.clone();
+struct Below {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard no_modes{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
+// A copy of x, which shares memory with the other copies as x does with what they are of, if its storage is small.
+at::Tensor copy_of(const at::Tensor& x, std::unordered_map<const void*, at::Tensor>& copies) {
+  const Below below;
+  const bool whole = x.storage().nbytes() <= small && x.storage().nbytes() % x.itemsize() == 0;
+  const void* const key =
+      whole ? static_cast<const void*>(x.storage().unsafeGetStorageImpl()) : x.unsafeGetTensorImpl();
+  auto& copy = copies[key];
+  if (!copy.defined()) {
+    const auto count = static_cast<int64_t>(x.storage().nbytes() / x.itemsize());
+    copy = whole ? x.as_strided({count}, {1}, 0).clone() : x.clone();
+  }
+  return whole && copy.scalar_type() == x.scalar_type() ? copy.as_strided(x.sizes(), x.strides(), x.storage_offset())
+      : whole                                           ? x.clone()
+                                                        : copy;
 }
 
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
@@ -96,7 +108,7 @@ void for_each(PyObject* space, const F& function) {
 }
 
 // May what is there be exchanged for what was?
-bool exchangeable(PyObject* now, PyObject* then) {
+bool exchangeable(PyObject* now, PyObject* then, bool of_parameters) {
   if (now == nullptr || then == nullptr || !THPVariable_Check(now) || !THPVariable_Check(then)) {
     return true;
   }
@@ -104,7 +116,38 @@ bool exchangeable(PyObject* now, PyObject* then) {
   if (a.unsafeGetTensorImpl()->is_python_dispatch() || b.unsafeGetTensorImpl()->is_python_dispatch()) {
     return false;
   }
-  return a.sizes() == b.sizes() && !same_memory(a, b);
+  return (!of_parameters || a.sizes() == b.sizes()) && !same_memory(a, b);
+}
+
+// The dicts of forward hooks, of what they take, and of submodules.
+PyObject* const* dict_names() {
+  static PyObject* const names[ModuleState::kDicts] = {
+      PyUnicode_InternFromString("_forward_hooks"),
+      PyUnicode_InternFromString("_forward_pre_hooks"),
+      PyUnicode_InternFromString("_forward_hooks_with_kwargs"),
+      PyUnicode_InternFromString("_forward_pre_hooks_with_kwargs"),
+      PyUnicode_InternFromString("_forward_hooks_always_called"),
+      PyUnicode_InternFromString("_modules")};
+  return names;
+}
+
+// Null for an empty one.
+py::object copied(PyObject* dict) {
+  return PyDict_GET_SIZE(dict) == 0 ? py::object() : py::object(py::handle(dict).attr("copy")());
+}
+
+bool same_items(PyObject* a, PyObject* b) { // b: null for an empty one
+  if (PyDict_GET_SIZE(a) != (b == nullptr ? 0 : PyDict_GET_SIZE(b))) {
+    return false;
+  }
+  PyObject *name = nullptr, *other = nullptr, *value = nullptr, *its = nullptr;
+  Py_ssize_t i = 0, j = 0;
+  while (PyDict_Next(a, &i, &name, &value) != 0 && PyDict_Next(b, &j, &other, &its) != 0) {
+    if (value != its || PyObject_RichCompareBool(name, other, Py_EQ) != 1) {
+      return false;
+    }
+  }
+  return true;
 }
 
 } // namespace
@@ -116,87 +159,45 @@ bool is_scalar(PyObject* value) {
 
 bool is_module(PyObject* value) {
   static PyObject* const type = py::object(py::module_::import("torch.nn").attr("Module")).release().ptr();
-  return PyObject_IsInstance(value, type) == 1;
+  return PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
-
-namespace {
-
-// The dicts of a module's forward hooks, and of what they take.
-bool are_hooks(PyObject* name, PyObject* value) {
-  static PyObject* const names[] = {
-      PyUnicode_InternFromString("_forward_hooks"),
-      PyUnicode_InternFromString("_forward_pre_hooks"),
-      PyUnicode_InternFromString("_forward_hooks_with_kwargs"),
-      PyUnicode_InternFromString("_forward_pre_hooks_with_kwargs"),
-      PyUnicode_InternFromString("_forward_hooks_always_called")};
-  return PyDict_Check(value) && std::find(std::begin(names), std::end(names), name) != std::end(names);
-}
-
-py::object copied_hooks(PyObject* hooks) {
-  static PyObject* const none = py::object(py::module_::import("collections").attr("OrderedDict")()).release().ptr();
-  return PyDict_GET_SIZE(hooks) == 0 ? py::reinterpret_borrow<py::object>(none) : py::handle(hooks).attr("copy")();
-}
-
-bool same_keys(PyObject* a, PyObject* b) {
-  if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
-    return false;
-  }
-  PyObject *key = nullptr, *value = nullptr;
-  Py_ssize_t place = 0;
-  while (PyDict_Next(a, &place, &key, &value) != 0) {
-    if (PyDict_GetItem(b, key) == nullptr) {
-      return false;
-    }
-  }
-  return true;
-}
-
-} // namespace
 
 void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value) {
   Entry entry{spaces_.size(), py::reinterpret_borrow<py::object>(name), py::reinterpret_borrow<py::object>(value)};
-  if (PyDict_Check(value) && space.kind == Kind::attributes) {
-    entry.hooks = true;
-    entry.value = copied_hooks(value);
-  } else if (THPVariable_Check(value)) {
-    entry.tensor = THPVariable_Unpack(value);
-    const auto& x = entry.tensor;
+  if (THPVariable_Check(value)) {
+    const auto& x = THPVariable_Unpack(value);
     entry.requires_grad = x.requires_grad();
     entry.version = version_of(x);
-    if (x.grad_fn()) { // its graph must not live as long as this region's
-      entry.value = py::reinterpret_steal<py::object>(THPVariable_Wrap(x.detach().requires_grad_(entry.requires_grad)));
-    } else if (
-        !entry.requires_grad && !space.norm && space.kind != Kind::parameters && !x.is_inference() && is_plain(x) &&
-        x.nbytes() <= small) {
-      auto& copy = copies_[x.unsafeGetTensorImpl()];
-      if (!copy.defined()) {
-        copy = copy_of(x);
+    if (x.grad_fn()) {
+      entry.tensor = x.detach().requires_grad_(entry.requires_grad);
+      entry.value = py::reinterpret_steal<py::object>(THPVariable_Wrap(entry.tensor));
+      entry.original = c10::weak_intrusive_ptr<c10::TensorImpl>(x.getIntrusivePtr());
+    } else {
+      entry.tensor = x;
+      if (!entry.requires_grad && space.kind != Kind::parameters && space.kind != Kind::tensor &&
+          (!space.norm || space.own || values_) && !x.is_inference() && is_plain(x) && x.nbytes() <= small &&
+          THPVariable_CheckExact(value)) {
+        entry.before = copy_of(x, copies_);
       }
-      entry.before = copy;
     }
   }
   entries_.push_back(std::move(entry));
 }
 
 void ModuleState::add_space(Space space) {
-  const std::size_t count = entries_.size();
   for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-    if (space.kind != Kind::attributes || is_scalar(value) || THPVariable_Check(value) || are_hooks(name, value)) {
+    if (space.kind != Kind::attributes || is_scalar(value) || THPVariable_Check(value)) {
       add_entry(space, name, value);
     } else if (THPGenerator_Check(value)) {
       generators_.push_back(py::reinterpret_borrow<py::object>(value));
     }
   });
-  if (entries_.size() != count) {
-    spaces_.push_back(std::move(space));
-  }
+  spaces_.push_back(std::move(space));
 }
 
 void ModuleState::add_module(py::handle root, bool own) {
-  static PyObject* const names[] = {
-      PyUnicode_InternFromString("_parameters"),
-      PyUnicode_InternFromString("_buffers"),
-      PyUnicode_InternFromString("_modules")};
+  static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
+  static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
   roots_.push_back(py::reinterpret_borrow<py::object>(root));
   std::vector<py::object> pending{roots_.back()};
   for (std::size_t i = 0; i < pending.size(); ++i) {
@@ -204,12 +205,17 @@ void ModuleState::add_module(py::handle root, bool own) {
     if (!seen_.insert(module.ptr()).second) {
       continue;
     }
-    auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module.ptr(), nullptr));
-    if (!attributes) {
+    Space space{
+        py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module.ptr(), nullptr)),
+        module,
+        Kind::attributes,
+        own};
+    if (!space.object) {
       throw py::error_already_set();
     }
-    const auto dict = [&](PyObject* name) {
-      auto found = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(attributes.ptr(), name));
+    PyObject* const attributes = space.object.ptr();
+    const auto mapping = [&](PyObject* name) {
+      auto found = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(attributes, name));
       if (!found) { // a ScriptModule's
         found = py::reinterpret_steal<py::object>(PyObject_GetAttr(module.ptr(), name));
       }
@@ -219,29 +225,28 @@ void ModuleState::add_module(py::handle root, bool own) {
       }
       return size == 0 ? py::object() : std::move(found);
     };
-    if (auto parameters = dict(names[0])) {
-      add_space({std::move(parameters), module, Kind::parameters, own});
+    if (auto found = mapping(parameters)) {
+      add_space({std::move(found), module, Kind::parameters, own});
     }
-    if (auto buffers = dict(names[1])) {
-      add_space(
-          {std::move(buffers),
-           module,
-           Kind::buffers,
-           own,
-           !values_ && trains_without_reading(module.ptr(), attributes.ptr())});
+    if (auto found = mapping(buffers)) {
+      add_space({std::move(found), module, Kind::buffers, own, is_training_norm(module.ptr(), attributes)});
     }
-    if (auto modules = dict(names[2])) {
-      for_each(modules.ptr(), [&](PyObject*, PyObject* child) {
+    if (const auto found = mapping(dict_names()[kDicts - 1])) {
+      for_each(found.ptr(), [&](PyObject*, PyObject* child) {
         if (child != Py_None) {
           pending.push_back(py::reinterpret_borrow<py::object>(child));
         }
       });
-      add_space({std::move(modules), module, Kind::modules, own});
     }
-    Space own_space{std::move(attributes), module, Kind::attributes, own};
-    own_space.type = py::type::of(module);
-    own_space.size = PyDict_GET_SIZE(own_space.object.ptr());
-    add_space(std::move(own_space));
+    for (std::size_t place = 0; place < kDicts; ++place) {
+      PyObject* const dict = PyDict_GetItemWithError(attributes, dict_names()[place]);
+      if (dict != nullptr && PyDict_Check(dict)) {
+        space.dicts[place] = copied(dict);
+      }
+    }
+    space.type = py::type::of(module);
+    space.size = PyDict_GET_SIZE(attributes);
+    add_space(std::move(space));
   }
 }
 
@@ -256,12 +261,10 @@ void ModuleState::add_cell(py::handle cell) {
 
 void ModuleState::add_tensor(const at::Tensor& captured) {
   if (seen_.insert(captured.unsafeGetTensorImpl()).second) {
-    Entry entry{spaces_.size()};
-    entry.tensor = captured;
-    entry.version = version_of(captured);
-    entry.requires_grad = captured.requires_grad();
-    entries_.push_back(std::move(entry));
-    spaces_.push_back({py::object(), py::none(), Kind::tensor});
+    Space space{py::object(), py::none(), Kind::tensor};
+    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(captured));
+    add_entry(space, py::handle(), object.ptr());
+    spaces_.push_back(std::move(space));
   }
 }
 
@@ -292,31 +295,26 @@ void ModuleState::settle() {
   if (std::exchange(settled_, true)) {
     return;
   }
-  for (auto& space : spaces_) {
-    if (space.type) { // a lazy module changes its own
-      space.type = py::type::of(space.module);
-    }
-  }
   add_absent();
-  for (auto& entry : entries_) {
-    auto& space = spaces_[entry.space];
-    if (entry.hooks) { // a lazy module removes its own
-      const auto now = item(space.object.ptr(), entry.name.ptr());
-      if (now && !same_keys(now.ptr(), entry.value.ptr())) {
-        entry.value = copied_hooks(now.ptr());
+  for (auto& space : spaces_) {
+    if (space.type && !space.type.is(py::type::of(space.module))) { // a lazy module, which also removes its hook
+      space.type = py::type::of(space.module);
+      for (std::size_t place = 0; place < kDicts; ++place) {
+        space.dicts[place] = copied(PyDict_GetItem(space.object.ptr(), dict_names()[place]));
       }
     }
-    if (!entry.tensor.defined()) {
-      continue;
-    }
-    const uint32_t version = version_of(entry.tensor);
-    entry.updated = version != entry.version;
-    space.updated = space.updated || entry.updated;
-    entry.version = version;
-    // A native op, such as batch_norm, updates a buffer and moves no version.
-    if (entry.before.defined() &&
-        ((!entry.updated && space.kind != Kind::buffers) || entry.before.sizes() != entry.tensor.sizes())) {
-      entry.before = at::Tensor();
+  }
+  for (auto& entry : entries_) {
+    auto& space = spaces_[entry.space];
+    if (entry.tensor.defined()) {
+      const uint32_t version = version_of(entry.tensor);
+      entry.updated = version != entry.version;
+      space.updated = space.updated || entry.updated;
+      entry.version = version;
+      // Of a buffer it is held in any case: a native op, such as batch_norm, updates it and moves no version.
+      if (!entry.updated && space.kind != Kind::buffers) {
+        entry.before = at::Tensor();
+      }
     }
   }
   copies_.clear();
@@ -334,108 +332,156 @@ py::list ModuleState::parameters() const {
   py::list found;
   for (const auto& entry : entries_) {
     const auto& space = spaces_[entry.space];
-    if (entry.tensor.defined() && space.own && space.kind == Kind::parameters && entry.tensor.is_leaf()) {
+    if (entry.tensor.defined() && space.own && space.kind == Kind::parameters && !entry.original) {
       found.append(entry.value);
     }
   }
   return found;
 }
 
-py::list ModuleState::changed() const {
+py::list ModuleState::reclassed() const {
   py::list found;
   for (const auto& space : spaces_) {
     if (space.type && !space.type.is(py::type::of(space.module))) {
-      found.append(py::make_tuple(py::none(), space.type, space.module));
+      found.append(py::make_tuple(space.module, space.type));
     }
-  }
-  for (const auto& entry : entries_) {
-    const auto& space = spaces_[entry.space];
-    if (!entry.tensor.defined() || space.norm || entry.tensor.is_inference()) {
-      continue;
-    }
-    const uint32_t now = version_of(entry.tensor);
-    // A parameter that forward itself changes (a clamp, merged adapters) is as a run of it leaves it.
-    const bool lost =
-        entry.updated && !entry.before.defined() && space.kind != Kind::parameters && !entry.requires_grad;
-    if (!lost && (entry.updated || now == entry.version)) {
-      continue;
-    }
-    const auto there = space.object ? item(space.object.ptr(), entry.name.ptr()) : py::object();
-    if (there && there.ptr() != entry.value.ptr() && !exchangeable(there.ptr(), entry.value.ptr())) {
-      continue;
-    }
-    const py::object name = entry.name ? entry.name : py::none();
-    const py::object tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(entry.tensor));
-    found.append(py::make_tuple(tensor, entry.value ? entry.value : tensor, space.module, name, now, entry.version));
   }
   return found;
 }
 
-// What the recompute shall find. Null: whatever is there.
-py::object ModuleState::wanted(const Entry& entry, std::unordered_map<const void*, py::object>& copies) const {
+// Was it updated by forward, so that its value from before is not known? Statistics of norms, parameters (a clamp, merged adapters)
+// and what cannot be exchanged are as forward leaves them.
+bool ModuleState::is_lost(const Entry& entry) const {
   const auto& space = spaces_[entry.space];
-  const bool statistics =
-      space.norm && (space.own || space.updated) && entry.tensor.defined() && is_plain(entry.tensor);
-  // What others have changed since is left, and is an error if it is read.
-  const bool copied = entry.before.defined() && (entry.updated || version_of(entry.tensor) == entry.version);
-  if (!copied && !statistics) {
-    return entry.value;
-  }
-  auto& copy = copies[entry.tensor.unsafeGetTensorImpl()];
-  if (!copy) {
-    const auto& source = entry.before.defined() ? entry.before : entry.tensor; // statistics are not to be updated twice
-    copy = py::reinterpret_steal<py::object>(THPVariable_Wrap(copy_of(source)));
-  }
-  return copy;
+  return entry.updated && !entry.before.defined() && !entry.requires_grad && !space.norm &&
+      space.kind != Kind::parameters && space.kind != Kind::tensor;
 }
 
-ModuleState::Undo ModuleState::enter() const {
-  Undo undo;
+py::list ModuleState::changed() const {
+  py::list found;
+  for (const auto& entry : entries_) {
+    const auto& space = spaces_[entry.space];
+    if (!entry.tensor.defined() || entry.tensor.is_inference() || (space.norm && space.kind == Kind::buffers)) {
+      continue;
+    }
+    const uint32_t now = version_of(entry.tensor);
+    if (!is_lost(entry) && (entry.updated || now == entry.version)) {
+      continue;
+    }
+    const auto there = space.object ? item(space.object.ptr(), entry.name.ptr()) : py::object();
+    py::list objects;
+    objects.append(entry.value);
+    if (there && THPVariable_Check(there.ptr())) {
+      if (!is(entry, there.ptr()) && there.ptr() != entry.value.ptr() && !entry.before.defined() && !is_lost(entry) &&
+          !exchangeable(there.ptr(), entry.value.ptr(), space.kind == Kind::parameters)) {
+        continue; // FSDP's
+      }
+      objects.append(there);
+    }
+    if (entry.original) {
+      if (auto impl = entry.original->lock()) {
+        objects.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(at::Tensor(std::move(impl)))));
+      }
+    }
+    found.append(py::make_tuple(objects, space.module, entry.name ? entry.name : py::none(), now, entry.version));
+  }
+  return found;
+}
+
+bool ModuleState::is(const Entry& entry, PyObject* now) const {
+  if (now == nullptr || !entry.tensor.defined() || !THPVariable_Check(now)) {
+    return now != nullptr && now == entry.value.ptr();
+  }
+  const auto* const impl = THPVariable_Unpack(now).unsafeGetTensorImpl();
+  return impl == entry.tensor.unsafeGetTensorImpl() || (entry.original && impl == entry.original->lock().get());
+}
+
+// What the recompute shall find. Null: whatever is there.
+py::object ModuleState::wanted(const Entry& entry, Copies& copies, Objects& objects) const {
+  const auto& space = spaces_[entry.space];
+  // What a norm that the call may not run has updated, or one that moves no version, is not to be updated twice.
+  const bool statistics =
+      space.norm && space.kind == Kind::buffers && (space.own || space.updated) && is_plain(entry.tensor);
+  if (!entry.tensor.defined() || (!entry.before.defined() && !statistics && !is_lost(entry))) {
+    return entry.value;
+  }
+  auto& object = objects[entry.tensor.unsafeGetTensorImpl()];
+  if (!object) {
+    object = py::reinterpret_steal<py::object>(
+        THPVariable_Wrap(copy_of(entry.before.defined() ? entry.before : entry.tensor, copies)));
+    const auto own = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(entry.value.ptr(), nullptr));
+    if (own && PyDict_GET_SIZE(own.ptr()) != 0) { // attributes of the tensor
+      object.attr("__dict__").attr("update")(own);
+    }
+    PyErr_Clear();
+  }
+  return object;
+}
+
+void ModuleState::enter(Undo& undo) const {
+  static PyObject* const ordered = py::object(py::module_::import("collections").attr("OrderedDict")).release().ptr();
+  for (std::size_t i = 0; i < spaces_.size(); ++i) {
+    const auto& space = spaces_[i];
+    for (std::size_t place = 0; space.type && place < kDicts; ++place) {
+      PyObject* const now = PyDict_GetItem(space.object.ptr(), dict_names()[place]);
+      PyObject* const then = space.dicts[place].ptr();
+      if (now != nullptr && PyDict_Check(now) && !same_items(now, then)) {
+        undo.dicts.emplace_back(std::make_pair(i, place), py::reinterpret_borrow<py::object>(now));
+        const auto fresh = then == nullptr ? py::handle(ordered)() : py::handle(then).attr("copy")();
+        put(space.object.ptr(), dict_names()[place], fresh.ptr());
+      }
+    }
+  }
+  Copies copies;
+  Objects objects;
   undo.values.reserve(entries_.size());
-  std::unordered_map<const void*, py::object> copies;
   for (const auto& entry : entries_) {
     const auto& space = spaces_[entry.space];
     undo.values.emplace_back(space.object ? item(space.object.ptr(), entry.name.ptr()) : py::object(), false);
     PyObject* const now = undo.values.back().first.ptr();
     const auto& x = entry.tensor;
-    if (x.defined() && x.is_leaf() && x.requires_grad() != entry.requires_grad) {
+    if (x.defined() && !entry.original && x.is_leaf() && x.requires_grad() != entry.requires_grad) {
       undo.requires_grad.emplace_back(x, x.requires_grad());
       x.requires_grad_(entry.requires_grad);
     }
-    if (!space.object || (entry.hooks && now != nullptr && same_keys(now, entry.value.ptr()))) {
-      continue;
-    }
-    const bool same = x.defined() && now != nullptr && THPVariable_Check(now) &&
-        THPVariable_Unpack(now).unsafeGetTensorImpl() == x.unsafeGetTensorImpl();
-    if (entry.absent && now != nullptr) {
-      put(space.object.ptr(), entry.name.ptr(), nullptr);
-      undo.values.back().second = true;
-      continue;
-    }
-    const auto value = wanted(entry, copies);
-    const bool copied = value && value.ptr() != entry.value.ptr();
-    if (value && value.ptr() != now && (copied || !same) && (same || exchangeable(now, value.ptr()))) {
-      put(space.object.ptr(), entry.name.ptr(), value.ptr());
-      undo.values.back().second = true;
-    }
-  }
-  return undo;
-}
-
-void ModuleState::exit(const Undo& undo) const {
-  for (std::size_t i = 0; i < entries_.size(); ++i) {
-    const auto& space = spaces_[entries_[i].space];
     if (!space.object) {
       continue;
     }
-    const auto now = item(space.object.ptr(), entries_[i].name.ptr());
-    PyObject* const before = undo.values[i].first.ptr();
-    if (now.ptr() != before && (undo.values[i].second || exchangeable(now.ptr(), before))) {
-      put(space.object.ptr(), entries_[i].name.ptr(), before);
+    const bool is_there = is(entry, now);
+    const auto value = entry.absent ? py::object() : wanted(entry, copies, objects);
+    if (entry.absent ? now != nullptr
+                     : value && (value.ptr() != entry.value.ptr() || !is_there) &&
+                (is_there || exchangeable(now, value.ptr(), space.kind == Kind::parameters))) {
+      undo.values.back().second = true;
+      put(space.object.ptr(), entry.name.ptr(), value.ptr());
+    }
+  }
+}
+
+void ModuleState::exit(const Undo& undo) const {
+  const auto put_back = [](PyObject* space, PyObject* name, PyObject* value) {
+    try {
+      put(space, name, value);
+    } catch (py::error_already_set& error) { // the others are put back all the same
+      error.discard_as_unraisable("a region's recompute");
+    }
+  };
+  for (std::size_t i = 0; i < undo.values.size(); ++i) {
+    const auto& space = spaces_[entries_[i].space];
+    if (space.object) {
+      const auto now = item(space.object.ptr(), entries_[i].name.ptr());
+      PyObject* const before = undo.values[i].first.ptr();
+      if (now.ptr() != before &&
+          (undo.values[i].second || exchangeable(now.ptr(), before, space.kind == Kind::parameters))) {
+        put_back(space.object.ptr(), entries_[i].name.ptr(), before);
+      }
     }
   }
   for (const auto& [tensor, requires_grad] : undo.requires_grad) {
     tensor.requires_grad_(requires_grad);
+  }
+  for (const auto& [where, dict] : undo.dicts) {
+    put_back(spaces_[where.first].object.ptr(), dict_names()[where.second], dict.ptr());
   }
 }
 

@@ -1,10 +1,12 @@
 // What a region's modules and closure hold in forward, so that a recompute finds it: parameters, buffers and submodules, numbers
-// and flags such as `training`, `requires_grad`, and the values of small buffers that forward updates.
+// and flags such as `training`, `requires_grad`, hooks, and the values of small buffers that forward updates.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <array>
+#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -17,7 +19,7 @@ bool is_module(PyObject* value);
 
 class ModuleState {
  public:
-  // values: norms' running statistics are copied too, although they only update them.
+  // values: running statistics are copied too where the call may not run their norm.
   explicit ModuleState(bool values) : values_(values) {}
 
   // In forward, before it runs. A module comes with those inside. own: the call runs it for sure.
@@ -39,49 +41,60 @@ class ModuleState {
   // The parameters of own modules.
   pybind11::list parameters() const;
 
-  // [(tensor, its value, module or None, name, version now, version after forward)] of what was changed in place since, and of
-  // what forward updated without a copy from before. A recompute must not read them. (None, class, module) of a module that has
-  // another class now: it cannot run.
+  // [(module, its class in forward)] of modules that have another class now: they cannot run.
+  pybind11::list reclassed() const;
+
+  // After enter(): [(objects, module or None, name, version now, version after forward)] of what was changed in place since, and
+  // of what forward updated without a copy from before. A recompute must not read these objects.
   pybind11::list changed() const;
 
-  // Puts back what differs; undone by exit(), which also undoes what the recompute assigned. Not for tensors that are sharded
-  // or of another shape: whoever exchanged them (FSDP) has put the right one there.
+  // Puts back what differs, and notes in `undo` what was there. exit() undoes it, and also what the recompute assigned. Parameters
+  // that are sharded or of another shape stay: whoever exchanged them (FSDP) has put the right ones there.
   struct Undo {
     std::vector<std::pair<pybind11::object, bool>>
         values; // of each entry, and whether enter() exchanged it; null: none
     std::vector<std::pair<at::Tensor, bool>> requires_grad;
+    std::vector<std::pair<std::pair<std::size_t, std::size_t>, pybind11::object>> dicts; // (space, place): the dict
   };
-  Undo enter() const;
+  void enter(Undo& undo) const;
   void exit(const Undo& undo) const;
 
+  static constexpr std::size_t kDicts = 6; // of a module, which are exchanged as wholes: hooks and submodules
+
  private:
-  struct Entry {
-    std::size_t space; // of spaces_
-    pybind11::object name; // null in a cell
-    pybind11::object value; // null: not held
-    bool requires_grad = false;
-    bool updated = false; // by forward itself
-    bool hooks = false; // the value is a copy of a dict of hooks
-    bool absent = false; // an attribute that forward adds
-    uint32_t version = 0;
-    at::Tensor tensor; // of value, or what it aliases
-    at::Tensor before; // a small tensor's copy from before forward
-  };
-  enum class Kind : uint8_t { attributes, parameters, buffers, modules, cell, tensor };
+  enum class Kind : uint8_t { attributes, parameters, buffers, cell, tensor };
   struct Space {
-    pybind11::object object; // a dict, a cell, or null
-    pybind11::object module; // whose dict it is
+    pybind11::object object; // a dict, another mapping, a cell, or null
+    pybind11::object module; // whose it is
     Kind kind;
     bool own = false; // the call runs the module for sure
-    bool norm = false; // one that trains: it updates statistics and does not read them
+    bool norm = false; // one that trains: native ops update its buffers and move no version
     bool updated = false; // is one of its buffers?
     Py_ssize_t size = 0; // of attributes
-    pybind11::object type = {}; // of attributes: the module's class, which a parametrization changes
+    pybind11::object type = {}; // of attributes: the module's class
+    std::array<pybind11::object, kDicts> dicts = {}; // of attributes: copies; null where they are empty
   };
+  struct Entry {
+    std::size_t space; // of spaces_
+    pybind11::object name = {}; // null in a cell
+    pybind11::object value = {}; // null: not held
+    at::Tensor tensor = {}; // of the value; detached if it has a graph, which must not live as long as this region's
+    std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> original = {}; // that which has a graph
+    at::Tensor before = {}; // a small tensor's copy from before forward
+    uint32_t version = 0;
+    bool requires_grad = false;
+    bool updated = false; // by forward itself
+    bool absent = false; // an attribute that forward adds
+  };
+  using Copies = std::unordered_map<const void*, at::Tensor>; // by what they are copies of: a storage or a tensor
+  using Objects = std::unordered_map<const void*, pybind11::object>; // by TensorImpl
+
   void add_space(Space space);
-  void add_absent();
   void add_entry(const Space& space, pybind11::handle name, PyObject* value);
-  pybind11::object wanted(const Entry& entry, std::unordered_map<const void*, pybind11::object>& copies) const;
+  void add_absent();
+  bool is(const Entry& entry, PyObject* now) const;
+  bool is_lost(const Entry& entry) const;
+  pybind11::object wanted(const Entry& entry, Copies& copies, Objects& objects) const;
 
   bool values_;
   bool settled_ = false; // once: other calls of the same region may follow
@@ -90,7 +103,7 @@ class ModuleState {
   std::vector<Space> spaces_;
   std::vector<Entry> entries_;
   std::unordered_set<const void*> seen_; // modules and captured tensors
-  std::unordered_map<const void*, at::Tensor> copies_; // of small tensors, by TensorImpl
+  Copies copies_;
 };
 
 } // namespace ckptkern

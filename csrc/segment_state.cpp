@@ -67,12 +67,16 @@ void refuse_endless(int depth) {
 // (what a container holds, what makes another one), or null for what is no container.
 py::object take_apart(py::handle value) {
   static const auto* const home = new py::module_(py::module_::import("ckptkern.segments.containers"));
-  static const auto* const classes = new py::object(home->attr("CONTAINERS"));
+  static const auto* const classes = new py::tuple(home->attr("CONTAINERS"));
   static const auto* const function = new py::object(home->attr("take_apart"));
   static PyObject* const fields = PyUnicode_InternFromString("__dataclass_fields__");
+  PyTypeObject* const type = Py_TYPE(value.ptr());
+  const auto is_of = [&](py::handle one) {
+    return PyType_IsSubtype(type, reinterpret_cast<PyTypeObject*>(one.ptr())) != 0;
+  };
   if (is_scalar(value.ptr()) || PyType_Check(value.ptr()) ||
-      (PyObject_IsInstance(value.ptr(), classes->ptr()) != 1 &&
-       PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), fields) == 0)) {
+      (std::none_of(classes->begin(), classes->end(), is_of) &&
+       PyObject_HasAttr(reinterpret_cast<PyObject*>(type), fields) == 0)) {
     return {};
   }
   auto parts = (*function)(value);
@@ -347,7 +351,7 @@ void SegmentState::enter() const {
   }
   try {
     random_.restore();
-    outer_states().back().modules = modules_.enter();
+    modules_.enter(outer_states().back().modules);
     at::impl::PythonTorchFunctionTLS::set_state(function_modes_);
   } catch (...) {
     exit();

@@ -16,7 +16,9 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
     """Returns (what a container holds, a function that makes another one like it of such a tuple); None if the value is no
     container, or its class does not allow it."""
     if isinstance(value, (tuple, set, frozenset)):
-        return tuple(value), type(value)
+        kind = type(value)
+        of_iterable = kind in (set, frozenset) or kind.__new__ is tuple.__new__ or hasattr(kind, "n_sequence_fields")
+        return (tuple(value), kind) if of_iterable and not hasattr(value, "__dict__") else None
     if isinstance(value, (dict, UserDict)):
         names, get, put = tuple(value), type(value).__getitem__, type(value).__setitem__
     elif isinstance(value, (list, deque, UserList)):

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names that the code reads as globals; `co_names` has those of attributes, too."""
+    return tuple(
+        dict.fromkeys(one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    )
 
 
 def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple[Any, ...]]:
@@ -40,7 +49,7 @@ def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tup
             *(function.__kwdefaults__ or {}).values(),
             *(function.__closure__ or ()),
         )
-        others += tuple(names[name] for name in function.__code__.co_names if name in names)
+        others += tuple(names[name] for name in _globals_of(function.__code__) if name in names)
     return own, others
 
 

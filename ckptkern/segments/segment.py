@@ -221,14 +221,17 @@ class Segment(SavedTensors):
 
     def enter(self, state: SegmentState) -> contextlib.AbstractContextManager:
         """Puts back what the call read. The context raises if it reads what cannot be put back."""
-        changed = state.changed()
-        if changed and changed[0][0] is None:
-            _, then, module = changed[0]
+        for module, then in state.reclassed():
             raise CheckpointError(
                 f"ckptkern.checkpoint: {type(module).__name__} in {_describe(self.function)} was a {then.__name__} in forward: "
                 "a module that has changed its class, as by a removed parametrization, cannot run again. Run backward before."
             )
         state.enter()
+        try:
+            changed = state.changed()
+        except BaseException:
+            state.exit()
+            raise
         return _Unreadable(changed, self) if changed else _NOTHING
 
     def run(self, args, kwargs, unreadable: contextlib.AbstractContextManager) -> None:
@@ -336,15 +339,32 @@ class _Unreadable(TorchDispatchMode):
 
     def __init__(self, changed: list[tuple], segment: Segment):
         super().__init__()
-        self.segment, self.found = segment, {id(one): row for row in changed for one in row[:2]}
+        self.segment, self.found = segment, {id(one): (one, *row) for ones, *row in changed for one in ones}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions run as they were compiled: autograd saves other tensors where they run without."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, views = kwargs or {}, []
         for value in tree_leaves((args, kwargs)):
-            if (row := self.found.get(id(value))) is not None:
-                tensor, _, module, name, now, then = row
-                self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
-        return func(*args, **kwargs)
+            if (found := self.found.get(id(value))) is not None:
+                if not _aliases_alone(func, args, kwargs, value):
+                    tensor, module, name, now, then = found
+                    self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
+                views.append(found[1:])
+        result = func(*args, **kwargs)
+        for row in views:
+            self.found |= {id(one): (one, *row) for one in tree_leaves(result) if isinstance(one, Tensor)}
+        return result
+
+
+def _aliases_alone(func, args: tuple, kwargs: dict, value: Tensor) -> bool:
+    """Is it only written to, or viewed? What a later op reads of it, or of the view, is an error then."""
+    arguments = func._schema.arguments
+    given = [*zip(arguments, args, strict=False), *((one, kwargs[one.name]) for one in arguments if one.name in kwargs)]
+    return all(one.alias_info is not None for one, what in given if what is value)
 
 
 def _describe(function) -> str:

@@ -2,8 +2,10 @@
 to make a region, gives plain autograd's gradient, or an error that names it."""
 
 import functools
+import gc
 import sys
 import types
+import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch.utils.checkpoint import CheckpointError
 import ckptkern
 from benchmarks.dev.recompute import CASES, WAYS, built, gradient, nothing, sample, verdict
 from ckptkern import checkpoint
+from ckptkern.segments.reachable import reachable_of
 from ckptkern.state import SegmentState
 
 IN_PLACE = {"a parameter in place": "gain", "a buffer in place": "shift", "a tensor attribute in place": "table"}
@@ -362,6 +365,239 @@ def test_a_recompute_ends_after_the_kernel_that_fills_what_it_saved(name, check)
 def test_a_region_that_reaches_nothing_saves_nothing():
     state = SegmentState((torch.ones(3), 2), {}, False, False, None, ())
     assert state.parameters() == state.changed() == state.roots() == []
+
+
+# -- what must not be held, and what must not break -----------------------------------------------------------------------
+
+
+class Logging(nn.Module):
+    """Leaves a tensor with its graph in an attribute, as for a log."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.loss = nn.Linear(3, 3), None
+
+    def forward(self, x):
+        self.loss = self.inner(x).square().mean()
+        return self.inner(x).exp()
+
+
+def test_graphs_of_earlier_steps_are_freed():
+    model, old = Logging(), []
+    gc.disable()
+    try:
+        for _ in range(4):
+            checkpoint(model, torch.randn(2, 3)).sum().backward()
+            old.append(weakref.ref(model.loss))
+        assert [one() is not None for one in old] == [False, False, False, True]
+    finally:
+        gc.enable()
+
+
+def test_names_of_attributes_are_no_globals():
+    held = reachable_of(lambda x: x.SCALES.bit_length(), ())[1]
+    assert not any(one is SCALES for one in held)
+
+
+def test_an_error_while_the_state_is_put_back_leaves_it_as_it_was():
+    """A flag that cannot be put back: integers take no gradient."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.factor, self.table = nn.Linear(3, 3), 3, torch.ones(3, requires_grad=True)
+
+        def forward(self, x):
+            return self.inner(x).exp() * self.factor
+
+    model, x = Model(), torch.ones(1, 3, requires_grad=True)
+    y = checkpoint(model, x)
+    model.factor = 5
+    model.table.requires_grad_(False).data = torch.ones(3, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match="floating point"):
+        torch.autograd.grad(y.sum(), x)
+    assert model.factor == 5
+    assert not model.table.requires_grad
+
+
+def test_hooks_that_an_early_stop_leaves_behind_are_those_of_no_other_module():
+    model, other, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(2, 3, requires_grad=True)
+
+    def function(x):
+        handle = model.register_forward_hook(lambda module, args, y: y * 7)
+        y = F.linear(model(x).sin(), model.weight)  # the recompute ends before this matmul
+        handle.remove()
+        return y
+
+    y = checkpoint(function, x)
+    model.register_forward_hook(lambda *_: None)
+    torch.autograd.grad(y.sum(), x)
+    assert len(model._forward_hooks) == 1
+    found = torch.autograd.grad(checkpoint(lambda x: other(x).exp(), x).sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(other(x).exp().sum(), x))
+
+
+class Sharing(nn.Module):
+    """An attribute is a view of a buffer that forward writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("cache", torch.zeros(2, 3))
+        self.row = self.cache[0]
+
+    def forward(self, x):
+        self.cache[0].copy_(x.detach().mean(0))
+        return (self.inner(x) * self.row.clone()).exp()
+
+
+class Growing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.history = nn.Linear(3, 3), torch.ones(1, 3)
+
+    def forward(self, x):
+        y = torch.sin(self.inner(x) * self.history.sum(0))
+        self.history = torch.cat([self.history, y.detach()])
+        return y.exp()
+
+
+class Reading(nn.Module):
+    """Reads the statistics that a norm inside updates, as layers for quantised training do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        variance = self.norm.running_var.clone()
+        return (self.norm(self.inner(x)) / variance.sqrt() * 2).exp()
+
+
+class Wide(nn.BatchNorm1d):
+    """Its statistics are too large to be copied; it does not read them."""
+
+    def __init__(self):
+        super().__init__(20000)
+
+    def forward(self, x):
+        return super().forward(x.repeat(1, 6667)[:, :20000]).tanh()[:, :3].exp()
+
+
+class Writing(nn.Module):
+    """Writes a large buffer, and reads nothing of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("queue", torch.zeros(30000, 3))
+        self.register_buffer("mean", torch.zeros(20000))
+
+    def forward(self, x):
+        y = self.inner(x).exp()
+        self.queue[:4] = y.detach()
+        self.mean.lerp_(y.detach().mean(), 0.1)
+        return y.sin()
+
+
+class Labelled(nn.Module):
+    """A buffer with an attribute of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("table", torch.ones(3))
+        self.table.scale = 3.0
+
+    def forward(self, x):
+        return (self.inner(x) * self.table * self.table.scale).exp()
+
+
+class Slices(tuple):
+    """Takes its parts one by one."""
+
+    def __new__(cls, a, b):
+        return super().__new__(cls, (a, b))
+
+
+class Taking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return checkpoint(lambda pair: self.inner(pair[0]).exp() * pair[1], Slices(x, 2.0))
+
+
+class Proxied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        inner = weakref.proxy(self.inner)
+        return checkpoint(lambda x: inner(x).exp(), x)
+
+
+@pytest.mark.parametrize("kind", [Sharing, Growing, Reading, Wide, Writing, Labelled, Taking, Proxied])
+@pytest.mark.parametrize("closure", [False, True])
+def test_modules_with_a_state(kind, closure):
+    """Two calls, then both backward passes: gradients, and what is left in the module."""
+    if closure and kind is Reading:
+        pytest.skip("of a norm that a call can reach, statistics are not copied")
+
+    def step(run):
+        torch.manual_seed(0)
+        model, x = kind().train(), torch.randn(4, 3, requires_grad=True)
+        loss = run(model, x).square().mean() + run(model, x).mean()
+        grads = torch.autograd.grad(loss, [x, *model.parameters()], allow_unused=True)
+        return grads, dict(model.named_buffers()), getattr(model, "history", None)
+
+    around = (lambda model, x: checkpoint(lambda x: model(x), x)) if closure else checkpoint
+    torch.testing.assert_close(step(around), step(lambda model, x: model(x)))
+
+
+@pytest.mark.parametrize("how", ["pop", "move", "delete and append", "append"])
+def test_a_list_of_layers_that_changes(how):
+    changes = {
+        "pop": lambda layers: layers._modules.pop("0"),
+        "move": lambda layers: layers._modules.update({"0": layers._modules.pop("0")}),
+        "delete and append": lambda layers: (layers.__delitem__(0), layers.append(nn.Linear(3, 3))),
+        "append": lambda layers: layers.append(nn.ReLU()),
+    }
+    found = []
+    for run in (checkpoint, lambda function, x: function(x)):
+        torch.manual_seed(0)
+        layers, x = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3))), torch.randn(2, 3, requires_grad=True)
+        y = run(lambda x, layers=layers: layers(x).exp(), x)
+        changes[how](layers)
+        names = list(layers._modules)
+        found.append(torch.autograd.grad(y.sum(), x))
+        assert list(layers._modules) == names
+    torch.testing.assert_close(*found)
+
+
+def test_a_compiled_layer_where_the_optimizer_steps_in_backward():
+    """A closure reaches all layers, of which those behind have stepped when a region is recomputed."""
+
+    def step(run):
+        torch.manual_seed(0)
+        layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))
+        compiled = [torch.compile(one, backend="aot_eager") for one in layers]
+        for p in layers.parameters():
+            p.register_post_accumulate_grad_hook(sgd)
+        x = torch.randn(2, 3, requires_grad=True)
+        h = x
+        for i in range(3):
+            h = run(lambda h, i=i: compiled[i](h), h)
+        h.square().sum().backward()
+        return [x.grad, *(p.detach() for p in layers.parameters())]
+
+    @torch.no_grad()
+    def sgd(p):
+        p.sub_(0.1 * p.grad)
+
+    torch.testing.assert_close(step(checkpoint), step(lambda function, x: function(x)))
 
 
 # -- converted models -----------------------------------------------------------------------------------------------------
