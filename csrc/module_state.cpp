@@ -22,6 +22,15 @@ bool is_training_norm(PyObject* module, PyObject* attributes) {
       PyType_IsSubtype(Py_TYPE(module), reinterpret_cast<PyTypeObject*>(norm)) != 0;
 }
 
+// Without the instance check of torch's metaclass, which is slow.
+bool is_tensor(PyObject* value) {
+  return PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+}
+
+bool is_generator(PyObject* value) {
+  return PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(THPGeneratorClass)) != 0;
+}
+
 // Neither a subclass with operations of its own nor a tensor of a torch.func transform.
 bool is_plain(const at::Tensor& x) {
   const auto keys = x.key_set();
@@ -109,7 +118,7 @@ void for_each(PyObject* space, const F& function) {
 
 // May what is there be exchanged for what was?
 bool exchangeable(PyObject* now, PyObject* then, bool of_parameters) {
-  if (now == nullptr || then == nullptr || !THPVariable_Check(now) || !THPVariable_Check(then)) {
+  if (now == nullptr || then == nullptr || !is_tensor(now) || !is_tensor(then)) {
     return true;
   }
   const auto &a = THPVariable_Unpack(now), &b = THPVariable_Unpack(then);
@@ -164,7 +173,7 @@ bool is_module(PyObject* value) {
 
 void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value) {
   Entry entry{spaces_.size(), py::reinterpret_borrow<py::object>(name), py::reinterpret_borrow<py::object>(value)};
-  if (THPVariable_Check(value)) {
+  if (is_tensor(value)) {
     const auto& x = THPVariable_Unpack(value);
     entry.requires_grad = x.requires_grad();
     entry.version = version_of(x);
@@ -186,9 +195,12 @@ void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value
 
 void ModuleState::add_space(Space space) {
   for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-    if (space.kind != Kind::attributes || is_scalar(value) || THPVariable_Check(value)) {
+    if (space.kind == Kind::attributes && PyDict_Check(value)) {
+      return;
+    }
+    if (space.kind != Kind::attributes || is_scalar(value) || is_tensor(value)) {
       add_entry(space, name, value);
-    } else if (THPGenerator_Check(value)) {
+    } else if (is_generator(value)) {
       generators_.push_back(py::reinterpret_borrow<py::object>(value));
     }
   });
@@ -199,6 +211,8 @@ void ModuleState::add_module(py::handle root, bool own) {
   static PyObject* const parameters = PyUnicode_InternFromString("_parameters");
   static PyObject* const buffers = PyUnicode_InternFromString("_buffers");
   roots_.push_back(py::reinterpret_borrow<py::object>(root));
+  entries_.reserve(32);
+  spaces_.reserve(8);
   std::vector<py::object> pending{roots_.back()};
   for (std::size_t i = 0; i < pending.size(); ++i) {
     const py::object module = pending[i];
@@ -282,7 +296,7 @@ void ModuleState::add_absent() {
       }
     }
     for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-      if ((is_scalar(value) || THPVariable_Check(value)) && !known.contains(py::handle(name))) {
+      if ((is_scalar(value) || is_tensor(value)) && !known.contains(py::handle(name))) {
         Entry entry{i, py::reinterpret_borrow<py::object>(name)};
         entry.absent = true;
         entries_.push_back(std::move(entry));
@@ -371,7 +385,7 @@ py::list ModuleState::changed() const {
     const auto there = space.object ? item(space.object.ptr(), entry.name.ptr()) : py::object();
     py::list objects;
     objects.append(entry.value);
-    if (there && THPVariable_Check(there.ptr())) {
+    if (there && is_tensor(there.ptr())) {
       if (!is(entry, there.ptr()) && there.ptr() != entry.value.ptr() && !entry.before.defined() && !is_lost(entry) &&
           !exchangeable(there.ptr(), entry.value.ptr(), space.kind == Kind::parameters)) {
         continue; // FSDP's
@@ -389,7 +403,7 @@ py::list ModuleState::changed() const {
 }
 
 bool ModuleState::is(const Entry& entry, PyObject* now) const {
-  if (now == nullptr || !entry.tensor.defined() || !THPVariable_Check(now)) {
+  if (now == nullptr || !entry.tensor.defined() || !is_tensor(now)) {
     return now != nullptr && now == entry.value.ptr();
   }
   const auto* const impl = THPVariable_Unpack(now).unsafeGetTensorImpl();
