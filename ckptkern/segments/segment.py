@@ -163,7 +163,7 @@ class Segment(SavedTensors):
             raise
 
     def hold_for_later_passes(self, key: int) -> None:
-        """Of a pass that asks for a part of a retained graph's gradients: later ones read what it recomputed, too, if it may be
+        """Lets later passes read what this one recomputed, which asks for a part of a retained graph's gradients, if it may be
         held (`split_backward`)."""
         like = torch.empty(0, device=self.device)
         limit = stash_limit([choose_workspace("checkpoint", None, like)])
@@ -361,7 +361,7 @@ class _Unreadable(TorchDispatchMode):
 
 
 def _aliases_alone(func, args: tuple, kwargs: dict, value: Tensor) -> bool:
-    """Is it only written to, or viewed? What a later op reads of it, or of the view, is an error then."""
+    """Returns whether an op only writes or views a tensor. What a later op reads of it, or of the view, is an error then."""
     arguments = func._schema.arguments
     given = [*zip(arguments, args, strict=False), *((one, kwargs[one.name]) for one in arguments if one.name in kwargs)]
     return all(one.alias_info is not None for one, what in given if what is value)
@@ -398,8 +398,8 @@ def _tip() -> str:
 
 
 class _Checksums:
-    """Those of saved tensors, taken once their ops have run: a kernel may fill a tensor that was saved before, as rrelu's fills
-    its noise."""
+    """Holds checksums of saved tensors, taken once their ops have run: a kernel may fill what was saved before, as that of rrelu
+    fills its noise."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []

@@ -102,7 +102,7 @@ def test_calls_of_2_14_work_on_every_torch(call, patched):
 
 
 def decorates(patched):
-    """Of torch's, the form has been there since 2.14, and before while it is patched."""
+    """Returns a checkpoint with the decorator form: torch has it since 2.14, and before while it is patched."""
     return torch_checkpoint.checkpoint if patched else ckptkern.checkpoint
 
 
