@@ -25,7 +25,7 @@ def _missing(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterato
 
 
 def makes_cached(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Returns whether a call inside of parametrize.cached() would be the first to compute a weight. Later calls read it, and its
+    """Returns whether a call inside of parametrize.cached() is the first to compute a weight. Later calls read it, and its
     parametrization may give another one the second time."""
     return parametrize._cache_enabled > 0 and any(True for _ in _missing(function, args, kwargs))
 

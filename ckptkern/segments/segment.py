@@ -398,8 +398,8 @@ def _tip() -> str:
 
 
 class _Checksums:
-    """Holds checksums of saved tensors, taken once their ops have run: a kernel may fill what was saved before, as that of rrelu
-    fills its noise."""
+    """Holds checksums of saved tensors, taken once their ops have run: a kernel may fill what was saved before, as rrelu fills
+    its noise."""
 
     def __init__(self) -> None:
         self.values: list[Tensor] = []
