@@ -36,7 +36,7 @@ class Model(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Holds of each token D [M], both models' normalizers [M, 2], for beta > 0 the class of which q is largest, int64 [M], and
+    """Holds of each token D [M], both models' normalizers [M, 2], for beta > 0 the class of the largest q, int64 [M], and
     both parts of the student's KL(q, m) [M, 2]; m = p at beta = 1."""
 
     value: Tensor
