@@ -126,7 +126,7 @@ def pair_of(kind, std, seed, tokens=16, features=32):
 
 
 def check_beside_pytorch(ours, unfused, kind, std, given, dtype=torch.float32, **options):
-    """Asserts that over twelve samples the error of losses and gradients is at most twice that of the formula in PyTorch ops; the
+    """Asserts that over twelve samples errors of losses and gradients are at most twice that of the formula in PyTorch; the
     exact results are those in float64. given: keyword arguments of the teacher's tensors."""
 
     def stacked(function, wide):
