@@ -29,7 +29,7 @@ from .guard import Watch
 from .masks import register
 from .reading import Argument
 from .recalled import forward_of
-from .report import RAN
+from .report import AGAIN, RAN, WARNED, warn_of
 from .unread import Probabilities, returned
 
 WITH_WORKSPACE = frozenset(
@@ -107,12 +107,14 @@ class Forward:
     It is an object, not a function or a method, so that deepcopy and pickle follow it. recompute: the mode, or one for each
     sublayer of a transformer_layer. workspace: of its op, if it has one. store: where what is saved goes; a copy of the module
     has none. calls: how many calls with gradients ran fused, as an activation checkpoint, and in training as the original
-    forward, without those under torch.compile.
+    forward, without those under torch.compile. name: of its row.
     """
 
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
+        self.name = type(module).__name__
         self.calls = dict.fromkeys(RAN, 0)
+        self.differs = False  # did the last call run otherwise than the row says?
         self.previous: Callable | None = module.__dict__.get("forward")
         self.workspace: int | str | None = None
         self.store: Store | None = None
@@ -154,16 +156,17 @@ class Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
-        """The original forward; a training call of it is counted, and the first one warns."""
+        """The original forward, of which a training call is counted."""
         if torch.is_grad_enabled() and self.module.training and not torch.compiler.is_compiling():
-            self.not_fused(why)
+            self.count("original", why)
         return self.original(*args, **kwargs)
 
-    def not_fused(self, why: Callable[[], str]) -> None:
-        """Counts a training call, and warns of the first."""
-        self.calls["original"] += 1
-        if self.calls["original"] == 1:
-            _warn_of_original(type(self.module).__name__, why())
+    def count(self, ran: str, why: Callable[[], str] | None = None) -> None:
+        """Counts a call. why: the cause and the remedy, if it runs otherwise than the row says, of which it warns once."""
+        self.calls[ran] += 1
+        if why is not None and not self.differs:
+            warn_of(self.name, ran, type(self.module).__name__, why())
+        self.differs = why is not None
 
     def may_leave_empty(self, caches: list[Any]) -> bool:
         """Is this a training step, with caches that nothing is in? They stay empty then, as under any checkpointing.
@@ -175,7 +178,9 @@ class Forward:
         _warn_of_cache()
         return True
 
-    def checkpointed(self, args: tuple, kwargs: dict[str, Any], **options):
+    def checkpointed(
+        self, args: tuple, kwargs: dict[str, Any], context_fn: Callable = noop_context_fn, why: Callable[[], str] | None = None
+    ):  # fmt: skip
         """The original forward as an activation checkpoint, in which caches stay empty: a recompute would fill them twice."""
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches:
@@ -183,9 +188,11 @@ class Forward:
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches(args, kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(MethodType(type(self.module).forward, self.module), *args, **options, **kwargs)
-        self.calls["checkpointed"] += 1
-        return checkpoint(forward_of(self.module), *args, **options, **kwargs)
+            return checkpoint(
+                MethodType(type(self.module).forward, self.module), *args, context_fn=context_fn, **kwargs
+            )
+        self.count("checkpointed", why)
+        return checkpoint(forward_of(self.module), *args, context_fn=context_fn, **kwargs)
 
 
 class Fused(Forward):
@@ -226,12 +233,15 @@ class Fused(Forward):
             not self.watch.unchanged(not torch.compiler.is_compiling())
             or (segment.attends and in_context_parallel())
             or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
-            or any(_requires_grad(flat[i]) for i in segment.constants)
+            or any(requires_grad(flat[i]) for i in segment.constants)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
             if not trains:
                 return self.original(*args, **kwargs)
-            return self.checkpointed(args, kwargs, **({"context_fn": saved_decisions} if segment.routes else {}))
+            if torch.compiler.is_compiling():
+                self.watch.warn(self.name)
+            context_fn = saved_decisions if segment.routes else noop_context_fn
+            return self.checkpointed(args, kwargs, context_fn, lambda: self.why_changed(segment, flat))
         if torch.compiler.is_compiling():
             return segment(flat, self.recompute, self.workspace)
         try:
@@ -239,8 +249,17 @@ class Fused(Forward):
         except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)
-        self.calls["fused"] += trains
+        if trains:
+            self.count("fused")
         return y
+
+    def why_changed(self, segment: Segment, flat: list[Any]) -> str:
+        """Why the original runs as an activation checkpoint."""
+        if segment.attends and in_context_parallel():
+            return "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
+        if any(requires_grad(flat[i]) for i in segment.constants):
+            return f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
+        return self.watch.difference()
 
 
 def is_cache(value: object) -> bool:
@@ -283,7 +302,7 @@ class Runs(Forward):
 
     def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
-            return self.original(input)
+            return self.unfused(lambda: f"its layers are others than those that were checked. {AGAIN}", (input,), {})
         done = 0
         for start, stop, run in self.runs:
             for layer in self.layers[done:start]:
@@ -299,16 +318,8 @@ def _wants_torchs_ops() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
 
 
-def _requires_grad(value: object) -> bool:
+def requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-@functools.cache
-def _warn_of_original(kind: str, why: str) -> None:
-    warnings.warn(
-        f"ckptkern.convert: a training call of {kind} runs its original forward, which saves everything: {why}",
-        stacklevel=6,
-    )
 
 
 @functools.cache
@@ -321,7 +332,7 @@ def _warn_of_cache() -> None:
 
 def warn_again() -> None:
     """Of what a model did that was converted before."""
-    _warn_of_original.cache_clear()
+    WARNED.clear()
     _warn_of_cache.cache_clear()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .check import unmoved
+from .reads import Reads
 from .trace import PLAIN_VALUES, leaves_of, mapped, recomputed, trace
 
 Call = tuple[tuple, dict[str, Any]]
@@ -201,6 +202,9 @@ class Form:
         calls = [self.complete(args, kwargs) for args, kwargs in calls]
         self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
         self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
+        self.reads: dict[
+            str, Reads | None
+        ] = {}  # what forward reads of its modules' attributes in the calls that were checked
         self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ShapeError
-from .guard import OF_EVERY_MODULE
 from .leaves import Weight
 from .reading import Argument, Reading
+from .reads import OF_EVERY_MODULE
 from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))

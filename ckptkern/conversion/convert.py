@@ -279,7 +279,7 @@ class _Conversion:
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         row.calls = forward.calls
         for one in (forward, *(run for *_, run in getattr(forward, "runs", ()))):
-            one.workspace = self.workspace
+            one.workspace, one.name = self.workspace, row.name
         module.forward = forward
 
     def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:

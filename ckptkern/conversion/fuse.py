@@ -32,6 +32,7 @@ from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Reading, Update
+from .reads import joined, reads_of
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 from .unread import Probabilities, are_probabilities
 
@@ -108,12 +109,14 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
         module.eval()
         try:
-            return *check_numerics(form, reading, result, args, kwargs), log
+            segment, error = check_numerics(form, reading, result, args, kwargs)
         except Unreadable:
             if not (blocks or reading.op == "moe_block"):
                 raise
-        # two scores of a random token may be one up to rounding: then other tokens decide
-        return *check_numerics(form, reading, result, args, kwargs), log
+            # two scores of a random token may be one up to rounding: then other tokens decide
+            segment, error = check_numerics(form, reading, result, args, kwargs)
+        form.reads = joined(form.reads, reads_of(module, args, kwargs))
+        return segment, error, log
 
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
@@ -338,7 +341,7 @@ def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
     """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
     form, first = Form(module, calls), checked.fused
-    form.fixed = dict(first.form.fixed)
+    form.fixed, form.reads = dict(first.form.fixed), first.form.reads
     segments = {
         pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of)
         for pattern, one in first.segments.items()
@@ -369,14 +372,15 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
             raise Unreadable(f"the numbers of {segment.op} differ by {error:.1e}")
         check_elsewhere(segment, original, fused, flat, masks)
     check_own_dtype(form, segment, args, kwargs)
-    return Fused(form, segments, watch_of(module, segments), recompute), error, (args, kwargs)
+    return Fused(form, segments, watch_of(form, segments), recompute), error, (args, kwargs)
 
 
-def watch_of(module: nn.Module, segments: dict[tuple, Segment]) -> Watch:
+def watch_of(form: Form, segments: dict[tuple, Segment]) -> Watch:
+    module = form.module
     live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
     updates = (one for s in segments.values() for one in templates(s.template, Update))
     live |= {(path, SWITCH) for one in updates if (path := switch_of(module, one)) is not None}
-    return Watch(module, live, {s.logits_of for s in segments.values() if s.logits_of})
+    return Watch(module, form.reads, live, {s.logits_of for s in segments.values() if s.logits_of})
 
 
 def fuse(
@@ -441,7 +445,7 @@ def fuse(
         regardless_of_precision(pattern_of(form.counting(*call), [])): one
         for call, one in zip(asked, found, strict=True)
     }
-    made = Fused(form, segments, watch_of(module, segments), recompute)
+    made = Fused(form, segments, watch_of(form, segments), recompute)
     checked.append(Checked(name, module, call_kinds(calls), made, logs[0], which))
     return made, worst, taken[0]
 

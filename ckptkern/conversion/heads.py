@@ -20,14 +20,16 @@ from ..nn.unmodified import dense, hooked, strided, untouched
 from ..ops.sublayer.lora import LoRA
 from ..subclasses import PLAIN
 from .arguments import Call, arguments_getter, templates
-from .binding import Forward, mode_of
+from .binding import Forward, mode_of, requires_grad
+from .calls import described
 from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
 from .guard import Watch
 from .leaves import Leaves, Probability
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
 from .reading import Steps
-from .report import Row
+from .reads import reads_of
+from .report import AGAIN, Row
 from .trace import Unreadable, leaves_of, trace
 from .traced import TracedLogits
 
@@ -105,7 +107,7 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     return template if error <= TOLERANCE else None
 
 
-CHANGED = "its class, hooks, weight or input are not as in the example for convert. Convert the model as it is trained"
+LOSS = "Take the loss of them by F.cross_entropy or the model's own, or read .detach().clone() for a metric"
 
 
 class Head(Forward):
@@ -120,21 +122,19 @@ class Head(Forward):
         self.kind, self.linear, self.arguments, self.watch = type(module), module, None, None
         if template is not None:
             self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
-            self.watch = Watch(module, {(p.path, p.attribute) for p in templates(template, Probability)})
+            x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
+            live = {(p.path, p.attribute) for p in templates(template, Probability)}
+            self.watch = Watch(module, reads_of(module, (x,), {}), live)
         self.log: list[Wanted] | None = None  # during the example's call
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
     def run(self, *args, **kwargs):
         compiling = torch.compiler.is_compiling()
         lora = self.update(args)
+        if not (self.log is not None or any(requires_grad(one) for one in (*args, *self.module.parameters()))):
+            return self.original(*args, **kwargs)  # which saves nothing
         if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0], lora):
-            return self.unfused(
-                lambda: (
-                    "its class, hooks, weight or input are not as in the example. Convert the model as it is trained"
-                ),
-                args,
-                kwargs,
-            )
+            return self.unfused(lambda: self.why_not(args, kwargs), args, kwargs)
         mode = mode_of(OP, None, self.recompute)
         if compiling:
             weight = self.linear.weight
@@ -142,7 +142,7 @@ class Head(Forward):
             return TracedLogits(args[0], weight, self.linear.bias, version, (), mode, self.workspace)
         matmul = Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora)
         if self.log is None:
-            self.calls["fused"] += 1
+            self.count("fused")
             matmul.on_values = self.made_for
         return matmul.logits()
 
@@ -150,7 +150,7 @@ class Head(Forward):
         """A function of this name reads the logits of a call, for which they are made."""
         if self.module.training:
             self.calls["fused"] -= 1
-            self.not_fused(lambda: f"{name} reads its logits, which are made for it")
+            self.count("original", lambda: f"{name} reads its logits, which are made for it. {LOSS}")
 
     @property
     def may_be_traced(self) -> bool:
@@ -162,6 +162,30 @@ class Head(Forward):
             return None
         return LoRA(*self.arguments(Call([args[0]], self.module.training, 0, args[0]))["lora"])
 
+    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Why the layer's own forward runs in a training call, and the remedy."""
+        if len(args) != 1 or kwargs:
+            return "it is called with more than its input. Leave it out by exclude="
+        if self.watch is not None and not self.watch.unchanged():
+            return self.watch.difference()
+        module, x = self.linear, args[0]
+        others = {type(one).__name__ for one in (x, module.weight, module.bias) if type(one) not in PLAIN}
+        causes = (
+            (
+                torch._C._are_functorch_transforms_active() or torch.jit.is_tracing(),
+                "torch.func or torch.jit transforms it",
+            ),
+            (
+                type(self.module) is not self.kind,
+                f"it is of class {type(self.module).__name__}, and was {self.kind.__name__}",
+            ),
+            (hooked(self.module), "it has a hook"),
+            (bool(others), f"its input, weight or bias is a {' and a '.join(sorted(others))}"),
+            (not strided(module), "its weight is sparse"),
+            (True, f"its input is {described(x)} and its weight {described(module.weight)}"),
+        )
+        return f"{next(cause for holds, cause in causes if holds)}. {AGAIN}"
+
     def takes(self, x: Tensor, lora: LoRA | None) -> bool:
         module = self.linear
         tensors = (x, module.weight, module.bias, *(() if lora is None else lora[:2]))
@@ -172,7 +196,6 @@ class Head(Forward):
             and not hooked(self.module)
             and PLAIN.issuperset(map(type, tensors))
             and strided(module)
-            and (any(one is not None and one.requires_grad for one in tensors) or self.log is not None)
             and x.shape[-1:] == module.weight.shape[1:]
             and x.device == module.weight.device
             and (x.dtype == module.weight.dtype or torch.is_autocast_enabled(x.device.type))
@@ -237,7 +260,7 @@ class Heads:
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
         self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
-        inside = {base_linear(m) for m in self.adapted}
+        inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         candidates = [
             m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes and m not in inside
         ]

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..nn.unmodified import dense, hooked, untouched
 from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
-from .binding import Forward
+from .binding import Forward, requires_grad
 from .check import unmoved
 from .fuse import saved_bytes
-from .report import Row
+from .report import AGAIN, Row
 
 OP = "tiled"
 
@@ -71,23 +71,33 @@ class Norm(Forward):
     elementwise, and in torch.func's transforms."""
 
     def run(self, *args, **kwargs):
-        if self.recompute == "none" or torch.compiler.is_compiling() or len(args) != 1 or kwargs:
+        if (
+            self.recompute == "none"
+            or not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch.jit.is_tracing()
+            or not any(map(requires_grad, (*args, *self.module.parameters(recurse=False))))
+        ):
             return self.original(*args, **kwargs)
-        if not self.takes(args[0]):
-            return self.original(*args, **kwargs)
-        self.calls["fused"] += 1
+        why = self.why_not(args, kwargs)
+        if why:
+            return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
+        self.count("fused")
         return run_in_chunks(self.module, self.original, args[0], self.workspace)
 
-    def takes(self, x: Any) -> bool:
-        tensors = (x, *self.module.parameters(recurse=False))
-        return (
-            torch.is_grad_enabled()
-            and PLAIN.issuperset(map(type, tensors))
-            and x.dim() > 1
-            and any(one.requires_grad for one in tensors)
-            and not hooked(self.module)
-            and not (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing())
-        )
+    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Why it cannot run in chunks; "" if it can."""
+        if len(args) != 1 or kwargs:
+            return "it is called with more than its input"
+        others = [
+            type(one).__name__ for one in (*args, *self.module.parameters(recurse=False)) if type(one) not in PLAIN
+        ]
+        if others:
+            return f"its input or weight is a {others[0]}"
+        if args[0].dim() < 2:
+            return "its input has no dimension of tokens"
+        return "it has a hook" if hooked(self.module) else ""
 
 
 def replaced(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:

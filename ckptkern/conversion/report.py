@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .. import memory
 
 RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run
+
+AGAIN = "Convert the model once more, as it is trained now"  # the remedy where its inside has changed
+WARNED: set[tuple[str, str, str]] = set()
+
+
+def warn_of(name: str, ran: str, kind: str, why: str) -> None:
+    """Warns of the first module of a class, `kind`, that runs otherwise than its row says for this cause."""
+    if (ran, kind, why) in WARNED:
+        return
+    WARNED.add((ran, kind, why))
+    what = (
+        "its original forward, which saves everything" if ran == "original" else "an activation checkpoint, not fused"
+    )
+    warnings.warn(f"ckptkern.convert: a training call of {name} ({kind}) runs {what}: {why}", stacklevel=6)
 
 
 @dataclass
@@ -85,6 +100,8 @@ class Conversion:
             text[-1] += f"; the whole model saves {saved[0]} for backward instead of {saved[1]}"
         elif not self.rows:
             text[-1] += ": give convert a call of the model, as in ckptkern.convert(model, input_ids, labels=labels)"
+        if self.converted:
+            text.append("calls since then: " + ", ".join(f"{count} {kind}" for kind, count in self.calls.items()))
         return "\n".join(text)
 
 

@@ -204,7 +204,7 @@ def test_another_call_than_the_example_is_counted_and_warns_once(model):
         for layer in (*layers, *layers):
             layer(x, tables=None)
     assert len(found) == 1
-    assert "call of Llama" in str(found[0].message)
+    assert "call of layers.0 (Llama)" in str(found[0].message)
     assert "tables is None, and was of class tuple in the example for convert" in str(found[0].message)
     assert conversion.calls == {"fused": 0, "checkpointed": 0, "original": 4}
     ckptkern.convert(model, ids())  # which warns again
@@ -266,14 +266,53 @@ def test_a_cache_stays_empty_in_a_checkpoint_of_what_has_changed(language_model)
     assert conversion.calls["checkpointed"] >= 2
 
 
-def test_a_trainer_that_sets_use_cache_changes_nothing(language_model):
-    """TRL's SFTTrainer sets it in the configuration, which layers hold. Another setting of it may matter."""
+CHANGES = {
+    "use_cache, as TRL's SFTTrainer": lambda model: setattr(model.config, "use_cache", not model.config.use_cache),
+    "a tokenizer's pad token": lambda model: setattr(model.config, "pad_token_id", 3),
+    "what save_pretrained notes": lambda model: model.config.update({"architectures": ["Llama"], "dtype": "float32"}),
+    "a name that nobody reads": lambda model: setattr(model.config, "foo", 1),
+    "a number that layers read when they are made": lambda model: setattr(model.config, "rms_norm_eps", 0.1),
+    "a dict that nobody reads": lambda model: model.config.rope_parameters.update(note=1),
+    "attributes of layers": lambda model: [setattr(m, "step", 1) for m in model.modules()],
+    "gradient checkpointing": lambda model: model.gradient_checkpointing_enable(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_no_layer_reads_may_change(language_model, change):
     given = {"input_ids": TOKENS, "use_cache": False}
     conversion = ckptkern.convert(language_model, **given)
-    for value in (False, True):
-        language_model.config.use_cache = value
+    for _ in range(2):
+        CHANGES[change](language_model)
         step(language_model, **given)
     assert conversion.calls == FUSED | {"fused": 4}
-    language_model.config.rms_norm_eps = 0.1
+
+
+READ = {
+    "the configuration": (lambda m: setattr(m.config, "_attn_implementation", "eager"),
+                          "config._attn_implementation_internal is 'eager', and was 'ckptkern'"),
+    "a number": (lambda m: setattr(m.layers[0].self_attn, "scaling", 0.5), "self_attn.scaling is 0.5, and was "),
+    "a function": (lambda m: setattr(m.layers[0].mlp, "forward", lambda x: x), "mlp has a hook, or a forward of its own"),
+    "a hook": (lambda m: m.layers[0].mlp.register_forward_hook(lambda *_: None), "mlp has a hook, or a forward of its own"),
+    "a module": (lambda m: setattr(m.layers[0].mlp, "act_fn", nn.ReLU()), "mlp.act_fn is another module: a ReLU, and was a SiLU"),
+    "a mode": (lambda m: m.layers[0].self_attn.eval(), "self_attn is in evaluation mode, other than the layer that it is in"),
+    "another configuration": (lambda m: setattr(m.layers[0].self_attn, "config", copy.copy(m.config)), "self_attn.config is "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", READ)
+def test_what_a_layer_reads_unfuses_it_with_a_warning(language_model, change):
+    given, (make, cause) = {"input_ids": TOKENS, "use_cache": False}, READ[change]
+    conversion = ckptkern.convert(language_model, **given)
     step(language_model, **given)
-    assert conversion.calls == FUSED | {"fused": 4, "checkpointed": 2}
+    make(language_model)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step(language_model, **given)
+    layers = 2 if change == "the configuration" else 1  # that read it
+    assert conversion.calls == {"fused": 6 - 2 * layers, "checkpointed": 2 * layers, "original": 0}
+    (message,) = (str(one.message) for one in found)
+    assert "a training call of layers.0 (LlamaDecoderLayer) runs an activation checkpoint, not fused: " in message
+    assert cause in message
+    assert message.endswith(". Convert the model once more, as it is trained now")

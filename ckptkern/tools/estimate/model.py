@@ -164,7 +164,7 @@ def watch_anew(model: nn.Module) -> None:
     """The inside of all layers, and their configuration, are as checked now."""
     for forward in forwards_of(model):
         if isinstance(forward, Fused):
-            forward.watch = watch_of(forward.module, forward.segments)
+            forward.watch = watch_of(forward.form, forward.segments)
 
 
 def original_of(model: nn.Module) -> list[str]:
