@@ -13,6 +13,7 @@ namespace ckptkern {
 namespace {
 
 constexpr std::size_t small = 64 * 1024; // bytes: what is copied, in case forward updates it
+constexpr Py_ssize_t few = 64; // items of a list or dict that are copied
 
 // Batch and instance norms, whose native ops update their statistics in training.
 bool is_training_norm(PyObject* module, PyObject* attributes) {
@@ -171,6 +172,80 @@ bool is_module(PyObject* value) {
   return PyType_IsSubtype(Py_TYPE(value), reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
 
+namespace {
+
+// A list or dict of at most so many scalars, such as the scales of adapters, or that which forward fills. Its keys are not looked at.
+bool is_container(PyObject* value) {
+  if (PyList_CheckExact(value)) {
+    const Py_ssize_t size = PyList_GET_SIZE(value);
+    for (Py_ssize_t i = 0; i < std::min(size, few); ++i) {
+      if (!is_scalar(PyList_GET_ITEM(value, i))) {
+        return false;
+      }
+    }
+    return size <= few;
+  }
+  if (!PyDict_CheckExact(value) || PyDict_GET_SIZE(value) == 0 ||
+      PyDict_GET_SIZE(value) > few) { // empty ones are hooks
+    return false;
+  }
+  PyObject *name = nullptr, *item = nullptr;
+  Py_ssize_t place = 0;
+  while (PyDict_Next(value, &place, &name, &item) != 0) {
+    if (!is_scalar(item)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool is_constant(PyObject* value) {
+  if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) > few) {
+    return is_scalar(value);
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+    if (!is_scalar(PyTuple_GET_ITEM(value, i))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Those of a module whose parameters, buffers or submodules are all None.
+bool is_table(PyObject* name) {
+  return PyUnicode_CompareWithASCIIString(name, "_parameters") == 0 ||
+      PyUnicode_CompareWithASCIIString(name, "_buffers") == 0 ||
+      PyUnicode_CompareWithASCIIString(name, "_modules") == 0;
+}
+
+py::object contents_of(PyObject* container) {
+  PyObject* const found =
+      PyDict_Check(container) ? PyDict_Copy(container) : PyList_GetSlice(container, 0, PyList_GET_SIZE(container));
+  if (found == nullptr) {
+    throw py::error_already_set();
+  }
+  return py::reinterpret_steal<py::object>(found);
+}
+
+void fill(PyObject* container, PyObject* contents) {
+  if (PyDict_Check(container)) {
+    PyDict_Clear(container);
+  }
+  const int status = PyDict_Check(container) ? PyDict_Update(container, contents)
+                                             : PyList_SetSlice(container, 0, PyList_GET_SIZE(container), contents);
+  if (status != 0) {
+    throw py::error_already_set();
+  }
+}
+
+} // namespace
+
+void ModuleState::add_container(PyObject* value) {
+  if (seen_.insert(value).second) {
+    containers_.emplace_back(py::reinterpret_borrow<py::object>(value), contents_of(value));
+  }
+}
+
 void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value) {
   Entry entry{spaces_.size(), py::reinterpret_borrow<py::object>(name), py::reinterpret_borrow<py::object>(value)};
   if (is_tensor(value)) {
@@ -195,11 +270,13 @@ void ModuleState::add_entry(const Space& space, py::handle name, PyObject* value
 
 void ModuleState::add_space(Space space) {
   for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-    if (space.kind == Kind::attributes && PyDict_Check(value)) {
-      return;
-    }
-    if (space.kind != Kind::attributes || is_scalar(value) || is_tensor(value)) {
+    if (space.kind != Kind::attributes || is_constant(value) || is_tensor(value)) {
       add_entry(space, name, value);
+    } else if (is_container(value)) {
+      if (!is_table(name)) {
+        add_entry(space, name, value);
+        add_container(value);
+      }
     } else if (is_generator(value)) {
       generators_.push_back(py::reinterpret_borrow<py::object>(value));
     }
@@ -296,7 +373,7 @@ void ModuleState::add_absent() {
       }
     }
     for_each(space.object.ptr(), [&](PyObject* name, PyObject* value) {
-      if ((is_scalar(value) || is_tensor(value)) && !known.contains(py::handle(name))) {
+      if ((is_constant(value) || is_tensor(value) || is_container(value)) && !known.contains(py::handle(name))) {
         Entry entry{i, py::reinterpret_borrow<py::object>(name)};
         entry.absent = true;
         entries_.push_back(std::move(entry));
@@ -434,6 +511,10 @@ py::object ModuleState::wanted(const Entry& entry, Copies& copies, Objects& obje
 
 void ModuleState::enter(Undo& undo) const {
   static PyObject* const ordered = py::object(py::module_::import("collections").attr("OrderedDict")).release().ptr();
+  for (const auto& [container, contents] : containers_) {
+    undo.contents.push_back(contents_of(container.ptr()));
+    fill(container.ptr(), contents.ptr());
+  }
   for (std::size_t i = 0; i < spaces_.size(); ++i) {
     const auto& space = spaces_[i];
     for (std::size_t place = 0; space.type && place < kDicts; ++place) {
@@ -493,6 +574,9 @@ void ModuleState::exit(const Undo& undo) const {
   }
   for (const auto& [tensor, requires_grad] : undo.requires_grad) {
     tensor.requires_grad_(requires_grad);
+  }
+  for (std::size_t i = 0; i < undo.contents.size(); ++i) {
+    fill(containers_[i].first.ptr(), undo.contents[i].ptr());
   }
   for (const auto& [where, dict] : undo.dicts) {
     put_back(spaces_[where.first].object.ptr(), dict_names()[where.second], dict.ptr());

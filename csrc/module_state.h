@@ -55,6 +55,7 @@ class ModuleState {
         values; // of each entry, and whether enter() exchanged it; null: none
     std::vector<std::pair<at::Tensor, bool>> requires_grad;
     std::vector<std::pair<std::pair<std::size_t, std::size_t>, pybind11::object>> dicts; // (space, place): the dict
+    std::vector<pybind11::object> contents; // of each container
   };
   void enter(Undo& undo) const;
   void exit(const Undo& undo) const;
@@ -92,6 +93,7 @@ class ModuleState {
   void add_space(Space space);
   void add_entry(const Space& space, pybind11::handle name, PyObject* value);
   void add_absent();
+  void add_container(PyObject* value);
   bool is(const Entry& entry, PyObject* now) const;
   bool is_lost(const Entry& entry) const;
   pybind11::object wanted(const Entry& entry, Copies& copies, Objects& objects) const;
@@ -102,6 +104,8 @@ class ModuleState {
   std::vector<pybind11::object> roots_;
   std::vector<Space> spaces_;
   std::vector<Entry> entries_;
+  std::vector<std::pair<pybind11::object, pybind11::object>>
+      containers_; // lists and dicts of scalars, and their copies
   std::unordered_set<const void*> seen_; // modules and captured tensors
   Copies copies_;
 };

@@ -77,6 +77,29 @@ class Remembering(Layer):
         return y
 
 
+class Scaled(Layer):
+    """Reads numbers in containers, as an adapter's scale and the names of active adapters are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales, self.active, self.range = {"a": 1.0, "b": 5.0}, ["a"], (-1.0, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(sum(self.scales[name] for name in self.active) * x.clamp(*self.range))
+
+
+class Filling(Layer):
+    """How much it has noted decides what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.append(x.detach().mean())
+        return super().forward(x * len(self.notes))
+
+
 class Attending(Layer):
     def forward(self, x: Tensor) -> Tensor:
         q = self.inner(x)[:, None]
@@ -172,6 +195,12 @@ CASES: dict[str, Case] = {
     "a tensor attribute that forward replaces": Case(Remembering, nothing),
     "a number": Case(Layer, lambda layer: setattr(layer, "factor", 3.0)),
     "a number that forward changes": Case(Counting, nothing),
+    "a number in a dict": Case(Scaled, lambda layer: layer.scales.update(a=3.0)),
+    "a dict that is replaced": Case(Scaled, lambda layer: setattr(layer, "scales", {"a": 3.0})),
+    "a list": Case(Scaled, lambda layer: layer.active.append("b")),
+    "a list that is replaced": Case(Scaled, lambda layer: setattr(layer, "active", ["b"])),
+    "a tuple that is replaced": Case(Scaled, lambda layer: setattr(layer, "range", (0.0, 0.5))),
+    "a list that forward fills": Case(Filling, nothing),
     "a submodule that is replaced": Case(
         Layer, lambda layer: setattr(layer, "outer", nn.Linear(WIDTH, WIDTH).double())
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from ..subclasses import PLAIN
 from .computed import Computed
 from .leaves import Probability, Weight
 from .quantized import compute_dtype
-from .reading import Argument, OfExperts, Rows, Table, Update
+from .reading import SCALING, Argument, OfExperts, Rows, Scale, Table, Update
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -137,6 +138,15 @@ class LiveProbability:
 
 
 @dataclass
+class LiveScale:
+    module: nn.Module
+    adapter: str
+
+    def __call__(self, call: Call) -> float:
+        return getattr(self.module, SCALING)[self.adapter]
+
+
+@dataclass
 class ComputedValue:
     module: nn.Module
     of: Computed
@@ -184,6 +194,30 @@ def switch_of(module: nn.Module, update: Update) -> str | None:
     return None
 
 
+def live_attributes(module: nn.Module, template: dict[str, Any]) -> set[tuple[str, str]]:
+    """(path, name) of the attributes that each call reads anew."""
+    switches = (switch_of(module, one) for one in templates(template, Update))
+    return {
+        *((one.path, one.attribute) for one in templates(template, Probability)),
+        *((one.path, SCALING) for one in templates(template, Scale)),
+        *((path, SWITCH) for path in switches if path is not None),
+    }
+
+
+@contextlib.contextmanager
+def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
+    """With other scales of low-rank updates. Yields whether there are any."""
+    held = {one: getattr(module.get_submodule(one.path), SCALING) for one in templates(template, Scale)}
+    before = {one: scales[one.adapter] for one, scales in held.items()}
+    for i, (one, scales) in enumerate(held.items()):
+        scales[one.adapter] = (1.5 + i) * before[one]
+    try:
+        yield bool(held)
+    finally:
+        for one, scales in held.items():
+            scales[one.adapter] = before[one]
+
+
 @dataclass
 class Updates:
     """The argument `lora`: the updates that are not switched off."""
@@ -215,6 +249,8 @@ def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
     if isinstance(value, Probability):
         owner = module.get_submodule(value.path) if value.attribute else None
         return LiveProbability(owner, value.attribute, value.value)
+    if isinstance(value, Scale):
+        return LiveScale(module.get_submodule(value.path), value.adapter)
     if isinstance(value, dict):
         found = arguments_getter(module, value)
         paths = {name: switch_of(module, one) for name, one in value.items() if isinstance(one, Update)}

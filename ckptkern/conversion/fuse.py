@@ -17,7 +17,7 @@ from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
 from .adapters import why_unread
 from .alike import Checked, call_kinds
-from .arguments import SWITCH, named, switch_of, templates
+from .arguments import live_attributes, named, rescaled, templates
 from .binding import Fused, Segment, is_cache
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
@@ -31,7 +31,7 @@ from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
 from .quantized import autocast_like, why_unreadable
-from .reading import Argument, Reading, Update
+from .reading import Argument, Reading
 from .reads import joined, reads_of
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
 from .unread import Probabilities, are_probabilities
@@ -212,6 +212,9 @@ def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat:
         module.train()
         check_enlarged("training", original, fused, flat)
         module.eval()
+    with rescaled(module, segment.template) as any_scale:
+        if any_scale:
+            check_enlarged("another scale", original, fused, flat)
     others = enlarged(segment, flat, masks)
     if segment.op == "moe_mlp":  # which is not traced
         others = itertools.chain(others, routed(segment.template, segment.x, flat))
@@ -377,9 +380,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
 
 def watch_of(form: Form, segments: dict[tuple, Segment]) -> Watch:
     module = form.module
-    live = {(p.path, p.attribute) for s in segments.values() for p in templates(s.template, Probability)}
-    updates = (one for s in segments.values() for one in templates(s.template, Update))
-    live |= {(path, SWITCH) for one in updates if (path := switch_of(module, one)) is not None}
+    live = {one for s in segments.values() for one in live_attributes(module, s.template)}
     return Watch(module, form.reads, live, {s.logits_of for s in segments.values() if s.logits_of})
 
 

@@ -19,6 +19,7 @@ from .report import AGAIN, warn_of
 from .trace import PLAIN_VALUES
 
 COMPOSED = "__composable_api_state_key"  # begins the names of those in which fully_shard keeps its state
+CONTAINERS = (list, dict, set, tuple)
 # They change no result: `not_repacked` switches the first off while a module is read, and transformers asks for the other
 # whether it makes a checkpoint of what is one already.
 HARMLESS = (REPACKS, "gradient_checkpointing")
@@ -36,7 +37,7 @@ def inside(value: object) -> list | dict | set | None:
 
 def is_container(value: object) -> bool:
     """Is it a container that can be compared?"""
-    if not isinstance(value, (list, dict, set, tuple)):
+    if not isinstance(value, CONTAINERS):
         return False
     held = value.values() if isinstance(value, dict) else value
     return not any(

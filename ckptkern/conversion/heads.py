@@ -19,12 +19,12 @@ from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
 from ..ops.sublayer.lora import LoRA
 from ..subclasses import PLAIN
-from .arguments import Call, arguments_getter, templates
+from .arguments import Call, arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
 from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
 from .guard import Watch
-from .leaves import Leaves, Probability
+from .leaves import Leaves
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
 from .reading import Steps
@@ -98,9 +98,9 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
                 return None
             module.eval()
             template = {"lora": layer.update}
-            lora = LoRA(*arguments_getter(module, template)(Call([x], False, 0, x))["lora"])
-            matmul = Matmul(x, base.weight, base.bias, lora=lora)
-            with torch.no_grad():
+            with torch.no_grad(), rescaled(module, template):
+                lora = LoRA(*arguments_getter(module, template)(Call([x], False, 0, x))["lora"])
+                matmul = Matmul(x, base.weight, base.bias, lora=lora)
                 error = difference([matmul.values()], [type(module).forward(module, x)])
     except Unreadable:
         return None
@@ -123,8 +123,7 @@ class Head(Forward):
         if template is not None:
             self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
-            live = {(p.path, p.attribute) for p in templates(template, Probability)}
-            self.watch = Watch(module, reads_of(module, (x,), {}), live)
+            self.watch = Watch(module, reads_of(module, (x,), {}), live_attributes(module, template))
         self.log: list[Wanted] | None = None  # during the example's call
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 

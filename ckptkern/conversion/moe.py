@@ -22,7 +22,7 @@ from ..ops.experts import LAYERS
 from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .layouts import Parts, base_of, experts_layout, parts_of
 from .leaves import Probability, Weight
-from .reading import OfExperts, Reading, Rows, Update
+from .reading import OfExperts, Reading, Rows, Scale, Update
 from .trace import Unreadable, leaves_of, mapped, plain_attributes
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
@@ -83,7 +83,7 @@ def updates_of_experts(module: nn.Module) -> dict[str, Update]:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
             weights = (Weight(f"{path}lora_{one}.{adapters[0]}.weight") for one in "AB")
             a, b = (OfExperts(one, factor, wrapper.num_experts) for one, factor in zip(weights, "ab", strict=True))
-            found[layer] = Update(a, b, float(wrapper.scaling[adapters[0]]), 0.0)
+            found[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
         path, wrapper = f"{path}base_layer.", wrapper.base_layer
     return found
 
@@ -202,8 +202,8 @@ def router_dtype(
 
 def prefixed(template: Any, path: str) -> Any:
     """A template of a submodule's parameters as one of its parent's."""
-    if isinstance(template, Weight) or (isinstance(template, Probability) and template.attribute):
-        return template._replace(path=f"{path}.{template.path}")
+    if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
+        return template._replace(path=f"{path}.{template.path}" if template.path else path)
     if isinstance(template, (Rows, OfExperts, Update)):
         return type(template)(*(prefixed(one, path) for one in template))
     if isinstance(template, dict):

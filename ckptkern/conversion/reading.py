@@ -18,6 +18,7 @@ VIEWS = (
 ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
 MULTIPLY = ("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply")
 DIVIDE = ("div", "__truediv__", "div_", "true_divide")
+SCALING = "scaling"  # of peft's layers: the scales of low-rank updates, by adapter
 PRODUCT = ("matmul", "__matmul__", "bmm")
 
 
@@ -57,12 +58,19 @@ class OfExperts(NamedTuple):
     experts: int
 
 
+class Scale(NamedTuple):
+    """The scale of an adapter's low-rank update: an entry of the dict `scaling` of the layer at `path`, read in each call."""
+
+    path: str
+    adapter: str
+
+
 class Update(NamedTuple):
     """A low-rank update: the fields of ckptkern.LoRA."""
 
     a: Weight | OfExperts
     b: Weight | Rows | OfExperts
-    scale: float
+    scale: float | Scale
     dropout_p: Probability | float
 
     def rows(self, part: int, count: int) -> Update:
@@ -184,7 +192,17 @@ class Steps:
         if self.leaves.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
             raise Unreadable("low-rank updates that share one dropout's mask")
         node = self.strip(node, dropouts)
-        return Update(*pair, scale, self.probability(dropouts)) if node is x else None
+        return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
+
+    def scale_of(self, path: str, scale: float) -> float | Scale:
+        """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
+        parts = path.split(".")
+        for i in range(len(parts) - 1):
+            held = vars(self.leaves.module.get_submodule(".".join(parts[:i]))).get(SCALING)
+            for adapter in parts[i:]:
+                if type(held) is dict and held.get(adapter) == scale:
+                    return Scale(".".join(parts[:i]), adapter)
+        return scale
 
     def number(self, node: Node) -> float:
         """What a node's one tensor is multiplied by."""

@@ -294,7 +294,7 @@ READ = {
     "a number": (lambda m: setattr(m.layers[0].self_attn, "scaling", 0.5), "self_attn.scaling is 0.5, and was "),
     "a function": (lambda m: setattr(m.layers[0].mlp, "forward", lambda x: x), "mlp has a hook, or a forward of its own"),
     "a hook": (lambda m: m.layers[0].mlp.register_forward_hook(lambda *_: None), "mlp has a hook, or a forward of its own"),
-    "a module": (lambda m: setattr(m.layers[0].mlp, "act_fn", nn.ReLU()), "mlp.act_fn is another module: a ReLU, and was a SiLU"),
+    "a module": (lambda m: setattr(m.layers[0].mlp, "act_fn", nn.ReLU()), "mlp.act_fn is another module: a ReLU, and "),
     "a mode": (lambda m: m.layers[0].self_attn.eval(), "self_attn is in evaluation mode, other than the layer that it is in"),
     "another configuration": (lambda m: setattr(m.layers[0].self_attn, "config", copy.copy(m.config)), "self_attn.config is "),
 }  # fmt: skip
