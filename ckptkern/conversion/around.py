@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from ..nn.unmodified import runs_class_forward
 from ..segments.decisions import decides
 from .binding import General, without_caches
 from .calls import Call
-from .check import TOLERANCE, difference, random_parameters, results, unmoved, was_written, wide
+from .check import TOLERANCE, difference, random_parameters, results, unmoved, wide
 from .fuse import saved_bytes
 from .report import Row
 from .sharding import holds_sharded
@@ -39,13 +40,14 @@ def is_layer(name: str, module: nn.Module) -> bool:
     return not any(is_member(path, m) for path, m in inner)
 
 
-def held_by(module: nn.Module) -> list[dict[str, Any]]:
-    """The plain attributes of each module in it, and the lengths of its lists, dicts and sets."""
-    lengths = (
-        {name: len(value) for name, value in m.__dict__.items() if type(value) in (list, dict, set)}
+def held_by(module: nn.Module) -> list[tuple[str, int]]:
+    """The names and lengths of the lists, dicts and sets that modules inside hold."""
+    return [
+        (name, len(value))
         for m in module.modules()
-    )
-    return [plain | counts for plain, counts in zip(settings(module), lengths, strict=True)]
+        for name, value in m.__dict__.items()
+        if type(value) in (list, dict, set)
+    ]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
@@ -73,24 +75,10 @@ class Around:
     def saved(self, run: Callable) -> int:
         return saved_bytes(self.module, run, *self.call, leaves_of(self.call)[self.x])
 
-    def changes(self) -> str:
-        """What a forward in training changes, which a recompute would change again; "" for nothing."""
-        module = self.module
-        with unmoved(module), torch.no_grad():
-            module.train()
-            # recompute updates no running statistics, and training does not read them
-            owners = [m for m in module.modules() if not isinstance(m, nn.modules.batchnorm._BatchNorm)]
-            own = [b for m in owners for b in m.buffers(recurse=False)]
-            before, buffers = held_by(module), [(b, b._version, b.detach().clone()) for b in own]
-            module.forward(*self.call[0], **self.call[1])
-            for was, now in zip(before, held_by(module), strict=True):
-                if was != now:
-                    return f"the attribute {next(iter(dict(was.items() ^ now.items())))}"
-            return "a buffer" if any(was_written(*one) for one in buffers) else ""
-
-    def results(self, run: Callable) -> list[Tensor | None]:
-        """All outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
-        and with the same random parameters each time."""
+    def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
+        """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
+        and with the same random parameters each time; the buffers and plain attributes that it leaves). Raises Unreadable if
+        it fills containers, which a recompute would fill again."""
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
@@ -101,9 +89,29 @@ class Around:
             torch.manual_seed(0)
             with random_parameters(self.module):
                 self.module.train()
-                call = mapped(wide, self.call)
+                call, before = mapped(wide, self.call), held_by(self.module)
                 trained = [p for p in self.module.parameters() if p.requires_grad]
-                return results(outputs, leaves_of(call), [self.x], trained)
+                found = results(outputs, leaves_of(call), [self.x], trained)
+                if filled := dict(set(held_by(self.module)) - set(before)):
+                    raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
+                left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
+                return found, [*left, *settings(self.module)]
+
+    def check(self, made: General) -> float:
+        """The largest relative error of a training step with this checkpoint. Raises Unreadable if it gives or leaves something
+        else than without."""
+        (theirs, left), (ours, found) = self.step(self.module.forward), self.step(made)
+        error = difference(ours, theirs)
+        if not error <= TOLERANCE:
+            raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
+        for one, other in zip(left, found, strict=True):
+            if isinstance(one, dict) and one != other:
+                raise Unreadable(
+                    f"no activation checkpoint either: its forward changes {dict(one.items() ^ other.items())}"
+                )
+            if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True):
+                raise Unreadable("no activation checkpoint either: its forward changes a buffer")
+        return error
 
     def checkpointed(self, recompute: str) -> tuple[General, int, float]:
         """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). Raises Unreadable if
@@ -113,16 +121,11 @@ class Around:
             inside, after = self.saved(self.module.forward), self.saved(made)
             if after >= inside:
                 raise Unreadable("an activation checkpoint saves no less")
-            if changed := self.changes():
-                raise Unreadable(f"no activation checkpoint either: its forward changes {changed}")
-            error = difference(self.results(made), self.results(self.module.forward))
+            return made, after, self.check(made)
         except Unreadable:
             raise
         except Exception as problem:  # whatever a forward makes of it: the layer stays as it is, and the table says why
             raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
-        if not error <= TOLERANCE:
-            raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
-        return made, after, error
 
     def note(self, row: Row, after: int, error: float, inner: list[Row]) -> None:
         """The checkpoint in the layer's row. inner: the rows of what is inside, whose bytes are then the layer's."""
@@ -136,4 +139,17 @@ def around(module: nn.Module, calls: list[Call]) -> Around | None:
     try:
         return Around(module, calls[0]) if calls else None
     except Exception:  # whatever a forward makes of a call in training, without its cache: the layer stays as it is
+        return None
+
+
+def error_of(made: General, calls: list[Call]) -> float | None:
+    """That of a checkpoint which need not save less; None if it cannot be tried. Raises Unreadable if it is wrong."""
+    layer = None if holds_sharded(made.module) else around(made.module, calls)
+    try:
+        return None if layer is None else layer.check(made)
+    except CheckpointError as problem:
+        raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
+    except Unreadable:
+        raise
+    except Exception:  # whatever a forward makes of random parameters
         return None

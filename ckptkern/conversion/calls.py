@@ -278,18 +278,16 @@ class Form:
     def learns(self, kwargs: dict[str, Any]) -> bool:
         """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""
         new = {name: value for name, value in kwargs.items() if name not in self.known}
-        plain = all(type(value) in PLAIN_VALUES for value in new.values())
-        if plain and self.harmless.issuperset(new.items()):
-            return True
-        refused = {(name, value if plain else type(value)) for name, value in new.items()}
-        if not self.refused.isdisjoint(refused):
+        kinds = {(name, value if type(value) in PLAIN_VALUES else type(value)) for name, value in new.items()}
+        if not self.refused.isdisjoint(kinds):
             return False
-        args, example = self.made()
-        if not_looked_at(self.module, args, example, new) == new.keys():
-            self.known |= new.keys()
-            return True
-        if plain and same_log(self.module, args, example, new):
+        if not self.harmless.issuperset(kinds):
+            args, example = self.made()
+            self.known |= not_looked_at(self.module, args, example, new)
+            new = {name: value for name, value in new.items() if name not in self.known}
+            plain = all(type(value) in PLAIN_VALUES for value in new.values())
+            if not (plain and same_log(self.module, args, example, new)):
+                self.refused |= {one for one in kinds if one[0] in new}
+                return False
             self.harmless |= new.items()
-            return True
-        self.refused |= refused
-        return False
+        return True

@@ -22,7 +22,7 @@ from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_o
 from ..ops.dispatch.choices import parse_bytes
 from . import masks
 from .alike import Checked
-from .around import Around, around, general, is_layer, is_marked
+from .around import Around, around, error_of, general, is_layer, is_marked
 from .binding import Forward, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
@@ -264,10 +264,7 @@ class _Conversion:
             if kind is nn.Sequential and (found := self.runs(name, module)):
                 return found
             if is_block(name, module) and (why := why_general(module)):
-                row.replaced_by, row.reason = "checkpoint", why if why == str(reason) else f"{why}: {reason}"
-                return Found(
-                    [row], lambda: self.bind(row, general(module, self.mlp, calls[0]), without_caches(*calls[0]))
-                )
+                return self.general(row, module, calls, why if why == str(reason) else f"{why}: {reason}")
             return Found([row])
         segment = next(iter(forward.segments.values()))
         row.replaced_by = segment.op
@@ -275,6 +272,17 @@ class _Conversion:
             forward.recompute = self.attention if segment.attends else self.mlp
         x = leaves_of(forward.form.counting(*call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
+
+    def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
+        """An activation checkpoint, unless it is seen to be wrong."""
+        made, row.reason = general(module, self.mlp, calls[0]), why
+        try:
+            row.error = error_of(made, calls)
+        except Unreadable as problem:
+            row.reason += f"; {problem}"
+            return Found([row])
+        row.replaced_by = "checkpoint"
+        return Found([row], lambda: self.bind(row, made, without_caches(*calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         row.calls = forward.calls

@@ -316,3 +316,23 @@ def test_what_a_layer_reads_unfuses_it_with_a_warning(language_model, change):
     assert "a training call of layers.0 (LlamaDecoderLayer) runs an activation checkpoint, not fused: " in message
     assert cause in message
     assert message.endswith(". Convert the model once more, as it is trained now")
+
+
+class Wrapped(Llama):
+    """Looks at one of its caller's keywords, and hands others on, as layers of transformers with gradient checkpointing do."""
+
+    def forward(self, x, tables=None, **kwargs):
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return super().forward(x, tables)
+
+
+def test_new_names_of_which_one_is_looked_at_are_learned_each():
+    torch.manual_seed(0)
+    model = Stack(Wrapped, with_tables).train()
+    conversion, x = ckptkern.convert(model, ids()), torch.randn(2, 6, WIDTH)
+    model(ids())
+    tables = with_tables(x)
+    for use_cache in (True, False, True):
+        model.layers[0](x, **tables, num_items=torch.tensor(7), use_cache=use_cache)
+    assert conversion.calls == FUSED | {"fused": 5}
