@@ -17,6 +17,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
 from ..errors import DtypeError, ShapeError
+from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
@@ -287,10 +288,28 @@ class General(Forward):
 
 
 class Own(Forward):
-    """The class's forward, which reads its module's own mode, under a store."""
+    """The forward of a drop-in replacement, which reads its module's own mode. is_composed: did the last call run as a
+    checkpoint of its submodules, which `nn.unmodified.composed` notes?"""
+
+    is_composed = False
 
     def run(self, *args, **kwargs):
-        return self.original(*args, **kwargs)
+        forward = MethodType(type(self.module).forward, self.module)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        self.is_composed = False
+        y = forward(*args, **kwargs)
+        self.count("checkpointed" if self.is_composed else "fused", self.why_composed if self.is_composed else None)
+        return y
+
+    def why_composed(self) -> str:
+        """What inside it no op stands for, or that its call is the cause, and the remedy."""
+        for path, m in list(self.module.named_modules())[1:]:
+            if not (untouched(m) and dense(m)):
+                return f"{path} has a hook, a forward of its own, or a weight that is no plain memory. {AGAIN}"
+        return (
+            f"no op takes its arguments, or what is inside. See the limits of ckptkern.nn.{type(self.module).__name__}"
+        )
 
 
 class Runs(Forward):

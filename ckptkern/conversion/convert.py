@@ -23,7 +23,7 @@ from ..ops.dispatch.choices import parse_bytes
 from . import masks
 from .alike import Checked
 from .around import Around, around, error_of, general, is_layer, is_marked
-from .binding import Forward, Runs, warn_again, without_caches
+from .binding import Forward, Own, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
 from .fuse import calls_of, fuse, runs_of, saved_bytes
@@ -231,6 +231,7 @@ class _Conversion:
                     if kind is not nn.Dropout:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
+            self.set(row, module, Own(module, self.recompute))
             row.saved_after = saved_by(module, module.forward, call)
 
         return Found([row], put)

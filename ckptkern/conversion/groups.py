@@ -99,8 +99,6 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
             continue
         module = modules[row.name]
         forward = module.__dict__.get("forward")
-        if forward is None and row.replaced_by.startswith("ckptkern.nn."):  # a drop-in replacement
-            module.forward = forward = Own(module, module.recompute)
         if isinstance(forward, Forward):
             lists.setdefault(parent, []).append((row.name, forward))
     groups = []

@@ -120,4 +120,7 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return method(*args, **kwargs)
     if not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         return method(*args, **kwargs)
+    forward = module.__dict__.get("forward")
+    if hasattr(forward, "is_composed") and not torch.compiler.is_compiling():
+        forward.is_composed = True  # convert counts what ran
     return checkpoint(method, *args, **kwargs)

@@ -85,7 +85,9 @@ class Segment(NamedTuple):
             kind = General if self.is_block else None if strategy.store is None else Own
             if kind is not None:
                 self.module.forward = forward = kind(self.module, "none")
-        elif (self.is_block and strategy == Strategy("none")) or (isinstance(forward, Own) and strategy.store is None):
+        elif (self.is_block and strategy == Strategy("none")) or (
+            isinstance(forward, Own) and strategy.store is None and ORIGINAL_CLASS not in self.module.__dict__
+        ):
             del self.module.forward
             if forward.previous is not None:
                 self.module.forward = forward.previous
