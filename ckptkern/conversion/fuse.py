@@ -17,6 +17,7 @@ from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
 from .adapters import why_unread
 from .alike import Checked, call_kinds
+from .autocast import kept_by
 from .arguments import SWITCH, named, switch_of, templates
 from .binding import Fused, Segment, is_cache
 from .calls import Call, Form, pattern_of, regardless_of_precision
@@ -96,6 +97,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
         module.train()  # shows where dropout is
         if is_experts(module) or parts_of(module) is not None:
             with torch.no_grad():
+                kept = kept_by(module, args, kwargs)
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat)
             experts, log = is_experts(module), []
             reading = read_experts(module, flat) if experts else read_block(module, args, kwargs, flat, read_call)
@@ -103,17 +105,21 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             traced = trace(module, args, kwargs, flat)
             leaves = Leaves(module)
             y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
-            reading, log = read(module, traced.node(y), blocks), traced.log
+            reading, log, kept = read(module, traced.node(y), blocks), traced.log, traced.kept
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
+            with contextlib.suppress(Exception):  # a dtype that this forward does not take
+                kept = kept and trace(module, args, kwargs, flat, torch.bfloat16).kept
         module.eval()
         try:
-            return *check_numerics(form, reading, result, args, kwargs), log
+            segment, error = check_numerics(form, reading, result, args, kwargs)
         except Unreadable:
             if not (blocks or reading.op == "moe_block"):
                 raise
-        # two scores of a random token may be one up to rounding: then other tokens decide
-        return *check_numerics(form, reading, result, args, kwargs), log
+            # two scores of a random token may be one up to rounding: then other tokens decide
+            segment, error = check_numerics(form, reading, result, args, kwargs)
+    segment.kept = next(iter(kept), "")
+    return segment, error, log
 
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
@@ -340,7 +346,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     form, first = Form(module, calls), checked.fused
     form.fixed = dict(first.form.fixed)
     segments = {
-        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of)
+        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of, one.kept)
         for pattern, one in first.segments.items()
         if one is not None
     }

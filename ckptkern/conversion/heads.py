@@ -20,6 +20,7 @@ from ..nn.unmodified import dense, hooked, strided, untouched
 from ..ops.sublayer.lora import LoRA
 from ..subclasses import PLAIN
 from .arguments import Call, arguments_getter, templates
+from .autocast import switched_off
 from .binding import Forward, mode_of
 from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
 from .guard import Watch
@@ -122,6 +123,7 @@ class Head(Forward):
             self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
             self.watch = Watch(module, {(p.path, p.attribute) for p in templates(template, Probability)})
         self.log: list[Wanted] | None = None  # during the example's call
+        self.inputs: list[Tensor] = []  # of that call, before autocast rounds them
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
     def run(self, *args, **kwargs):
@@ -144,6 +146,8 @@ class Head(Forward):
         if self.log is None:
             self.calls["fused"] += 1
             matmul.on_values = self.made_for
+        else:
+            self.inputs.append(args[0])
         return matmul.logits()
 
     def made_for(self, name: str) -> None:
@@ -206,6 +210,7 @@ class Chain(NamedTuple):
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
         made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
+        made[0] = made[0].to(torch.promote_types(made[0].dtype, made[1].dtype))  # autocast rounds it
         made[1] *= 4 * made[1].shape[1] ** -0.5
         for one in made[len(made) - 2 * (self.matmul.lora is not None) :]:
             one *= one.shape[1] ** -0.5
@@ -236,7 +241,8 @@ class Heads:
         self.model, self.losses, self.before = model, losses, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
-        self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
+        with switched_off(model):
+            self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
         inside = {base_linear(m) for m in self.adapted}
         candidates = [
             m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes and m not in inside
@@ -267,12 +273,14 @@ class Heads:
         finally:
             for head in heads.values():
                 head.unbind()
-        wide = all(p.dtype.itemsize >= 4 for m in candidates for p in m.parameters())
+        read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
+        wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
         for ours, theirs in zip(after, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
-        self.norms = results.behind(one.logits.matmul.x for head in heads.values() for one in head.log if one.covered)
+        fused = [head for head in heads.values() if any(one.covered for one in head.log)]
+        self.norms = results.behind(x for head in fused for x in head.inputs)
         return {module: head.log for module, head in heads.items()}
 
     def norm(self, name: str, module: nn.Module, recompute: str) -> tuple[Row, Forward] | None:
