@@ -24,7 +24,7 @@ from .autocast import switched_off
 from .binding import Forward, mode_of
 from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
 from .guard import Watch
-from .leaves import Leaves, Probability
+from .leaves import Leaves, Probability, is_linear
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
 from .reading import Steps
@@ -68,10 +68,6 @@ def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
     return [one for one in leaves if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point()]
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def base_linear(module: nn.Module) -> nn.Module | None:
