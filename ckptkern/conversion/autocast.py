@@ -94,7 +94,9 @@ def is_narrowed(module: nn.Module) -> bool:
     """Does autocast hand a module 16-bit inputs whose own parameters are float32?"""
     if not torch._C._is_any_autocast_enabled():
         return False
-    return not any(p.dtype in HALF for p in module.parameters()) and any(map(torch.is_autocast_enabled, device_types(module)))
+    return not any(p.dtype in HALF for p in module.parameters()) and any(
+        map(torch.is_autocast_enabled, device_types(module))
+    )
 
 
 def widened(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -54,8 +54,8 @@ class Segment:
     """A fused op in place of a forward.
 
     template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
-    the router whose hooks are given an MoE's logits; kept: a function that the forward keeps out of autocast, inside of which it
-    is no such op then.
+    the router whose hooks are given an MoE's logits; kept: a function that forward keeps out of autocast, and the op
+    would not.
     """
 
     def __init__(

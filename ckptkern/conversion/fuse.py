@@ -17,8 +17,8 @@ from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
 from .adapters import why_unread
 from .alike import Checked, call_kinds
-from .autocast import kept_by
 from .arguments import SWITCH, named, switch_of, templates
+from .autocast import kept_by
 from .binding import Fused, Segment, is_cache
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide

@@ -63,9 +63,7 @@ def in_training(p: float) -> Probability:
 def is_linear(module: nn.Module) -> bool:
     """Does calling it run nn.Linear's forward?"""
     kind = type(module)
-    return (
-        isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
-    )
+    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -88,7 +86,9 @@ def agrees(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
     try:
         for leaf.training in (True, False):
             ours, theirs = (_with_gradients(run, leaf, x) for run in (leaf, like))
-            if not all(a is b or (a is not None and b is not None and same(a, b)) for a, b in zip(ours, theirs, strict=True)):
+            if not all(
+                a is b or (a is not None and b is not None and same(a, b)) for a, b in zip(ours, theirs, strict=True)
+            ):
                 return False
     except Exception:  # someone's leaf may raise anything, such as where a graph is missing
         return False

@@ -22,7 +22,7 @@ HOST_READS = frozenset((
     "is_nonzero", "item", "numpy", "tolist",
 ))  # fmt: skip
 
-ATTENTION_FORWARDS = (nn.MultiheadAttention.forward, MultiheadAttention.forward)  # which read parameters of a module inside
+ATTENTION_FORWARDS = (nn.MultiheadAttention.forward, MultiheadAttention.forward)  # they read parameters of out_proj
 PLAIN_VALUES = frozenset((bool, int, float, str, type(None)))  # what a forward may branch on
 
 
@@ -174,7 +174,9 @@ class _Tracer(Watched):
     def record(
         self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object, function: Callable | None = None
     ) -> None:  # fmt: skip
-        trained = self.is_trained(args, kwargs) or (kind == "module" and has_parameters(self.module.get_submodule(source)))
+        trained = self.is_trained(args, kwargs) or (
+            kind == "module" and has_parameters(self.module.get_submodule(source))
+        )
         at, args, kwargs = self.counted(args, kwargs)
         given = [(one.kind, one.source) if isinstance(one, Node) else str(one) for one in leaves_of((args, kwargs))]
         self.log.append((kind, source, *given))
