@@ -55,13 +55,13 @@ def switched_on(module: nn.Module, dtype: torch.dtype = torch.float32) -> Iterat
 class Watched(TorchFunctionMode):
     """Notes of a forward inside of `switched_on` what it keeps out of autocast.
 
-    kept: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
+    apart: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.kinds, self.dtype = frozenset(device_types(module)), dtype
-        self.kept: list[str] = []
+        self.apart: list[str] = []
 
     def is_apart(self, result: object) -> bool:
         """Is autocast off now, or to another dtype, where this was computed?"""
@@ -79,18 +79,18 @@ class Watched(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if self.is_apart(result) and self.would_round(function, args, kwargs or {}, result):
-            self.kept.append(getattr(function, "__name__", "a function"))
+            self.apart.append(getattr(function, "__name__", "a function"))
         return result
 
 
-def kept_by(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+def apart_in(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """What the class's forward keeps out of autocast in this call."""
     with switched_on(module), Watched(module) as watched, torch.no_grad():
         type(module).forward(module, *args, **kwargs)
-    return watched.kept
+    return watched.apart
 
 
-def is_narrowed(module: nn.Module) -> bool:
+def is_rounded(module: nn.Module) -> bool:
     """Does autocast hand a module 16-bit inputs whose own parameters are float32?"""
     if not torch._C._is_any_autocast_enabled():
         return False
@@ -99,8 +99,8 @@ def is_narrowed(module: nn.Module) -> bool:
     )
 
 
-def widened(module: nn.Module) -> Callable[[Tensor], Tensor]:
+def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a module's inputs would be without autocast: as they are, or in float32 if autocast rounded them."""
-    if not is_narrowed(module):
+    if not is_rounded(module):
         return Tensor.detach
     return lambda one: one.detach().float() if one.dtype in HALF else one.detach()

@@ -54,15 +54,15 @@ class Segment:
     """A fused op in place of a forward.
 
     template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
-    the router whose hooks are given an MoE's logits; kept: a function that forward keeps out of autocast, and the op
+    the router whose hooks are given an MoE's logits; apart: a function that forward leaves out of autocast, and the op
     would not.
     """
 
     def __init__(
         self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
-        caches: Collection[int] = (), logits_of: str = "", kept: str = "",
+        caches: Collection[int] = (), logits_of: str = "", apart: str = "",
     ):  # fmt: skip
-        self.kept = kept
+        self.apart = apart
         self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.attends = op in ATTENDING
@@ -230,7 +230,7 @@ class Fused(Forward):
             or (segment.attends and in_context_parallel())
             or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
             or any(_requires_grad(flat[i]) for i in segment.constants)
-            or (segment.kept and autocast_dtype(flat[segment.x]) is not None)
+            or (segment.apart and autocast_dtype(flat[segment.x]) is not None)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
             if not trains:

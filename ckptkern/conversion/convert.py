@@ -23,7 +23,7 @@ from ..ops.dispatch.choices import parse_bytes
 from . import masks
 from .alike import Checked
 from .around import Around, around, general, is_layer, is_marked
-from .autocast import switched_off, widened
+from .autocast import switched_off, upcast
 from .binding import Forward, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
@@ -65,7 +65,7 @@ def capture(
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
-        own, (args, kwargs) = calls.setdefault(module, {}), mapped(widened(module), (args, kwargs))
+        own, (args, kwargs) = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
             own[pattern] = args, kwargs

@@ -18,7 +18,7 @@ from ..nn.unmodified import runs_class_forward, untouched
 from .adapters import why_unread
 from .alike import Checked, call_kinds
 from .arguments import SWITCH, named, switch_of, templates
-from .autocast import kept_by
+from .autocast import apart_in
 from .binding import Fused, Segment, is_cache
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
@@ -97,7 +97,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
         module.train()  # shows where dropout is
         if is_experts(module) or parts_of(module) is not None:
             with torch.no_grad():
-                kept = kept_by(module, args, kwargs)
+                apart = apart_in(module, args, kwargs)
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat)
             experts, log = is_experts(module), []
             reading = read_experts(module, flat) if experts else read_block(module, args, kwargs, flat, read_call)
@@ -105,11 +105,11 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             traced = trace(module, args, kwargs, flat)
             leaves = Leaves(module)
             y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
-            reading, log, kept = read(module, traced.node(y), blocks), traced.log, traced.kept
+            reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
             with contextlib.suppress(Exception):  # a dtype that this forward does not take
-                kept = kept and trace(module, args, kwargs, flat, torch.bfloat16).kept
+                apart = apart and trace(module, args, kwargs, flat, torch.bfloat16).apart
         module.eval()
         try:
             segment, error = check_numerics(form, reading, result, args, kwargs)
@@ -118,7 +118,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
                 raise
             # two scores of a random token may be one up to rounding: then other tokens decide
             segment, error = check_numerics(form, reading, result, args, kwargs)
-    segment.kept = next(iter(kept), "")
+    segment.apart = next(iter(apart), "")
     return segment, error, log
 
 
@@ -346,7 +346,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     form, first = Form(module, calls), checked.fused
     form.fixed = dict(first.form.fixed)
     segments = {
-        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of, one.kept)
+        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of, one.apart)
         for pattern, one in first.segments.items()
         if one is not None
     }

@@ -199,7 +199,7 @@ class _Tracer(Watched):
         result = function(*args, **kwargs)
         trained = has_parameters(self.inside[-1]) if self.inside else self.is_trained(args, kwargs)
         if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
-            self.kept.append(name)
+            self.apart.append(name)
         if not self.inside:
             changed = args[0] if name == "__setitem__" or is_in_place(name) else kwargs.get("out")
             forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
@@ -248,7 +248,7 @@ class Trace:
     node: Callable[[Tensor], Node]
     log: list[tuple]
     calls: list[list[Any]]
-    kept: list[str]
+    apart: list[str]
 
 
 def trace(
@@ -282,4 +282,4 @@ def trace(
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
         raise Unreadable("forward samples Python's random numbers")
-    return Trace(result, tracer.node, tracer.log, tracer.calls, tracer.kept)
+    return Trace(result, tracer.node, tracer.log, tracer.calls, tracer.apart)

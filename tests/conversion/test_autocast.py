@@ -21,7 +21,7 @@ def autocast(enabled=True):
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
-def turned(x, angles):
+def rotated(x, angles):
     a, b = x.chunk(2, -1)
     return x * angles.cos() + torch.cat((-b, a), -1) * angles.sin()
 
@@ -59,7 +59,7 @@ class Layer(nn.Module):
                 angles = (self.frequencies.float()[None, :, None] @ positions[:, None].float()).mT.repeat(1, 1, 2)[
                     :, None
                 ]
-            q, k = turned(q, angles), turned(k, angles)
+            q, k = rotated(q, angles), rotated(k, angles)
         with self.out_of_autocast("attention", "narrow attention"):
             if self.apart == "attention":
                 q, k, v = (one.to(self.o.weight.dtype) for one in (q, k, v))
@@ -128,7 +128,7 @@ APART = {"nothing": True, "rotary tables": True, "softmax": True, "narrow attent
 
 @pytest.mark.parametrize("what", APART)
 def test_what_a_layer_keeps_out_of_autocast(what):
-    """It is fused without autocast, and with autocast unless that would round what is kept out of it."""
+    """It is fused without autocast, and with autocast unless that would round what is left out of it."""
     ours, theirs, conversion = pair(Model(lambda: Layer(what)).train(), IDS, positions=POSITIONS, labels=IDS)
     assert [row.replaced_by for row in conversion][:2] == ["transformer_layer"] * 2
     call = {"positions": POSITIONS, "labels": IDS}
