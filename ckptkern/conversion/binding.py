@@ -19,6 +19,7 @@ from .. import ops
 from ..errors import DtypeError, ShapeError
 from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
+from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
@@ -54,13 +55,15 @@ class Segment:
     """A fused op in place of a forward.
 
     template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
-    the router whose hooks are given an MoE's logits.
+    the router whose hooks are given an MoE's logits; apart: a function that forward leaves out of autocast, and the op
+    would not.
     """
 
     def __init__(
         self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
-        caches: Collection[int] = (), logits_of: str = "",
+        caches: Collection[int] = (), logits_of: str = "", apart: str = "",
     ):  # fmt: skip
+        self.apart = apart
         self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
         self.attends = op in ATTENDING
@@ -235,6 +238,7 @@ class Fused(Forward):
             or (segment.attends and in_context_parallel())
             or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
             or any(requires_grad(flat[i]) for i in segment.constants)
+            or (segment.apart and autocast_dtype(flat[segment.x]) is not None)
         ):
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
             if not trains:
@@ -260,6 +264,8 @@ class Fused(Forward):
             return "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
         if any(requires_grad(flat[i]) for i in segment.constants):
             return f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
+        if segment.apart and autocast_dtype(flat[segment.x]) is not None:
+            return f"its forward keeps {segment.apart} out of autocast, where a fused op would round. Train without autocast"
         return self.watch.difference()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantized import as_linear, plain_like
+from .quantized import as_linear, multiplies_dequantised, plain_like
 from .trace import plain_attributes
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
@@ -80,6 +80,7 @@ def wide(tensor: Tensor | None) -> Tensor | None:
 def random_parameters(module: nn.Module) -> Iterator[None]:
     """Other parameters for a while, in float32 at least; shared ones stay shared."""
     made: dict[int, nn.Parameter] = {}
+    dequantised = list(filter(multiplies_dequantised, module.modules()))
     before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     try:
         for m, parameters, buffers in before:
@@ -91,7 +92,7 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
                     m._parameters[name] = made[id(p)]
             for name, b in buffers.items():
                 m._buffers[name] = wide(b)
-        with as_linear(module.modules()):
+        with as_linear(dequantised):
             yield
     finally:
         for m, parameters, buffers in before:

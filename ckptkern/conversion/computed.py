@@ -6,6 +6,7 @@ It is a small part of the trace, which each call runs again on what it is given 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ShapeError
+from ..ops.dispatch.choices import autocast_off
 from .leaves import Weight
 from .reading import Argument, Reading
 from .reads import OF_EVERY_MODULE
@@ -51,11 +53,12 @@ Followed = dict[tuple[int, int], Of | None]  # by (call, argument); None: it cha
 
 class Step(NamedTuple):
     """A call. of: the path of a submodule, or a function. Among the leaves of args and kwargs are Result, Argument, Weight and
-    Of."""
+    Of. apart: without autocast, as in the module."""
 
     of: Any
     args: tuple
     kwargs: dict[str, Any]
+    apart: bool
 
 
 @dataclass
@@ -71,7 +74,8 @@ class Program:
             function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
             leaves = [live(one, module, flat, x, made) for one in leaves_of((step.args, step.kwargs))]
             args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
-            made.append(function(*args, **kwargs))
+            with autocast_off(x) if step.apart else contextlib.nullcontext():
+                made.append(function(*args, **kwargs))
         return made
 
 
@@ -158,7 +162,7 @@ class Resolver:
             if len(self.program.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
             args, kwargs = recomputed((call.args, call.kwargs or {}), iter(leaves))
-            self.program.steps.append(Step(of, args, kwargs))
+            self.program.steps.append(Step(of, args, kwargs, call.apart))
             self.made[call.at] = len(self.program.steps) - 1
         return self.made[call.at]
 

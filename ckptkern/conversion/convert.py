@@ -23,6 +23,7 @@ from ..ops.dispatch.choices import parse_bytes
 from . import masks
 from .alike import Checked
 from .around import Around, around, error_of, general, is_layer, is_marked
+from .autocast import switched_off, upcast
 from .binding import Forward, Own, Runs, warn_again, without_caches
 from .calls import Call, check_keywords, pattern_of
 from .check import unmoved
@@ -64,10 +65,10 @@ def capture(
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
-        own = calls.setdefault(module, {})
+        own, (args, kwargs) = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
         pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
         if len(own) < PATTERNS and pattern not in own:
-            own[pattern] = mapped(Tensor.detach, (args, kwargs))
+            own[pattern] = args, kwargs
 
     within = {m: set(m.modules()) for m in model.modules() if not is_leaf(m) or is_experts(m)}
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
@@ -406,7 +407,7 @@ def convert(
     before = saved_by_all(model, example_inputs, example_kwargs)
     calls, hooked, heads = captured(model, example_inputs, example_kwargs) if given else ({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    with not_repacked(model), progress("convert", len(places)) as shown:
+    with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
         conversion = _Conversion(
             recompute, workspace, include, exclude, calls, hooked, heads, Shards(model),
             lambda name: shown(name, places[name]), otherwise,

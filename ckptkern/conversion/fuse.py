@@ -18,6 +18,7 @@ from ..nn.unmodified import runs_class_forward, untouched
 from .adapters import why_unread
 from .alike import Checked, call_kinds
 from .arguments import live_attributes, named, rescaled, templates
+from .autocast import apart_in
 from .binding import Fused, Segment, is_cache
 from .calls import Call, Form, pattern_of, regardless_of_precision
 from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
@@ -97,6 +98,7 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
         module.train()  # shows where dropout is
         if is_experts(module) or parts_of(module) is not None:
             with torch.no_grad():
+                apart = apart_in(module, args, kwargs)
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat)
             experts, log = is_experts(module), []
             reading = read_experts(module, flat) if experts else read_block(module, args, kwargs, flat, read_call)
@@ -104,9 +106,11 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             traced = trace(module, args, kwargs, flat)
             leaves = Leaves(module)
             y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
-            reading, log = read(module, traced.node(y), blocks), traced.log
+            reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(computed_of([reading.arguments, reading.choices])):
                 resolve(module, reading, followed(form, reading, traced, args, kwargs))
+            with contextlib.suppress(Exception):  # a dtype that this forward does not take
+                apart = apart and trace(module, args, kwargs, flat, torch.bfloat16).apart
         module.eval()
         try:
             segment, error = check_numerics(form, reading, result, args, kwargs)
@@ -116,7 +120,8 @@ def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, f
             # two scores of a random token may be one up to rounding: then other tokens decide
             segment, error = check_numerics(form, reading, result, args, kwargs)
         form.reads = joined(form.reads, reads_of(module, args, kwargs))
-        return segment, error, log
+    segment.apart = next(iter(apart), "")
+    return segment, error, log
 
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
@@ -346,7 +351,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     form, first = Form(module, calls), checked.fused
     form.fixed, form.reads = dict(first.form.fixed), first.form.reads
     segments = {
-        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of)
+        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of, one.apart)
         for pattern, one in first.segments.items()
         if one is not None
     }

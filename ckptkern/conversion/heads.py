@@ -20,11 +20,12 @@ from ..nn.unmodified import dense, hooked, strided, untouched
 from ..ops.sublayer.lora import LoRA
 from ..subclasses import PLAIN
 from .arguments import Call, arguments_getter, live_attributes, rescaled
+from .autocast import switched_off
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
 from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
 from .guard import Watch
-from .leaves import Leaves
+from .leaves import Leaves, is_linear
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
 from .reading import Steps
@@ -69,10 +70,6 @@ def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
     return [one for one in leaves if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point()]
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def base_linear(module: nn.Module) -> nn.Module | None:
@@ -125,6 +122,7 @@ class Head(Forward):
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
             self.watch = Watch(module, reads_of(module, (x,), {}), live_attributes(module, template))
         self.log: list[Wanted] | None = None  # during the example's call
+        self.inputs: list[Tensor] = []  # of that call, before autocast rounds them
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
     def run(self, *args, **kwargs):
@@ -143,6 +141,8 @@ class Head(Forward):
         if self.log is None:
             self.count("fused")
             matmul.on_values = self.made_for
+        else:
+            self.inputs.append(args[0])
         return matmul.logits()
 
     def made_for(self, name: str) -> None:
@@ -228,6 +228,7 @@ class Chain(NamedTuple):
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
         made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
+        made[0] = made[0].to(torch.promote_types(made[0].dtype, made[1].dtype))  # autocast rounds it
         made[1] *= 4 * made[1].shape[1] ** -0.5
         for one in made[len(made) - 2 * (self.matmul.lora is not None) :]:
             one *= one.shape[1] ** -0.5
@@ -258,7 +259,8 @@ class Heads:
         self.model, self.losses, self.before = model, losses, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
-        self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
+        with switched_off(model):
+            self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         candidates = [
             m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes and m not in inside
@@ -289,12 +291,14 @@ class Heads:
         finally:
             for head in heads.values():
                 head.unbind()
-        wide = all(p.dtype.itemsize >= 4 for m in candidates for p in m.parameters())
+        read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
+        wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
         for ours, theirs in zip(after, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
-        self.norms = results.behind(one.logits.matmul.x for head in heads.values() for one in head.log if one.covered)
+        fused = [head for head in heads.values() if any(one.covered for one in head.log)]
+        self.norms = results.behind(x for head in fused for x in head.inputs)
         return {module: head.log for module, head in heads.items()}
 
     def norm(self, name: str, module: nn.Module, recompute: str) -> tuple[Row, Forward] | None:

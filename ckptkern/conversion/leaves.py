@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
 from torch.nn import functional as F
 
 from ..nn.activations import recognised
 from ..nn.dropout import Dropout
 from .trace import Node, Unreadable, leaves_of, recomputed
 
+LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
 _LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time that a longer formula takes
 
 
@@ -58,6 +60,12 @@ def in_training(p: float) -> Probability:
     return Probability("", "", float(p))
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Does calling it run nn.Linear's forward?"""
+    kind = type(module)
+    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
+
+
 def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
@@ -70,6 +78,48 @@ def _outcome(function: Callable, *args: Tensor) -> Tensor | None:
     except Exception:  # a guess calls someone else's leaf with a tensor of our choice, which may raise anything
         return None
     return result if isinstance(result, Tensor) else None
+
+
+def agrees(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
+    """Does a leaf compute like(x) in training and in evaluation, with the same gradients?"""
+    was = leaf.training
+    try:
+        for leaf.training in (True, False):
+            ours, theirs = (_with_gradients(run, leaf, x) for run in (leaf, like))
+            if not all(
+                a is b or (a is not None and b is not None and same(a, b)) for a, b in zip(ours, theirs, strict=True)
+            ):
+                return False
+    except Exception:  # someone's leaf may raise anything, such as where a graph is missing
+        return False
+    finally:
+        leaf.training = was
+    return True
+
+
+def _with_gradients(run: Callable, leaf: nn.Module, x: Tensor) -> list[Tensor | None]:
+    with torch.enable_grad():
+        given = [x.detach().requires_grad_(), *_parameters(leaf).values()]
+        y = run(given[0])
+        dy = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+        return [y, *torch.autograd.grad(y, given, dy, allow_unused=True)]
+
+
+def agrees_in_16_bits(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
+    """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
+    own, kind = _parameters(leaf), x.device.type
+    narrow = {name: nn.Parameter(p.to(torch.bfloat16)) for name, p in own.items()}
+    for parameters, autocast in ((narrow, False), (own, is_autocast_available(kind))):
+        leaf._parameters.update(parameters)
+        given = x if autocast else x.to(torch.bfloat16)
+        try:
+            with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=autocast):
+                ours, theirs = _outcome(leaf, given), like(given).double()
+        finally:
+            leaf._parameters.update(own)
+        if ours is not None and not float((ours.double() - theirs).norm() / theirs.norm()) <= LIKE_ROUNDING:
+            return False
+    return True
 
 
 class Leaves:
@@ -179,9 +229,19 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> Linear | None:
     for form, w in (("", weight), ("t", weight.t())):
         x = torch.randn(3, w.shape[1], dtype=w.dtype, device=w.device)
         y = _outcome(leaf, x)
-        if y is not None and same(y, F.linear(x, w, bias)):
+        if y is not None and same(y, F.linear(x, w, bias)) and (is_linear(leaf) or _acts_linear(leaf, form, x)):
             return Linear(Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), *w.shape)
     return None
+
+
+def _acts_linear(leaf: nn.Module, form: str, x: Tensor) -> bool:
+    """Is a forward of its own that of a linear layer in each mode and dtype? One may quantise in some of these alone."""
+
+    def like(x: Tensor) -> Tensor:
+        weight = leaf._parameters["weight"]
+        return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
+
+    return agrees(leaf, like, x) and agrees_in_16_bits(leaf, like, x)
 
 
 def _default_eps(eps: float | None) -> float:
@@ -194,9 +254,9 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
         return None
     values = leaf.__dict__.values()
     epsilons = dict.fromkeys(v for v in values if isinstance(v, float) and 0 < v <= 1e-2)
-    like = next(iter(own.values()), node_tensor(leaf))
+    tensor = next(iter(own.values()), node_tensor(leaf))
     # rows of about the size of sqrt(eps), too, where another eps shows
-    x = torch.randn(6, features, dtype=like.dtype, device=like.device) + 0.5
+    x = torch.randn(6, features, dtype=tensor.dtype, device=tensor.device) + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
     y = _outcome(leaf, x)
     if y is None or y.shape != x.shape:
@@ -212,10 +272,17 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
             for kind, rows in (("layer", layer), ("rms", rms)):
                 for form in ("", "+1") if weight is not None else ("",):
                     factor = 1.0 if weight is None else weight + 1 if form else weight
-                    if same(y, rows * factor + added):
+                    like = functools.partial(_normed, kind, weight, form, bias, eps)
+                    if same(y, rows * factor + added) and agrees(leaf, like, x[:3]):
                         names = [name and f"{path}.{name}" for name in names]
                         return Norm(kind, names[0] and Weight(names[0], form), names[1] and Weight(names[1]), eps)
     return None
+
+
+def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, eps: float, x: Tensor) -> Tensor:
+    rows = (F.layer_norm if kind == "layer" else F.rms_norm)(x, x.shape[-1:], eps=eps)
+    rows = rows if weight is None else rows * (weight + 1 if form else weight)
+    return rows if bias is None else rows + bias
 
 
 def node_tensor(leaf: nn.Module) -> Tensor:
@@ -253,7 +320,8 @@ def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
     ((name, weight),) = own.items()
     x = torch.randn(3, 2, node.shape[-1], dtype=weight.dtype, device=weight.device)
     y = _outcome(leaf, x) if weight.shape == node.shape[-1:] else None
-    return Weight(f"{path}.{name}") if y is not None and same(y, x * weight) else None
+    found = y is not None and same(y, x * weight) and agrees(leaf, lambda x: x * weight, x)
+    return Weight(f"{path}.{name}") if found else None
 
 
 def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..nn.unmodified import dense, hooked, untouched
 from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
+from .autocast import upcast
 from .binding import Forward, requires_grad
 from .check import unmoved
 from .fuse import saved_bytes
@@ -45,7 +46,7 @@ class Results:
 
     def note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
-            self.calls.append((module, args[0].detach(), y.detach()))
+            self.calls.append((module, upcast(module)(args[0]), y.detach()))
 
     def behind(self, inputs: Iterable[Tensor]) -> dict[nn.Module, Tensor]:
         """The norms whose results, or views of them, these are, with their own inputs."""

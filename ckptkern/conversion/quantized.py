@@ -33,6 +33,8 @@ def why_unreadable(module: nn.Module) -> str:
     """Which of its parameters no op takes, and why; "" if none."""
     for name, parameter in module.named_parameters():
         if is_quantised(parameter):
+            if parameter.requires_grad:
+                return f"{name} is a {type(parameter).__name__} that is trained, of which no op forms a gradient"
             if reason := why_not(parameter):
                 return f"{name} is a {type(parameter).__name__}. {reason}"
         elif kind := own_dispatch((parameter,)):
@@ -66,10 +68,25 @@ def plain_like(parameter: Tensor) -> Tensor:
     return torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
 
 
+def multiplies_dequantised(module: nn.Module) -> bool:
+    """Is it a linear layer of those libraries, with a weight that Frozen may stand for and nothing besides?
+
+    `why_different` compares its forward. A library's layer with another weight, such as one for training with fake
+    quantisation, is read as any other module.
+    """
+    return (
+        is_quantised(module)
+        and isinstance(module, nn.Linear)
+        and is_quantised(module._parameters.get("weight"))
+        and not module._modules
+        and module._parameters.keys() <= {"weight", "bias"}
+    )
+
+
 @contextlib.contextmanager
 def as_linear(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Those of bitsandbytes compute as nn.Linear for a while, whose subclass they are, because theirs take no other weights."""
-    changed = [(m, type(m)) for m in modules if is_quantised(m) and isinstance(m, nn.Linear)]
+    """These compute as nn.Linear for a while, whose subclass they are, because theirs take no other weights."""
+    changed = [(m, type(m)) for m in modules]
     for m, _ in changed:
         m.__class__ = nn.Linear
     try:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ..nn import MultiheadAttention
 from ..nn.unmodified import collecting_nothing
+from .autocast import Watched, switched_on
 from .layouts import parts_of
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
@@ -21,6 +22,7 @@ HOST_READS = frozenset((
     "is_nonzero", "item", "numpy", "tolist",
 ))  # fmt: skip
 
+ATTENTION_FORWARDS = (nn.MultiheadAttention.forward, MultiheadAttention.forward)  # they read parameters of out_proj
 PLAIN_VALUES = frozenset((bool, int, float, str, type(None)))  # what a forward may branch on
 
 
@@ -29,13 +31,14 @@ class Unreadable(Exception):
 
 
 class Outer(NamedTuple):
-    """A call of a module that is no leaf, which returned a tensor. args, kwargs, output, at: as of a Node."""
+    """A call of a module that is no leaf, which returned a tensor. args, kwargs, output, at, apart: as of a Node."""
 
     path: str
     args: tuple
     kwargs: dict[str, Any]
     output: int
     at: int
+    apart: bool
 
 
 @dataclass(eq=False)
@@ -52,7 +55,7 @@ class Node:
     args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
     modules that returned it too, the inner ones first. written: of a tensor that was changed through a view of it, its node
-    before, and the view's after.
+    before, and the view's after. apart: did the module switch autocast off around it?
     """
 
     kind: str
@@ -65,6 +68,7 @@ class Node:
     function: Callable | None = None
     calls: list[Outer] = field(default_factory=list)
     written: tuple[Node, Node] | None = None
+    apart: bool = False
 
     @property
     def inputs(self) -> list[Node]:
@@ -80,7 +84,11 @@ class Node:
 
 def is_leaf(module: nn.Module) -> bool:
     """Is the module read as one node?"""
-    return not module._modules or isinstance(module, nn.MultiheadAttention)
+    return not module._modules or type(module).forward in ATTENTION_FORWARDS
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 def leaves_of(values: Any) -> list[Any]:
@@ -128,13 +136,13 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     )
 
 
-class _Tracer(TorchFunctionMode):
-    def __init__(self, module: nn.Module, flat: list[Any]):
-        super().__init__()
+class _Tracer(Watched):
+    def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
+        super().__init__(module, autocast)
         self.module = module
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.alive: list[object] = []  # so that no id is given twice
-        self.inside = 0  # leaf modules that are running
+        self.inside: list[nn.Module] = []  # leaf modules that are running
         self.opaque = (
             0  # of these, MoE blocks: their values on the host choose rows, and are no dataflow of this module
         )
@@ -148,6 +156,9 @@ class _Tracer(TorchFunctionMode):
             if isinstance(value, Tensor):
                 self.nodes[id(value)] = Node("argument", index, value.shape)
                 self.alive.append(value)
+        # nodes of what has a gradient, by id: rotary tables, which are computed of positions, have none
+        given = [*module.parameters(), *(one for one in flat if isinstance(one, Tensor) and one.is_floating_point())]
+        self.trained = {id(self.nodes[id(one)]) for one in given}
 
     def node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self.nodes:
@@ -163,13 +174,22 @@ class _Tracer(TorchFunctionMode):
     def record(
         self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object, function: Callable | None = None
     ) -> None:  # fmt: skip
+        trained = self.is_trained(args, kwargs) or (
+            kind == "module" and has_parameters(self.module.get_submodule(source))
+        )
         at, args, kwargs = self.counted(args, kwargs)
         given = [(one.kind, one.source) if isinstance(one, Node) else str(one) for one in leaves_of((args, kwargs))]
         self.log.append((kind, source, *given))
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                self.nodes[id(result)] = Node(kind, source, result.shape, args, kwargs, i, at, function)
+                made = Node(kind, source, result.shape, args, kwargs, i, at, function, apart=self.is_apart(result))
+                self.nodes[id(result)] = made
                 self.alive.append(result)
+                if trained:
+                    self.trained.add(id(made))
+
+    def is_trained(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        return any(id(self.node(one)) in self.trained for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -177,7 +197,10 @@ class _Tracer(TorchFunctionMode):
         if name in HOST_READS and not self.opaque:
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
-        if self.inside == 0:
+        trained = has_parameters(self.inside[-1]) if self.inside else self.is_trained(args, kwargs)
+        if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
+            self.apart.append(name)
+        if not self.inside:
             changed = args[0] if name == "__setitem__" or is_in_place(name) else kwargs.get("out")
             forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
             self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result, function)
@@ -192,18 +215,19 @@ class _Tracer(TorchFunctionMode):
             if isinstance(other, Tensor) and other is not changed and _overlap(other, changed):
                 now = Node("function", f"{name} of a view", other.shape)
                 found.append((self.node(other), now))
+                self.trained.add(id(now))
                 self.nodes[id(other)] = now
         return found
 
     def before(self, leaf: nn.Module, args: tuple) -> None:
-        self.inside += 1
+        self.inside.append(leaf)
         self.opaque += not is_leaf(leaf)
 
     def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        self.inside -= 1
+        self.inside.pop()
         self.opaque -= not is_leaf(leaf)
         given = {id(value) for value in leaves_of((args, kwargs))}
-        if self.inside == 0 and id(result) not in given:  # an identity leaves no node
+        if not self.inside and id(result) not in given:  # an identity leaves no node
             self.record("module", self.paths[id(leaf)], args, kwargs, result)
 
     def after_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
@@ -212,27 +236,32 @@ class _Tracer(TorchFunctionMode):
         given, (at, args, kwargs) = {id(value) for value in leaves_of((args, kwargs))}, self.counted(args, kwargs)
         for i, one in enumerate(tree_leaves(result)):
             if isinstance(one, Tensor) and id(one) not in given:
-                self.node(one).calls.append(Outer(self.paths[id(module)], args, kwargs, i, at))
+                self.node(one).calls.append(Outer(self.paths[id(module)], args, kwargs, i, at, self.is_apart(one)))
 
 
 @dataclass
 class Trace:
-    """One call of a module: what it returned, the node of every tensor in it, what was called, and each call's arguments that
-    are no tensors."""
+    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
+    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
 
     result: object
     node: Callable[[Tensor], Node]
     log: list[tuple]
     calls: list[list[Any]]
+    apart: list[str]
 
 
-def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None) -> Trace:
+def trace(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None,
+    autocast: torch.dtype = torch.float32,
+) -> Trace:  # fmt: skip
     """Calls module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
+    autocast: its dtype meanwhile, of a float32 module.
 
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     flat = leaves_of((args, kwargs)) if flat is None else flat
-    tracer, before, drawn = _Tracer(module, flat), settings(module), random.getstate()  # of Python's own
+    tracer, before, drawn = _Tracer(module, flat, autocast), settings(module), random.getstate()  # of Python's own
     versions = [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]
     hooks = []
     for inner in {m for m in module.modules() if m is not module}:
@@ -242,7 +271,7 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
         hooks.append(inner.register_forward_pre_hook(tracer.before))
         hooks.append(inner.register_forward_hook(tracer.after, with_kwargs=True))
     try:
-        with tracer, torch.no_grad(), collecting_nothing():
+        with switched_on(module, autocast), tracer, torch.no_grad(), collecting_nothing():
             result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:
@@ -253,4 +282,4 @@ def trace(module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
         raise Unreadable("forward samples Python's random numbers")
-    return Trace(result, tracer.node, tracer.log, tracer.calls)
+    return Trace(result, tracer.node, tracer.log, tracer.calls, tracer.apart)

@@ -234,3 +234,152 @@ def test_a_compiled_model_takes_frozen_weights_as_inputs():
     ckptkern.convert(model, x)
     y = model(x)
     torch.testing.assert_close(compiled(model)(x), y)
+
+
+def rounded(values):
+    """With a straight-through gradient, as fake quantisation is trained."""
+    return values + ((values * 4).round() / 4 - values).detach()
+
+
+def linear_that(forward):
+    return type("Own", (nn.Linear,), {"forward": forward})
+
+
+def with_another_gradient(self, x):
+    return F.linear((x + x.detach()) / 2 if self.training else x, self.weight, self.bias)
+
+
+OWN = {
+    "quantises its weight": linear_that(lambda self, x: F.linear(x, rounded(self.weight), self.bias)),
+    "quantises its input": linear_that(lambda self, x: F.linear(rounded(x), self.weight, self.bias)),
+    "quantises in training": linear_that(
+        lambda self, x: F.linear(rounded(x) if self.training else x, self.weight, self.bias)
+    ),
+    "quantises in evaluation": linear_that(
+        lambda self, x: F.linear(x if self.training else rounded(x), self.weight, self.bias)
+    ),
+    "quantises with gradients": linear_that(
+        lambda self, x: F.linear(rounded(x) if torch.is_grad_enabled() else x, self.weight, self.bias)
+    ),
+    "quantises in bfloat16": linear_that(
+        lambda self, x: F.linear(rounded(x) if x.dtype == torch.bfloat16 else x, self.weight, self.bias)
+    ),
+    "quantises under autocast": linear_that(
+        lambda self, x: F.linear(rounded(x) if torch.is_autocast_enabled("cpu") else x, self.weight, self.bias)
+    ),
+    "has another gradient in training": linear_that(with_another_gradient),
+    "has a __call__": type("Own", (nn.Linear,), {"__call__": lambda self, x: nn.Linear.__call__(self, rounded(x))}),
+}
+
+
+@pytest.mark.parametrize("what", OWN)
+def test_a_linear_layer_with_a_forward_of_its_own_is_none(what):
+    """Also where a dropout keeps the check of the whole from running in training."""
+    ours, theirs, conversion = pair(BranchOf(OWN[what]).train(), x := torch.randn(2, 5, DIM))
+    assert not conversion.converted
+    assert re.search(r"is not a linear layer but|numbers differ", conversion.rows[0].reason)
+    assert_same_steps(ours, theirs, x)
+
+
+class BranchOf(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.norm, self.up, self.down, self.dropout = nn.LayerNorm(DIM), kind(DIM, DIM), kind(DIM, DIM), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize(
+    "forward", [lambda self, x: F.linear(x, self.weight, self.bias), lambda self, x: x @ self.weight.T + self.bias]
+)
+def test_a_forward_of_its_own_that_computes_the_same_is_fused(forward):
+    conversion = ckptkern.convert(BranchOf(linear_that(forward)).train(), torch.randn(2, 5, DIM))
+    assert [row.replaced_by for row in conversion] == ["mlp_block"]
+
+
+def in_layers(module, name):
+    return isinstance(module, nn.Linear) and "layers" in name
+
+
+def everywhere(module, name):
+    return isinstance(module, nn.Linear)
+
+
+def of_qat(model, which=in_layers, **config):
+    qat = pytest.importorskip("torchao.quantization.qat")
+    config = {name: qat.IntxFakeQuantizeConfig(**one) for name, one in config.items()}
+    pytest.importorskip("torchao.quantization").quantize_(model, qat.QATConfig(**config, step="prepare"), which)
+    model(**CALL)  # its fake quantisers note in the first call what they are
+
+
+INT4 = {"dtype": torch.int4, "group_size": 32}
+INT8 = {"dtype": torch.int8, "granularity": "per_token", "is_symmetric": False}
+
+
+def of_float8(model):
+    float8_ = pytest.importorskip("torchao.float8")
+    config = float8_.Float8LinearConfig(emulate=True)
+    float8_.convert_to_float8_training(model, module_filter_fn=in_layers, config=config)
+
+
+def of_trained_weights(model):
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    config = training.Int8MixedPrecisionTrainingConfig()
+    pytest.importorskip("torchao.quantization").quantize_(model, config, in_layers)
+
+
+def of_torch_qat(model):
+    for name, linear in list(model.model.layers.named_modules()):
+        if isinstance(linear, nn.Linear):
+            linear.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+            model.model.layers.set_submodule(name, torch.ao.nn.qat.Linear.from_float(linear))
+
+
+PREPARED = {
+    "int4 weights": (functools.partial(of_qat, weight_config=INT4), r"is not a linear layer"),
+    "int8 activations": (
+        functools.partial(of_qat, activation_config=INT8, weight_config=INT4), r"is not a linear layer",
+    ),
+    "a head": (functools.partial(of_qat, which=everywhere, weight_config=INT4), r"is not a linear layer"),
+    "float8": (of_float8, r"is not a linear layer but Float8Linear"),
+    "trained quantised weights": (of_trained_weights, r"q_proj\.weight is a Int8Mixed\w+ that is trained, of which no op"),
+    "torch.ao": (of_torch_qat, r"is not a linear layer"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_llama_prepared_for_quantised_training(name):
+    prepare, reason = PREPARED[name]
+    model = llama(lambda linear: linear, adapts=False)
+    prepare(model)
+    ours, theirs, conversion = pair(model.train(), **CALL)
+    layers = [row for row in conversion if row.kind == "LlamaDecoderLayer"]
+    assert all(row.replaced_by in (None, "checkpoint") and re.search(reason, row.reason) for row in layers)
+    assert [row.replaced_by for row in conversion if row.name == "lm_head"] == (
+        [None] if name == "a head" else ["linear_cross_entropy"]
+    )
+    assert_same_steps(ours, theirs, **CALL)
+
+
+def test_fake_quantisation_that_is_enabled_later():
+    model = llama(lambda linear: linear, adapts=False)
+    of_qat(model, weight_config=INT4)
+
+    def enable(model, enabled):
+        for module in model.modules():
+            if hasattr(module, "enabled"):
+                module.enabled = enabled
+
+    enable(model, False)
+    ours, theirs, conversion = pair(model.train(), **CALL)
+    assert [row.replaced_by for row in conversion][:2] == ["transformer_layer"] * 2
+    for one in (ours, theirs):
+        enable(one, True)
+    assert_same_steps(ours, theirs, **CALL)
+
+
+def test_a_quantised_weight_that_is_trained_is_none():
+    linear = of_torchao(nn.Linear(DIM, DIM, bias=False))
+    linear.weight.requires_grad_()
+    assert "is a Int8Tensor that is trained, of which no op forms a gradient" in quantized.why_unreadable(linear)
