@@ -1,5 +1,5 @@
-"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy reads, in a call that
-computes the loss."""
+"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call
+that computes the loss."""
 
 from __future__ import annotations
 
@@ -28,27 +28,36 @@ from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
 from .reading import Steps
 from .report import Row
+from .sharding import class_of, stays_gathered
+from .token_statistics import LOSSES
 from .trace import Unreadable, leaves_of, trace
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
+NO_LABELS = (
+    "no label of the example counts: all are ignore_index (-100), or its sequences are of one token, whose shifted labels are "
+    "empty. Give convert an example with labels that count"
+)
 NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
 
 
 class Losses(TorchFunctionMode):
-    """Notes the numbers of classes of every F.cross_entropy inside, and the weights of every F.linear."""
+    """Notes the numbers of classes of every F.cross_entropy and F.nll_loss inside, and the weights of every F.linear."""
 
     def __init__(self):
         super().__init__()
         self.classes: set[int] = set()
         self.weights: set[int] = set()  # by id
+        self.counts = False  # does any of their targets?
         self.of_module = False  # does nn.CrossEntropyLoss call it? Dynamo takes that for a function of tensors
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is F.cross_entropy:
-            logits = args[0] if args else kwargs["input"]
+        if function in LOSSES:
+            given = dict(zip(LOSSES[function], args, strict=False)) | kwargs
+            logits, target = given["input"], given["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
+            self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())
             self.of_module |= any(frame.f_code is nn.CrossEntropyLoss.forward.__code__ for frame in callers(4))
         elif function is F.linear:
             self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
@@ -146,11 +155,11 @@ class Head(Forward):
             matmul.on_values = self.made_for
         return matmul.logits()
 
-    def made_for(self, name: str) -> None:
-        """A function of this name reads the logits of a call, for which they are made."""
+    def made_for(self, cause: str) -> None:
+        """Counts a call whose logits are computed with their graph."""
         if self.module.training:
             self.calls["fused"] -= 1
-            self.not_fused(lambda: f"{name} reads its logits, which are made for it")
+            self.not_fused(lambda: cause)
 
     @property
     def may_be_traced(self) -> bool:
@@ -168,8 +177,8 @@ class Head(Forward):
         return (
             (lora is None) == (self.watch is None) and
             (torch.is_grad_enabled() or self.log is not None)
-            and type(self.module) is self.kind
-            and not hooked(self.module)
+            and class_of(self.module) is self.kind
+            and (not hooked(self.module) or stays_gathered(self.module))
             and PLAIN.issuperset(map(type, tensors))
             and strided(module)
             and (any(one is not None and one.requires_grad for one in tensors) or self.log is not None)
@@ -244,9 +253,12 @@ class Heads:
         self.logs: dict[nn.Module, list[Wanted]] = {}
         # inputs of the norms whose results such heads read that become one op with their loss
         self.norms: dict[nn.Module, Tensor] = {}
-        self.refused = ""
+        self.refused = "" if losses.counts else NO_LABELS
         candidates = [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]
-        if candidates := [*candidates, *self.adapted]:
+        candidates = [*candidates, *self.adapted]
+        if self.refused:
+            self.logs = {m: [] for m in candidates}
+        elif candidates:
             try:
                 self.logs = self.logged(candidates, args, kwargs)
             except Exception as error:  # someone's forward may do with logits what only values bear

@@ -32,6 +32,37 @@ def check_not_fsdp1(model: nn.Module, op: str = "convert") -> None:
         )
 
 
+def announces_backward(hook: object) -> bool:
+    """Is it a hook of fully_shard, or of FullyShardedDataParallel, on a model's result? It reads no gradient: it gathers
+    parameters before backward."""
+    owner, function = getattr(hook, "__self__", None), getattr(hook, "func", hook)
+    module = getattr(function if owner is None else type(owner), "__module__", None) or ""
+    return module.startswith("torch.distributed.fsdp.")
+
+
+def unshard(hooks: list) -> None:
+    """Gathers the parameters that these hooks of fully_shard would gather before backward."""
+    for hook in hooks:
+        for module in getattr(getattr(hook, "__self__", None), "_modules", ()):
+            module.unshard()
+
+
+def stays_gathered(module: nn.Module) -> bool:
+    """Was fully_shard called on it with reshard_after_forward=False, and has it no other hooks?"""
+    if not is_sharded(module):
+        return False
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    hooks = [one for kind in (module._forward_pre_hooks, module._forward_hooks) for one in kind.values()]
+    own = all(getattr(hook, "__self__", None) is state for hook in hooks)
+    return (
+        own
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and not any(one._reshard_after_forward for one in groups)
+    )
+
+
 def class_of(module: nn.Module) -> type:
     """Its class; of a sharded module the one that it had before."""
     return type(module).__bases__[-1] if is_sharded(module) else type(module)
