@@ -94,7 +94,7 @@ class Step(NamedTuple):
         name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else self.name
         return (
             f"{name} reads its logits, which are then computed and saved for backward. Take the loss by F.cross_entropy, "
-            "F.nll_loss or a statistic that docs/how-to/convert.md names, and metrics of logits.detach()"
+            "F.nll_loss, or log_softmax(-1) with gather, sum or mean, and metrics of logits.detach()"
         )
 
     @property
@@ -204,6 +204,12 @@ class Matmul:
         for step in steps:
             y = step(y)
         return y
+
+    def say(self, step: Step) -> None:
+        """Says why values are computed with a graph, once."""
+        if self.on_values is not None:
+            self.on_values(step.cause)
+            self.on_values = None
 
     def shared(self) -> Tensor:
         """The logits, computed from aliases of the tensors. A gradient for these ends there: one for a tied weight itself would
@@ -315,6 +321,9 @@ class Logits(Tensor):
         step = Step(function, args, kwargs or {})
         given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
         self, matmul = given[0], given[0].matmul
+        if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
+            matmul.before_backward.append(args[1])
+            return RemovableHandle(OrderedDict())
         if (
             self.describes(function)
             or (function is Tensor.register_hook and matmul.has_loss)
@@ -322,9 +331,6 @@ class Logits(Tensor):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
-        if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
-            matmul.before_backward.append(args[1])
-            return RemovableHandle(OrderedDict())
         if matmul.has_loss and step.wants_gradient:
             raise RuntimeError(
                 f"ckptkern.convert: {step.name} needs the gradient of logits whose loss was taken, which is not computed. "
@@ -340,9 +346,8 @@ class Logits(Tensor):
                     return result
         if matmul.log is not None:
             matmul.log.append(Wanted(self, step, False))
-        if matmul.on_values is not None and torch.is_grad_enabled():
-            matmul.on_values(step.cause)
-            matmul.on_values = None
+        if torch.is_grad_enabled() or step.changes_logits:
+            matmul.say(step)
         if step.changes_logits:  # copies that are still to be made are those of before
             matmul.show()
         args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
@@ -359,6 +364,8 @@ class Logits(Tensor):
         def values(one: Any) -> Any:
             if not isinstance(one, Logits):
                 return one
+            if not one.detached:
+                one.matmul.say(Step(function, (), {}))
             return one.made[0].detach() if one.made else one.matmul.values(one.steps)
 
         args, kwargs = mapped(values, (args, kwargs or {}))

@@ -1,13 +1,15 @@
 """Converted heads under DistributedDataParallel and fully_shard train as one process with all ranks' batches."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 from conversion.test_heads import LM, flat, ids, model_of
+from support.cases import assert_as_exact
 from support.ranks import on_ranks
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptkern
@@ -62,3 +64,66 @@ def test_a_head_is_trained_as_in_one_process(rank, wrapper):
     assert want[-1] != pytest.approx(want[0], rel=1e-2)
     logits, _ = model(ids(), ids(1))
     assert (type(logits) is Logits) == (not wrapper.endswith("alone"))
+
+
+def by_layers(model: LM, of_head: dict | None = None, output_dtype: torch.dtype | None = None, **options) -> LM:
+    """Sharded in the documented order: layers, then the root, in bfloat16 if an output_dtype is given."""
+    of_root = dict(options)
+    if output_dtype is not None:
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
+        of_root["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, output_dtype=output_dtype)
+    fully_shard(model.body, **options)
+    if of_head is not None:
+        fully_shard(model.head, **options | of_head)
+    return fully_shard(model, **of_root)
+
+
+POLICIES = {
+    "resharded": {"reshard_after_forward": True},
+    "gathered": {"reshard_after_forward": False},
+    "to a smaller group": {"reshard_after_forward": 1},
+    "mixed precision": {"output_dtype": torch.float32},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "the head in a gathered group": {"of_head": {"reshard_after_forward": False}},
+    "the head in a gathered group, mixed precision": {
+        "of_head": {"reshard_after_forward": False},
+        "output_dtype": torch.float32,
+    },
+}
+
+
+def gradients(model: nn.Module, outside: bool) -> dict[str, torch.Tensor]:
+    """Those of a step with the loss of forward, or one of the logits that it returns, of all parameters in one tensor."""
+    model.zero_grad()
+    logits, loss = model(ids(2), None if outside else ids(3))
+    loss = flat(model, logits, ids(3)) if outside else loss
+    assert not isinstance(logits, Logits) or not logits.matmul.aliases, "the logits were computed"
+    loss.backward()
+    found = [getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)() for p in model.parameters()]
+    return {"gradients": torch.cat([one.flatten() for one in found])}
+
+
+def check_policy(outside: bool, tied: bool, options: dict) -> None:
+    theirs = model_of(flat, tied=tied)
+    del theirs.added
+    exact = gradients(copy.deepcopy(theirs).double(), outside)
+    ours = converted(copy.deepcopy(theirs))
+    calls = ours.head.forward.calls
+    ours, theirs = (by_layers(model, **options) for model in (ours, theirs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = gradients(ours, outside)
+    assert_as_exact(found, gradients(theirs, outside), exact)
+    assert calls == {"fused": 1, "checkpointed": 0, "original": 0}
+
+
+@on_ranks()
+def test_a_sharded_root_keeps_the_fused_loss(rank):
+    """fully_shard hooks all results of the root, logits too. Where it has resharded the weight since, a loss that is taken
+    outside gathers it again."""
+    for name, options in POLICIES.items():
+        for outside in (False, True):
+            try:
+                check_policy(outside, outside and "of_head" not in options, options)
+            except Exception as error:
+                raise AssertionError(f"{name}, {outside=}: {error}") from error
