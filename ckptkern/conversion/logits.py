@@ -30,7 +30,7 @@ from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
 from ..subclasses import PLAIN
 from .detached import asks_for_copy, read_apart
 from .reading import ADD, DIVIDE, MULTIPLY
-from .sharding import announces_backward, unshard
+from .sharding import announces_backward, shards_of, unshard
 from .token_statistics import LOGITS, LOSSES, form_after, loss, product, statistic
 from .tokens import COPIES, NEGATE, PARTS, SCALES, VIEWS, Tokens, share
 from .trace import is_in_place, leaves_of, mapped
@@ -152,6 +152,7 @@ class Matmul:
         self.aliases: list[Tensor] = []
         self.on_values: Callable[[str], None] | None = None  # gets the cause of the first values with a graph
         self.before_backward: list[Callable] = []  # hooks of fully_shard
+        self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
         self.given: list[weakref.ref[Logits]] = []
 
     @property
@@ -169,18 +170,27 @@ class Matmul:
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
         same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
+        same &= all(one._version == version for one, version in self.shards)
         if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
             raise RuntimeError(
                 f"ckptkern.convert: the head's input or weight changed before the logits were computed. {REMEDY}"
             )
 
+    def hear(self, hook: Callable) -> None:
+        """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
+        self.before_backward.append(hook)
+        self.shards += [(one, one._version) for one in shards_of(hook)]
+        for given in self.given:
+            if (logits := given()) is not None and logits.source is None and logits.made:
+                self.announced(logits.made[0])
+
     def gather(self) -> None:
-        """Gathers the weight again that fully_shard has resharded since, as backward would: for a result with a gradient, which
+        """Gathers parameters again that fully_shard has resharded since, as backward would: for a result with a gradient, which
         all ranks compute."""
         if self.before_backward and not self.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
-            place = next(i for i, one in enumerate(self.tensors) if one is self.weight)
-            self.marks[place] = self.marks[place][0], self.weight.data_ptr()
+            x, *parameters = zip(self.marks, self.tensors, strict=True)
+            self.marks = [x[0], *((version, one.data_ptr()) for (version, _), one in parameters)]
 
     def announced(self, result: Tensor) -> Tensor:
         """The result, whose backward fully_shard's hooks hear of."""
@@ -322,7 +332,7 @@ class Logits(Tensor):
         given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
         self, matmul = given[0], given[0].matmul
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
-            matmul.before_backward.append(args[1])
+            matmul.hear(args[1])
             return RemovableHandle(OrderedDict())
         if (
             self.describes(function)

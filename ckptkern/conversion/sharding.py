@@ -40,27 +40,35 @@ def announces_backward(hook: object) -> bool:
     return module.startswith("torch.distributed.fsdp.")
 
 
+def _groups(state: object) -> list:
+    """The groups of parameters of a module that fully_shard was called on. torch 2.11 has one, or None."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [one for one in groups if one is not None]
+
+
+def shards_of(hook: object) -> list[torch.Tensor]:
+    """Returns this rank's shards, which an optimizer changes, of the parameters that a hook of fully_shard gathers."""
+    groups = _groups(getattr(hook, "__self__", None))
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+
+
 def unshard(hooks: list) -> None:
     """Gathers the parameters that these hooks of fully_shard would gather before backward."""
     for hook in hooks:
-        for module in getattr(getattr(hook, "__self__", None), "_modules", ()):
-            module.unshard()
+        for group in _groups(getattr(hook, "__self__", None)):
+            group.unshard()
+            group.wait_for_unshard()
 
 
 def stays_gathered(module: nn.Module) -> bool:
-    """Was fully_shard called on it with reshard_after_forward=False, and has it no other hooks?"""
+    """Returns whether fully_shard was called on it with reshard_after_forward=False, and it has no other hooks."""
     if not is_sharded(module):
         return False
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     hooks = [one for kind in (module._forward_pre_hooks, module._forward_hooks) for one in kind.values()]
     own = all(getattr(hook, "__self__", None) is state for hook in hooks)
-    return (
-        own
-        and not module._backward_hooks
-        and not module._backward_pre_hooks
-        and not any(one._reshard_after_forward for one in groups)
-    )
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return own and not backward and not any(group._reshard_after_forward for group in _groups(state))
 
 
 def class_of(module: nn.Module) -> type:

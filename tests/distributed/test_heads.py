@@ -104,7 +104,7 @@ def gradients(model: nn.Module, outside: bool) -> dict[str, torch.Tensor]:
 
 
 def check_policy(outside: bool, tied: bool, options: dict) -> None:
-    theirs = model_of(flat, tied=tied)
+    theirs = model_of(flat, tied=tied, bias=not tied)
     del theirs.added
     exact = gradients(copy.deepcopy(theirs).double(), outside)
     ours = converted(copy.deepcopy(theirs))
@@ -127,3 +127,18 @@ def test_a_sharded_root_keeps_the_fused_loss(rank):
                 check_policy(outside, outside and "of_head" not in options, options)
             except Exception as error:
                 raise AssertionError(f"{name}, {outside=}: {error}") from error
+
+
+@on_ranks()
+def test_logits_of_a_sharded_root_that_come_too_late_are_an_error(rank):
+    """Also where the next forward has gathered the weight that the step changed."""
+    model = by_layers(converted(model_of(flat, tied=False)))
+    logits, loss = model(ids(), ids(1))
+    kept = logits.detach().clone()
+    loss.backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    _, loss = model(ids(), ids(1))
+    with pytest.raises(RuntimeError, match=r"copy them there by .detach\(\).clone\(\)"):
+        logits.argmax(-1)
+    assert kept.argmax(-1).shape == ids().shape
+    loss.backward()
