@@ -59,8 +59,8 @@ def read_apart(step: Any, given: list[Any]) -> Any:
     if not copied and any(origin_of(logits) is None for logits in given):
         return NotImplemented
     values = {id(logits): values_apart(logits) for logits in given}
-    if step.name == "__deepcopy__":  # its memo is by id, and these values may be freed before the memo is
-        step = step._replace(args=(step.args[0], {}))
+    if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
+        return values[id(step.args[0])].clone()
     args, kwargs = mapped(lambda one: values.get(id(one), one), (step.args, step.kwargs))
     result = step.function(*args, **kwargs)
     if not any(share(one, of) for one in leaves_of(result) for of in values.values()):

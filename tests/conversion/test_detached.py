@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from conversion.test_heads import B, V, assert_same_step, converted_pair, ids
+from conversion.test_heads import B, S, V, assert_same_step, converted_pair, ids
 from conversion.test_logits import LABELS, loss_of
 from torch import Tensor
 
@@ -17,7 +17,7 @@ COPIED = {
     "detach, clone": lambda z: z.detach().clone(),
     "clone, detach": lambda z: z.clone().detach(),
     "torch.clone": lambda z: torch.clone(z.detach()[:, 1:].contiguous()),
-    "deepcopy": lambda z: copy.deepcopy([z.detach()[i] for i in range(B)])[1],
+    "deepcopy": lambda z: torch.stack(copy.deepcopy([z.detach()[i, j] for i in range(B) for j in range(S)])),
     "another dtype": lambda z: z.detach().to(torch.float64),
     "to a copy": lambda z: z.detach().to(z.dtype, copy=True),
     "float": lambda z: z.detach().float(),

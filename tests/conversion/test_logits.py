@@ -395,7 +395,7 @@ SAID = {
     "topk": lambda z: z.topk(3),
     "mT": lambda z: z.mT,
     "exp.default": under_dispatch(Tensor.exp),
-    "zero_": lambda z: z.detach().zero_(),
+    "zero_": torch.no_grad()(lambda z: z.detach().zero_()),
 }
 
 

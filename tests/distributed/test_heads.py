@@ -9,7 +9,7 @@ from conversion.test_heads import LM, flat, ids, model_of
 from support.cases import assert_as_exact
 from support.ranks import on_ranks
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ckptkern
@@ -66,13 +66,16 @@ def test_a_head_is_trained_as_in_one_process(rank, wrapper):
     assert (type(logits) is Logits) == (not wrapper.endswith("alone"))
 
 
-def by_layers(model: LM, of_head: dict | None = None, output_dtype: torch.dtype | None = None, **options) -> LM:
+def by_layers(
+    model: LM, of_head: dict | None = None, output_dtype: torch.dtype | None = None, layers=True, **options
+) -> LM:
     """Sharded in the documented order: layers, then the root, in bfloat16 if an output_dtype is given."""
     of_root = dict(options)
     if output_dtype is not None:
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
         of_root["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, output_dtype=output_dtype)
-    fully_shard(model.body, **options)
+    if layers:
+        fully_shard(model.body, **options)
     if of_head is not None:
         fully_shard(model.head, **options | of_head)
     return fully_shard(model, **of_root)
@@ -82,6 +85,7 @@ POLICIES = {
     "resharded": {"reshard_after_forward": True},
     "gathered": {"reshard_after_forward": False},
     "to a smaller group": {"reshard_after_forward": 1},
+    "the root alone": {"layers": False},
     "mixed precision": {"output_dtype": torch.float32},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "the head in a gathered group": {"of_head": {"reshard_after_forward": False}},
@@ -99,7 +103,7 @@ def gradients(model: nn.Module, outside: bool) -> dict[str, torch.Tensor]:
     loss = flat(model, logits, ids(3)) if outside else loss
     assert not isinstance(logits, Logits) or not logits.matmul.aliases, "the logits were computed"
     loss.backward()
-    found = [getattr(p.grad, "full_tensor", lambda grad=p.grad: grad)() for p in model.parameters()]
+    found = [p.grad.full_tensor() if isinstance(model, FSDPModule) else p.grad for p in model.parameters()]
     return {"gradients": torch.cat([one.flatten() for one in found])}
 
 
@@ -130,6 +134,20 @@ def test_a_sharded_root_keeps_the_fused_loss(rank):
 
 
 @on_ranks()
+def test_values_of_a_sharded_roots_logits(rank):
+    """The root hears of backward from whatever is computed of them, before and after it returns them."""
+    for early in (False, True):
+        found = []
+        for model in (model_of(flat, tied=False), converted(model_of(flat, tied=False))):
+            model.loss = lambda model, z, targets, early=early: z.exp().mean() if early else None
+            fully_shard(model)
+            logits, _ = model(ids(), ids(1))
+            logits.sin().sum().backward()
+            found.append([p.grad.full_tensor() for p in (model.head.weight, model.embed.weight)])
+        torch.testing.assert_close(*found)
+
+
+@on_ranks()
 def test_logits_of_a_sharded_root_that_come_too_late_are_an_error(rank):
     """Also where the next forward has gathered the weight that the step changed."""
     model = by_layers(converted(model_of(flat, tied=False)))
@@ -138,6 +156,8 @@ def test_logits_of_a_sharded_root_that_come_too_late_are_an_error(rank):
     loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     _, loss = model(ids(), ids(1))
+    matmul = logits.matmul  # as if the weight were where it was
+    matmul.marks = [(version, one.data_ptr()) for (version, _), one in zip(matmul.marks, matmul.tensors, strict=True)]
     with pytest.raises(RuntimeError, match=r"copy them there by .detach\(\).clone\(\)"):
         logits.argmax(-1)
     assert kept.argmax(-1).shape == ids().shape
