@@ -45,8 +45,8 @@ def test_a_copy_of_detached_logits_is_values(use, dtype):
     for model in converted_pair(bias=True):
         model.to(dtype)
         logits, _ = model(ids())
-        kept = COPIED[use](logits)
-        assert type(kept) is Tensor
+        copied = COPIED[use](logits)
+        assert type(copied) is Tensor
         with saved_tensors([*model.parameters()]) as saved:
             loss = loss_of(logits)
         assert any(V in shape and shape.numel() > V for shape, _, _ in saved.tensors) == (type(logits) is Tensor)
@@ -54,7 +54,7 @@ def test_a_copy_of_detached_logits_is_values(use, dtype):
         grads = torch.autograd.grad(loss, model.embed.weight)
         with torch.no_grad():
             model.head.weight.mul_(2)
-        found.append((kept, loss.detach(), *grads))
+        found.append((copied, loss.detach(), *grads))
     rounded = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 2e-5, "atol": 2e-5}
     torch.testing.assert_close(*found, **rounded)
     assert not found[0][0].requires_grad

@@ -152,7 +152,7 @@ def test_logits_of_a_sharded_root_that_come_too_late_are_an_error(rank):
     """Also where the next forward has gathered the weight that the step changed."""
     model = by_layers(converted(model_of(flat, tied=False)))
     logits, loss = model(ids(), ids(1))
-    kept = logits.detach().clone()
+    copied = logits.detach().clone()
     loss.backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     _, loss = model(ids(), ids(1))
@@ -160,5 +160,5 @@ def test_logits_of_a_sharded_root_that_come_too_late_are_an_error(rank):
     matmul.marks = [(version, one.data_ptr()) for (version, _), one in zip(matmul.marks, matmul.tensors, strict=True)]
     with pytest.raises(RuntimeError, match=r"copy them there by .detach\(\).clone\(\)"):
         logits.argmax(-1)
-    assert kept.argmax(-1).shape == ids().shape
+    assert copied.argmax(-1).shape == ids().shape
     loss.backward()
