@@ -7,6 +7,8 @@ see these values: it stays linear_cross_entropy of the head's input.
 from __future__ import annotations
 
 import functools
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 
 from .tokens import CASTS, share
 from .trace import leaves_of, mapped
+
+CALLERS = 5  # frames from asks_for_copy to whoever called clone
 
 
 def origin_of(logits: Any) -> Any:
@@ -33,8 +37,21 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
     if step.name == "detach":
         return any(before.clones for before in logits.steps)
     if step.clones and (logits.detached or not torch.is_grad_enabled()):
-        return True
+        return not in_ddp()
     return step.name in CASTS and origin_of(logits) is not None
+
+
+def in_ddp() -> bool:
+    """Returns whether DistributedDataParallel asks: with find_unused_parameters=True its sink, an autograd.Function, clones
+    all results of the model."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(CALLERS):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def values_apart(logits: Any) -> Tensor:

@@ -264,11 +264,14 @@ class _LazyLogits(torch.autograd.Function):
         vars(made).update(fields, made=[])
         matmul.given.append(weakref.ref(made))
         ctx.matmul, ctx.steps, ctx.made = matmul, made.steps, made.made
+        ctx.set_materialize_grads(False)  # DistributedDataParallel's sink passes None on
         return made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor | None):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         matmul, wanted = ctx.matmul, ctx.needs_input_grad[1:]
         for hook in matmul.before_backward:
             hook(dy)
@@ -374,7 +377,7 @@ class Logits(Tensor):
         def values(one: Any) -> Any:
             if not isinstance(one, Logits):
                 return one
-            if not one.detached:
+            if not one.detached or is_result(one):
                 one.matmul.say(Step(function, (), {}))
             return one.made[0].detach() if one.made else one.matmul.values(one.steps)
 

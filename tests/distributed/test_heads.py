@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptkern
 from ckptkern.conversion.logits import Logits
+from ckptkern.memory import peak_memory
 
 
 def converted(model: nn.Module, replaced: bool = True) -> nn.Module:
@@ -36,6 +37,25 @@ WRAPPERS = {
     "convert, shard": lambda model: sharded(converted(model)),
     "DDP, unused": lambda model: DistributedDataParallel(converted(model), find_unused_parameters=True),
 }
+
+
+@on_ranks()
+def test_ddps_copies_of_logits_stay_lazy(rank):
+    """The sink of find_unused_parameters=True clones what the model returns, and hands its backward no gradient."""
+    model = model_of(flat, tied=False)
+    model.head = nn.Linear(model.head.in_features, 8192)
+    model.loss = lambda model, z, targets: nn.functional.cross_entropy(z.flatten(0, 1), targets.flatten())
+    del model.added
+    ours = WRAPPERS["DDP, unused"](model)
+    calls = model.head.forward.calls
+    with peak_memory("cpu") as peak:
+        logits, loss = ours(ids(2, 512), ids(3, 512))
+        loss.backward()
+    assert peak.bytes < 24 * 2**20  # the logits take 32 MiB
+    assert calls["original"] == 0
+    with pytest.warns(UserWarning, match="reads its logits, which are then computed"):
+        logits.topk(3)
+    assert calls["original"] == 1
 
 
 def losses(model: nn.Module, ranks: list[int]) -> list[list[float]]:
