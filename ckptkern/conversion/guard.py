@@ -243,7 +243,7 @@ class Watch:
         """Says what is not as it was checked."""
         training = self.module.training
         for m, path, kind, children in self.structure:
-            if type(m) is not kind:
+            if m is not self.module and type(m) is not kind:
                 yield f"{path} is of class {type(m).__name__}, and was {kind.__name__}"
             for name in m._modules.keys() | dict(children).keys():
                 was, now = (type(of.get(name)).__name__ for of in (dict(children), m._modules))

@@ -1,5 +1,5 @@
-"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy reads, in a call that
-computes the loss."""
+"""Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call
+that computes the loss."""
 
 from __future__ import annotations
 
@@ -31,27 +31,36 @@ from .norms import replaced, watching
 from .reading import Steps
 from .reads import reads_of
 from .report import AGAIN, Row
+from .sharding import class_of, stays_gathered
+from .token_statistics import LOSSES
 from .trace import Unreadable, leaves_of, trace
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
+NO_LABELS = (
+    "no label of the example counts: all are ignore_index (-100), or its sequences are of one token, whose shifted labels are "
+    "empty. Give convert an example with labels that count"
+)
 NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
 
 
 class Losses(TorchFunctionMode):
-    """Notes the numbers of classes of every F.cross_entropy inside, and the weights of every F.linear."""
+    """Notes the numbers of classes of every F.cross_entropy and F.nll_loss inside, and the weights of every F.linear."""
 
     def __init__(self):
         super().__init__()
         self.classes: set[int] = set()
         self.weights: set[int] = set()  # by id
+        self.counts = False  # does any of their targets?
         self.of_module = False  # does nn.CrossEntropyLoss call it? Dynamo takes that for a function of tensors
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is F.cross_entropy:
-            logits = args[0] if args else kwargs["input"]
+        if function in LOSSES:
+            given = dict(zip(LOSSES[function], args, strict=False)) | kwargs
+            logits, target = given["input"], given["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
+            self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())
             self.of_module |= any(frame.f_code is nn.CrossEntropyLoss.forward.__code__ for frame in callers(4))
         elif function is F.linear:
             self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
@@ -104,9 +113,6 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     return template if error <= TOLERANCE else None
 
 
-LOSS = "Take the loss of them by F.cross_entropy or the model's own, or read .detach().clone() for a metric"
-
-
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
@@ -145,11 +151,11 @@ class Head(Forward):
             self.inputs.append(args[0])
         return matmul.logits()
 
-    def made_for(self, name: str) -> None:
-        """A function of this name reads the logits of a call, for which they are made."""
+    def made_for(self, cause: str) -> None:
+        """Counts a call whose logits are computed with their graph."""
         if self.module.training:
             self.calls["fused"] -= 1
-            self.count("original", lambda: f"{name} reads its logits, which are made for it. {LOSS}")
+            self.count("original", lambda: cause)
 
     @property
     def may_be_traced(self) -> bool:
@@ -169,16 +175,11 @@ class Head(Forward):
             return self.watch.difference()
         module, x = self.linear, args[0]
         others = {type(one).__name__ for one in (x, module.weight, module.bias) if type(one) not in PLAIN}
+        kind, transformed = class_of(self.module), torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
         causes = (
-            (
-                torch._C._are_functorch_transforms_active() or torch.jit.is_tracing(),
-                "torch.func or torch.jit transforms it",
-            ),
-            (
-                type(self.module) is not self.kind,
-                f"it is of class {type(self.module).__name__}, and was {self.kind.__name__}",
-            ),
-            (hooked(self.module), "it has a hook"),
+            (transformed, "torch.func or torch.jit transforms it"),
+            (kind is not self.kind, f"it is of class {kind.__name__}, and was {self.kind.__name__}"),
+            (hooked(self.module) and not stays_gathered(self.module), "it has a hook"),
             (bool(others), f"its input, weight or bias is a {' and a '.join(sorted(others))}"),
             (not strided(module), "its weight is sparse"),
             (True, f"its input is {described(x)} and its weight {described(module.weight)}"),
@@ -191,8 +192,8 @@ class Head(Forward):
         return (
             (lora is None) == (self.watch is None) and
             (torch.is_grad_enabled() or self.log is not None)
-            and type(self.module) is self.kind
-            and not hooked(self.module)
+            and class_of(self.module) is self.kind
+            and (not hooked(self.module) or stays_gathered(self.module))
             and PLAIN.issuperset(map(type, tensors))
             and strided(module)
             and x.shape[-1:] == module.weight.shape[1:]
@@ -268,9 +269,12 @@ class Heads:
         self.logs: dict[nn.Module, list[Wanted]] = {}
         # inputs of the norms whose results such heads read that become one op with their loss
         self.norms: dict[nn.Module, Tensor] = {}
-        self.refused = ""
+        self.refused = "" if losses.counts else NO_LABELS
         candidates = [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]
-        if candidates := [*candidates, *self.adapted]:
+        candidates = [*candidates, *self.adapted]
+        if self.refused:
+            self.logs = {m: [] for m in candidates}
+        elif candidates:
             try:
                 self.logs = self.logged(candidates, args, kwargs)
             except Exception as error:  # someone's forward may do with logits what only values bear

@@ -1,16 +1,18 @@
 """Defines lazy logits: the LM head's output in training, computed only when read.
 
-`Logits` follows the operations of models between the LM head and F.cross_entropy: views and masks of tokens, float(), a
-scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token (`token_statistics`). The
-loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which the model's own calls
-compute once, with their graph.
+`Logits` follows the operations of models between the LM head and F.cross_entropy or F.nll_loss: views and masks of tokens,
+float(), a scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token
+(`token_statistics`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
+are computed once with their graph, or without one for a read of what detach() returned.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from .. import ops, state
 from ..memory import placeholders
@@ -25,19 +28,22 @@ from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
 from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
 from ..subclasses import PLAIN
+from .detached import asks_for_copy, read_apart
 from .reading import ADD, DIVIDE, MULTIPLY
-from .token_statistics import LOGITS, form_after, product, statistic
-from .tokens import COPIES, PARTS, VIEWS, Tokens, share
+from .sharding import announces_backward, shards_of, unshard
+from .token_statistics import LOGITS, LOSSES, form_after, loss, product, statistic
+from .tokens import COPIES, NEGATE, PARTS, SCALES, VIEWS, Tokens, share
 from .trace import is_in_place, leaves_of, mapped
 
-# What Logits answer without values.
-GETTERS = (
-    "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested", "is_quantized",
-    "is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
-)  # fmt: skip
+# What Logits answer without values: every attribute of a tensor that does not show them.
+SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
+GETTERS = [
+    name for name, one in vars(torch._C.TensorBase).items()
+    if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
+]  # fmt: skip
 METHODS = (
-    "__len__", "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_inference",
-    "ndimension", "nelement", "numel", "size",
+    "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
+    "is_neg", "is_signed", "ndimension", "nelement", "numel", "size",
 )  # fmt: skip
 DESCRIBING = frozenset((
     *(getattr(Tensor, name).__get__ for name in GETTERS), *(getattr(Tensor, name) for name in METHODS),
@@ -50,6 +56,10 @@ SHOWING = frozenset((
     "__array__", "__dlpack__", "__set__", "_typed_storage", "data_ptr", "numpy", "register_hook", "retain_grad", "storage",
     "untyped_storage",
 ))  # fmt: skip
+REMEDY = (
+    "Read logits before the optimizer's step, or copy them there by .detach().clone(), or convert with exclude= for this "
+    "layer"
+)
 
 
 class Step(NamedTuple):
@@ -66,6 +76,26 @@ class Step(NamedTuple):
     @property
     def is_in_place(self) -> bool:
         return self.name == "__setitem__" or is_in_place(self.name) or self.kwargs.get("out") is not None
+
+    @property
+    def changes_logits(self) -> bool:
+        """May it change their memory, or show it to someone who may?"""
+        changed = self.kwargs.get("out", next(iter(self.args), None))
+        return self.name in SHOWING or (self.is_in_place and any(isinstance(one, Logits) for one in leaves_of(changed)))
+
+    @property
+    def clones(self) -> bool:
+        return self.name == "clone" or bool(self.kwargs.get("copy"))
+
+    @property
+    def cause(self) -> str:
+        """Why logits are computed for it, and the remedy."""
+        of = getattr(self.function, "__self__", None)
+        name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else self.name
+        return (
+            f"{name} reads its logits, which are then computed and saved for backward. Take the loss by F.cross_entropy, "
+            "F.nll_loss, or log_softmax(-1) with gather, sum or mean, and metrics of logits.detach()"
+        )
 
     @property
     def wants_gradient(self) -> bool:
@@ -87,6 +117,8 @@ class Step(NamedTuple):
     def number(self) -> float | None:
         """What it multiplies logits by."""
         others = self.others
+        if self.name in NEGATE:
+            return None if others or self.kwargs else -1.0
         if len(others) != 1 or self.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
             return None
         if self.name in MULTIPLY:
@@ -118,7 +150,9 @@ class Matmul:
         self.has_loss = False
         self.is_shown = False
         self.aliases: list[Tensor] = []
-        self.on_values: Callable[[str], None] | None = None  # gets the name of the first function that wants values
+        self.on_values: Callable[[str], None] | None = None  # gets the cause of the first values with a graph
+        self.before_backward: list[Callable] = []  # hooks of fully_shard
+        self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
         self.given: list[weakref.ref[Logits]] = []
 
     @property
@@ -136,11 +170,34 @@ class Matmul:
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
         same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks
+        same &= all(one._version == version for one, version in self.shards)
         if not same or any(one.numel() and not one.untyped_storage().nbytes() for one in self.tensors):
             raise RuntimeError(
-                "ckptkern.convert: the head's input or weight changed before the logits were computed. Read "
-                "logits before the optimizer's step, or convert with exclude= for this layer"
+                f"ckptkern.convert: the head's input or weight changed before the logits were computed. {REMEDY}"
             )
+
+    def hear(self, hook: Callable) -> None:
+        """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
+        self.before_backward.append(hook)
+        self.shards += [(one, one._version) for one in shards_of(hook)]
+        for given in self.given:
+            if (logits := given()) is not None and logits.source is None and logits.made:
+                self.announced(logits.made[0])
+
+    def gather(self) -> None:
+        """Gathers parameters again that fully_shard has resharded since, as backward would: for a result with a gradient, which
+        all ranks compute."""
+        if self.before_backward and not self.weight.untyped_storage().nbytes():
+            unshard(self.before_backward)
+            x, *parameters = zip(self.marks, self.tensors, strict=True)
+            self.marks = [x[0], *((version, one.data_ptr()) for (version, _), one in parameters)]
+
+    def announced(self, result: Tensor) -> Tensor:
+        """The result, whose backward fully_shard's hooks hear of."""
+        if result.requires_grad:
+            for hook in self.before_backward:
+                result.register_hook(hook)
+        return result
 
     def values(self, steps: tuple[Step, ...] = (), tensors: list[Tensor] | None = None) -> Tensor:
         """The logits after these steps. tensors: instead of the layer's own."""
@@ -158,11 +215,17 @@ class Matmul:
             y = step(y)
         return y
 
+    def say(self, step: Step) -> None:
+        """Says why values are computed with a graph, once."""
+        if self.on_values is not None:
+            self.on_values(step.cause)
+            self.on_values = None
+
     def shared(self) -> Tensor:
         """The logits, computed from aliases of the tensors. A gradient for these ends there: one for a tied weight itself would
         go on through x to the embedding, which the outer backward does once more."""
         self.aliases = [one.view_as(one) for one in self.tensors]
-        return self.values((), self.aliases)
+        return self.announced(self.values((), self.aliases))
 
     def show(self) -> None:
         """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
@@ -201,12 +264,17 @@ class _LazyLogits(torch.autograd.Function):
         vars(made).update(fields, made=[])
         matmul.given.append(weakref.ref(made))
         ctx.matmul, ctx.steps, ctx.made = matmul, made.steps, made.made
+        ctx.set_materialize_grads(False)  # DistributedDataParallel's sink passes None on
         return made
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor):
+    def backward(ctx, dy: Tensor | None):
+        if dy is None:
+            return (None,) * len(ctx.needs_input_grad)
         matmul, wanted = ctx.matmul, ctx.needs_input_grad[1:]
+        for hook in matmul.before_backward:
+            hook(dy)
         if ctx.made:  # they may have been changed in place since
             (y,), tensors = ctx.made, matmul.aliases
         else:
@@ -238,9 +306,12 @@ class Logits(Tensor):
     bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
     form: str = LOGITS  # of token_statistics: which function of that over the classes they are
+    factor: float = 1.0  # which that function is multiplied by
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     source: Logits | None = None  # what the last step was called with
     made: list[Tensor]  # its values, if there are any; shared with its node
+    apart: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
+    smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     __hash__ = object.__hash__
 
@@ -263,6 +334,9 @@ class Logits(Tensor):
         step = Step(function, args, kwargs or {})
         given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
         self, matmul = given[0], given[0].matmul
+        if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
+            matmul.hear(args[1])
+            return RemovableHandle(OrderedDict())
         if (
             self.describes(function)
             or (function is Tensor.register_hook and matmul.has_loss)
@@ -279,12 +353,15 @@ class Logits(Tensor):
             found = self.without_values(step, given)
             if found is not None:
                 return found
+            if matmul.log is None and not step.changes_logits:
+                result = read_apart(step, given)
+                if result is not NotImplemented:
+                    return result
         if matmul.log is not None:
             matmul.log.append(Wanted(self, step, False))
-        if matmul.on_values is not None and torch.is_grad_enabled():
-            matmul.on_values(step.name)
-            matmul.on_values = None
-        if step.is_in_place or step.name in SHOWING:  # copies that are still to be made are those of before
+        if torch.is_grad_enabled() or step.changes_logits:
+            matmul.say(step)
+        if step.changes_logits:  # copies that are still to be made are those of before
             matmul.show()
         args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
         result = function(*args, **kwargs)
@@ -300,6 +377,8 @@ class Logits(Tensor):
         def values(one: Any) -> Any:
             if not isinstance(one, Logits):
                 return one
+            if not one.detached or is_result(one):
+                one.matmul.say(Step(function, (), {}))
             return one.made[0].detach() if one.made else one.matmul.values(one.steps)
 
         args, kwargs = mapped(values, (args, kwargs or {}))
@@ -311,19 +390,24 @@ class Logits(Tensor):
             return product(step, *given)
         if len(given) > 1:
             return None
-        if step.function is F.cross_entropy:
-            return self.loss(step)
+        if step.function in LOSSES:
+            found = loss(step, self)
+            if found is not None and self.matmul.log is not None:
+                self.matmul.log.append(Wanted(self, step, True))
+            return found
         found = self.parts(step) if step.name in PARTS else self.followed(step)
         return statistic(step, self) if found is None and self.matmul.log is None else found
 
     def followed(self, step: Step) -> Logits | None:
-        scale, cap, bias = self.scale, self.cap, self.bias
+        scale, cap, bias, factor = self.scale, self.cap, self.bias, self.factor
         if (after := form_after(step, self)) is not None:
             form, dtype = after
             tokens = self.tokens.copied(self.shape, dtype)
             return None if tokens is None else self.next(step, tokens, form=form)
-        if (self.form != LOGITS and step.name not in VIEWS | COPIES) or (
-            step.name == "detach" and self.matmul.log is not None
+        if (
+            (self.form != LOGITS and step.name not in VIEWS | COPIES | SCALES)
+            or (step.name == "detach" and self.matmul.log is not None)
+            or asks_for_copy(step, self)
         ):
             return None
         tokens = self.with_added(step) if step.name in ADD else self.tokens.after(step)
@@ -337,17 +421,20 @@ class Logits(Tensor):
             if cap is not None or len(step.args) != 1 or step.kwargs:
                 return None
             cap = 1.0
-        elif step.name in MULTIPLY or step.name in DIVIDE:
+        elif step.name in SCALES:
             number = None if step.is_in_place else step.number()
             if number is None:
                 return None
-            scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
-        return self.next(step, tokens, scale=scale, cap=cap, bias=bias)
+            if self.form != LOGITS:
+                factor *= number
+            else:
+                scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
+        return self.next(step, tokens, scale=scale, cap=cap, bias=bias, factor=factor)
 
     def next(self, step: Step, tokens: Tokens, **changed: Any) -> Logits:
         """What they are after this step."""
         fields = {
-            name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "form", "detached")
+            name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "form", "factor", "detached")
         } | changed
         fields["detached"] |= step.name == "detach" or not torch.is_grad_enabled()
         fields |= {"tokens": tokens, "source": self, "steps": (*self.steps, step)}
@@ -395,6 +482,8 @@ class Logits(Tensor):
         if self.cap is not None and self.cap <= 0:
             return None
         matmul, rows = self.matmul, self.tokens.shown()
+        if torch.is_grad_enabled() and not self.detached and not options.get("return_accuracy"):
+            matmul.gather()
         matmul.check()
         rows = rows if rows.dim() > 1 else rows[None]
         scale = self.scale * (1.0 if self.cap is None else self.cap)
@@ -404,31 +493,3 @@ class Logits(Tensor):
                 rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, logit_scale=scale, softcap=self.cap,
                 lora=matmul.lora, recompute=matmul.mode, workspace=matmul.workspace, **options,
             )  # fmt: skip
-
-    def loss(self, step: Step) -> Tensor | None:
-        """F.cross_entropy without logits; None for what linear_cross_entropy does not compute."""
-        names = (
-            "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing"
-        )  # fmt: skip
-        given = dict(zip(names, step.args, strict=False)) | step.kwargs
-        target, weight, others = given["target"], given.get("weight"), self.tokens.others()
-        options = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in given}
-        covered = (
-            self.form == LOGITS and isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == self.device
-            and PLAIN.issuperset((type(target), type(weight)))
-            and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
-            and given.get("size_average") is None and given.get("reduce") is None
-            and others == [i for i in range(self.dim()) if i != min(self.dim() - 1, 1)]
-            and target.shape == torch.Size(self.shape[i] for i in others)
-        )  # fmt: skip
-        if not covered:
-            return None
-        matmul, loss = self.matmul, self.cross_entropy(target, weight=weight, **options)
-        if loss is None:
-            return None
-        matmul.has_loss |= not self.detached
-        if matmul.log is not None:
-            matmul.log.append(Wanted(self, step, True))
-        narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
-        loss = loss.to(self.dtype) if narrow else loss
-        return loss.reshape(target.shape) if loss.dim() else loss

@@ -32,6 +32,45 @@ def check_not_fsdp1(model: nn.Module, op: str = "convert") -> None:
         )
 
 
+def announces_backward(hook: object) -> bool:
+    """Is it a hook of fully_shard, or of FullyShardedDataParallel, on a model's result? It reads no gradient: it gathers
+    parameters before backward."""
+    owner, function = getattr(hook, "__self__", None), getattr(hook, "func", hook)
+    module = getattr(function if owner is None else type(owner), "__module__", None) or ""
+    return module.startswith("torch.distributed.fsdp.")
+
+
+def _groups(state: object) -> list:
+    """The groups of parameters of a module that fully_shard was called on. torch 2.11 has one, or None."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return [one for one in groups if one is not None]
+
+
+def shards_of(hook: object) -> list[torch.Tensor]:
+    """Returns this rank's shards, which an optimizer changes, of the parameters that a hook of fully_shard gathers."""
+    groups = _groups(getattr(hook, "__self__", None))
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
+
+
+def unshard(hooks: list) -> None:
+    """Gathers the parameters that these hooks of fully_shard would gather before backward."""
+    for hook in hooks:
+        for group in _groups(getattr(hook, "__self__", None)):
+            group.unshard()
+            group.wait_for_unshard()
+
+
+def stays_gathered(module: nn.Module) -> bool:
+    """Returns whether fully_shard was called on it with reshard_after_forward=False, and it has no other hooks."""
+    if not is_sharded(module):
+        return False
+    state = module._get_fsdp_state()
+    hooks = [one for kind in (module._forward_pre_hooks, module._forward_hooks) for one in kind.values()]
+    own = all(getattr(hook, "__self__", None) is state for hook in hooks)
+    backward = module._backward_hooks or module._backward_pre_hooks
+    return own and not backward and not any(group._reshard_after_forward for group in _groups(state))
+
+
 def class_of(module: nn.Module) -> type:
     """Its class; of a sharded module the one that it had before."""
     return type(module).__bases__[-1] if is_sharded(module) else type(module)

@@ -19,6 +19,9 @@ VIEWS = frozenset((
 ))  # fmt: skip
 PARTS = {"chunk": 2, "split": 2, "unbind": 1}  # the place of `dim`
 COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
+CASTS = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))  # to a dtype or a device
+NEGATE = ("neg", "__neg__", "negative")
+SCALES = frozenset((*MULTIPLY, *DIVIDE, *NEGATE))
 
 
 class Tokens(NamedTuple):
@@ -64,7 +67,7 @@ class Tokens(NamedTuple):
     def after(self, step: Any) -> Tokens | None:
         """Those of step's result; None if it is not followed."""
         before = self.placeholder
-        if step.name in MULTIPLY or step.name in DIVIDE or step.name == "tanh":
+        if step.name in SCALES or step.name == "tanh":
             return self.copied(before.shape, before.dtype)
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
             return self.masked(step.args[1])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from .logits import Matmul
+from .logits import REMEDY, Matmul
 from .token_statistics import LOG_PROBS, LOGITS, NEVER, STATISTICS, dtype_of
 
 IN_PLACE = (
@@ -210,6 +210,10 @@ class TracedLogits:
             softcap=cap, recompute=self.mode, workspace=self.workspace, **options,
         )  # fmt: skip
 
+    def nll(self, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
+        """F.nll_loss."""
+        return self.loss(self, target, weight, size_average, ignore_index, reduce, reduction, function=F.nll_loss)
+
     def scale_and_cap(self) -> tuple[float, float | None] | None:
         """Logits are scale z, or cap tanh(scale z); None for what linear_cross_entropy does not compute."""
         scale, cap = 1.0, None
@@ -224,17 +228,20 @@ class TracedLogits:
         return scale, cap
 
     def loss(self, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-             label_smoothing=0.0):  # fmt: skip
-        """F.cross_entropy."""
+             label_smoothing=0.0, function=F.cross_entropy):  # fmt: skip
+        """F.cross_entropy, or F.nll_loss of log-probabilities."""
         found = self.scale_and_cap()
-        options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        options = dict(ignore_index=ignore_index, reduction=reduction)
+        if function is F.cross_entropy:
+            options["label_smoothing"] = label_smoothing
         if (
-            found is None or (found[1] is not None and found[1] <= 0) or self.form != LOGITS
+            found is None or (found[1] is not None and found[1] <= 0)
+            or (self.form == LOGITS and function is F.nll_loss)
             or size_average is not None or reduce is not None
             or not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != self.x.shape[:-1]
             or self.dim() != 2 or (weight is not None and (weight.requires_grad or weight.dtype != self.dtype))
         ):  # fmt: skip
-            return F.cross_entropy(self.read(), target, weight, size_average, reduce=reduce, **options)
+            return function(self.read(), target, weight, size_average, reduce=reduce, **options)
         loss = self.cross_entropy(*found, target, weight=weight, **options)
         narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
         return loss.to(self.dtype) if narrow else loss
@@ -248,8 +255,7 @@ class TracedLogits:
         if self.__dict__.get("read_as") is None:
             if int(self.version) != self.weight._version:
                 raise RuntimeError(
-                    "ckptkern.convert: the head's weight changed before the logits were computed. Read logits before the "
-                    "optimizer's step, or convert with exclude= for this layer"
+                    f"ckptkern.convert: the head's weight changed before the logits were computed. {REMEDY}"
                 )
             logits = Matmul(self.x, self.weight, self.bias, self.mode, workspace=self.workspace).logits()
             self.__dict__["read_as"] = self.after(logits)
@@ -274,6 +280,8 @@ class TracedLogits:
         if isinstance(first, TracedLogits) and torch.compiler.is_compiling():
             if function is F.cross_entropy:
                 return first.loss(*args, **kwargs) if args else first.loss(**kwargs)
+            if function is F.nll_loss:
+                return first.nll(*args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
             if args and not {"input", "out", "sparse_grad"} & set(kwargs) and (name := _method(function, len(args))):
                 return getattr(first, name)(*args[1:], **kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or _changes(function):

@@ -121,6 +121,8 @@ COVERED = {
     "one token": lambda m, z, t: F.cross_entropy(z[0, 1], t[0, 1]) + F.cross_entropy(z[1], t[1]),
     "every second": lambda m, z, t: flat(m, z.float()[1:, ::2].clone(), t[1:, ::2]),
     "in chunks": in_chunks,
+    "of log_softmax": lambda m, z, t: F.nll_loss(F.log_softmax(z, dim=-1).flatten(0, 1), t.flatten(), m.class_weights),
+    "negative": lambda m, z, t: nn.NLLLoss(ignore_index=3)(torch.log_softmax(-z.transpose(1, 2), 1, torch.float32), t),
     "masked rows": lambda m, z, t: F.cross_entropy(z[:, 1:][t[:, 1:] != 3], t[:, 1:][t[:, 1:] != 3]),
 }
 
@@ -317,6 +319,26 @@ def test_an_op_that_were_wrong_is_not_used(monkeypatch, wrong, reason):
     conversion = ckptkern.convert(model_of(), ids(), ids(1))
     assert not conversion.converted
     assert reason in str(conversion)
+
+
+UNCOUNTED = {
+    "padding": lambda m, z, t: flat(m, z, torch.full_like(t, -100)),
+    "padding, summed": lambda m, z, t: flat(m, z, torch.full_like(t, 3), ignore_index=3, reduction="sum"),
+    "one token, shifted": lambda m, z, t: flat(m, z[:, :0], t[:, :0]),
+    "padding, of log-probabilities": lambda m, z, t: F.nll_loss(
+        z.flatten(0, 1).log_softmax(-1), torch.full((B * S,), -100)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", UNCOUNTED)
+def test_an_example_without_labels_that_count(loss):
+    conversion = ckptkern.convert(model_of(UNCOUNTED[loss]), ids(), ids(1))
+    (head,) = [row for row in conversion if row.name == "head"]
+    assert head.replaced_by is None
+    assert head.reason.startswith(
+        "no label of the example counts: all are ignore_index (-100), or its sequences are of one"
+    )
 
 
 def test_what_is_asked_and_what_is_missing():

@@ -3,10 +3,14 @@ computed any more."""
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import torch
 from conversion.test_heads import WIDTH, B, Doubled, S, V, assert_same_step, converted_pair, ids
-from torch import Tensor
+from support.cases import assert_as_exact
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
@@ -16,8 +20,8 @@ from ckptkern.memory import peak_memory
 LABELS = ids(1)
 
 
-def loss_of(z):
-    return F.cross_entropy(z.flatten(0, -2), LABELS.flatten())
+def loss_of(z, labels=LABELS):
+    return F.cross_entropy(z.flatten(0, -2), labels.flatten())
 
 
 # After "TRL", trl.trainer.utils.selective_log_softmax; "verl", verl.utils.torch_functional.logprobs_from_logits_v2 and
@@ -68,6 +72,44 @@ def chunked_entropy(z, index):
     return torch.cat([-torch.sum(torch.mul(*both), -1) for both in zip(log_p.chunk(2), p.chunk(2), strict=True)])
 
 
+def label_smoother(z, index):
+    """Trainer's, with tokens that do not count."""
+    smoother = pytest.importorskip("transformers.trainer_pt_utils").LabelSmoother(0.1)
+    return smoother({"logits": z}, index.masked_fill(index == 3, -100))
+
+
+def fairseq(z, index):
+    """After fairseq.criterions.label_smoothed_cross_entropy.label_smoothed_nll_loss."""
+    log_p = F.log_softmax(z, dim=-1, dtype=torch.float32).view(-1, z.shape[-1])
+    nll = -log_p.gather(dim=-1, index=index.reshape(-1, 1))
+    smooth = -log_p.sum(dim=-1, keepdim=True)
+    for one in (nll, smooth):
+        one.masked_fill_(index.reshape(-1, 1) == 3, 0.0)
+    return 0.9 * nll.sum() + 0.1 / V * smooth.sum()
+
+
+def timm(z, index):
+    """After timm.loss.LabelSmoothingCrossEntropy."""
+    log_p = F.log_softmax(z, dim=-1)
+    return -0.9 * log_p.gather(dim=-1, index=index.unsqueeze(-1)).squeeze(-1) - 0.1 * log_p.mean(dim=-1)
+
+
+def nll(z, index):
+    return F.nll_loss(z.log_softmax(-1).flatten(0, 1), index.flatten(), ignore_index=3)
+
+
+def nll_of_each(z, index):
+    """[B, V, T], as losses of images have it; and a sum of negated, scaled log-probabilities in place."""
+    log_p = z.transpose(1, 2).log_softmax(1)
+    loss = nn.NLLLoss(torch.linspace(0.5, 2, V), reduction="none")(log_p, index)
+    return loss + (log_p / 2).gather(1, index[:, None])[:, 0].mul_(3) - log_p.sum((1,)) / V
+
+
+def nll_of_sum(z, index):
+    log_p = -(2 * torch.log_softmax(z.reshape(-1, V), 1))
+    return F.nll_loss(log_p, target=index.reshape(-1), reduction="sum") + loss_of(z.log_softmax(-1), index)
+
+
 def shifted(z):
     return z[:, :-1]
 
@@ -80,7 +122,11 @@ def softcapped(z):
     return torch.tanh(z / 3.0) * 3.0
 
 
-WRITTEN = (trl, trl_narrow, verl, verl_flat, of_float32, trl_entropy, verl_entropy, chunked_entropy)
+SMOOTHED = (label_smoother, fairseq, timm)
+WRITTEN = (
+    trl, trl_narrow, verl, verl_flat, of_float32, trl_entropy, verl_entropy, chunked_entropy, *SMOOTHED, nll, nll_of_each,
+    nll_of_sum,
+)  # fmt: skip
 CHANGES = (shifted, completion, softcapped)
 
 
@@ -153,6 +199,44 @@ def test_the_bytes_of_a_preference_loss():
     assert peak.bytes < 10 * 2**20
 
 
+@pytest.mark.parametrize("smoothed", SMOOTHED)
+def test_label_smoothing_is_one_pass_over_the_matmul(smoothed, monkeypatch):
+    passes, run = [], ckptkern.ops.linear_cross_entropy
+    monkeypatch.setattr(
+        ckptkern.ops, "linear_cross_entropy", lambda *args, **more: passes.append(1) or run(*args, **more)
+    )
+    smoothed(converted_pair()[0](ids())[0], LABELS).sum().backward()
+    assert len(passes) == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("written", [*SMOOTHED, nll])
+def test_losses_in_16_bits(written, autocast):
+    ours, theirs = converted_pair(lambda model, z, targets: written(z, LABELS).float().mean(), bias=True, tied=False)
+
+    def run(model, dtype, autocast=False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model.to(dtype)(ids(2), LABELS)[1]
+        used = {name: p for name, p in model.named_parameters() if name != "added"}
+        return dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
+
+    exact = run(copy.deepcopy(theirs), torch.float64)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    assert_as_exact(run(ours, dtype, autocast), run(theirs, dtype, autocast), exact)
+
+
+def test_losses_of_a_low_rank_update():
+    """The logits of LoRA's layer get the same functions."""
+    x, w = torch.randn(4, WIDTH), torch.randn(V, WIDTH)
+    a, b = torch.randn(2, WIDTH).requires_grad_(), torch.randn(V, 2).requires_grad_()
+    found = []
+    for z in (Matmul(x, w, None, lora=ckptkern.LoRA(a, b, 0.5)).logits(), F.linear(x, w + 0.5 * b @ a)):
+        loss = sum(weighted(one(z[None], LABELS[:1, :4])) for one in (*SMOOTHED, nll))
+        assert not isinstance(z, Logits) or not (z.made or z.matmul.aliases)
+        found.append([loss.detach(), *torch.autograd.grad(loss, [a, b])])
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-5)
+
+
 # -- what gets values
 
 
@@ -174,10 +258,15 @@ VALUES = {
     "a sum in another dtype": lambda z: (z.softmax(-1) * z.log_softmax(-1)).sum(-1, dtype=torch.float64),
     "exponentials": lambda z: (z.exp() * z).sum(-1),
     "split classes": lambda z: z.split(3, dim=-1)[1].logsumexp(-1),
-    "a scale after log_softmax": lambda z: of_token(z.log_softmax(-1) * 2),
-    "a loss of log_softmax": lambda z: F.nll_loss(z.log_softmax(-1).flatten(0, 1), LABELS.flatten()),
-    "a cross-entropy of log_softmax": lambda z: loss_of(z.log_softmax(-1)),
-    "classes first": lambda z: z.transpose(1, 2).log_softmax(1).gather(1, LABELS[:, None]),
+    "log_softmax times a tensor": lambda z: of_token(z.log_softmax(-1) * torch.tensor(2.0)),
+    "a sum of log-probabilities in another dtype": lambda z: z.log_softmax(-1).sum(-1, dtype=torch.float64),
+    "exp of scaled log-probabilities": lambda z: ((2 * z.log_softmax(-1)).exp() * z.log_softmax(-1)).sum(-1),
+    "an arg max of negated log-probabilities": lambda z: (-z.log_softmax(-1)).argmax(-1) + of_token(z)[..., 0],
+    "a loss of negative logits' log_softmax": lambda z: F.cross_entropy(
+        -z.log_softmax(-1).flatten(0, 1), LABELS.flatten()
+    ),
+    "a sum over tokens": lambda z: z.log_softmax(-1).sum(1),
+    "a loss of no log-probabilities": lambda z: F.nll_loss(z.flatten(0, 1), LABELS.flatten()),
     "rows": lambda z: torch.stack([row.exp() for row in z]),
     "a gradient with a graph": gradient_of,
 }
@@ -292,18 +381,40 @@ def test_metadata_asks_for_no_values():
         assert next(of_both) == next(of_both)
 
 
-def test_what_made_logits_is_said():
+def under_dispatch(function):
+    """The function past __torch_function__, as C++ calls it."""
+
+    def run(z):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(z)
+
+    return run
+
+
+SAID = {
+    "topk": lambda z: z.topk(3),
+    "mT": lambda z: z.mT,
+    "exp.default": under_dispatch(Tensor.exp),
+    "zero_": torch.no_grad()(lambda z: z.detach().zero_()),
+}
+
+
+@pytest.mark.parametrize("cause", SAID)
+def test_what_made_logits_is_said(cause):
+    read = SAID[cause]
     ours = converted_pair()[1]
     conversion = ckptkern.convert(ours.train(), ids(), LABELS)
     (head,) = [row for row in conversion if row.name == "head"]
     logits, _ = ours(ids(), LABELS)
     assert logits.argmax(-1).shape == logits.detach().logsumexp(-1).shape
     assert head.calls == {"fused": 1, "checkpointed": 0, "original": 0}
-    with pytest.warns(
-        UserWarning, match=r"call of head \(Linear\) runs .*: topk reads its logits, which are made for it"
-    ):
-        logits.topk(3)
-    logits.topk(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits.detach().topk(3), logits.detach().clone(), [row.tolist() for row in logits.detach()]
+    assert head.calls == {"fused": 1, "checkpointed": 0, "original": 0}
+    with pytest.warns(UserWarning, match=f"{cause} reads its logits, .* Take the loss by .* metrics of logits.detach"):
+        read(logits)
+    read(logits)
     assert head.calls == {"fused": 0, "checkpointed": 0, "original": 1}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conversion.steps import assert_same, assert_same_steps, compiled
 from conversion.test_heads import COVERED, WIDTH, V, converted, converted_pair, flat, ids, model_of, step, z_loss
-from conversion.test_logits import completion, of_float32, softcapped, verl, verl_flat
+from conversion.test_logits import completion, of_float32, softcapped, timm, verl, verl_flat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,7 +17,7 @@ import ckptkern
 from ckptkern.conversion.traced import TracedLogits
 from ckptkern.memory import peak_memory, saved_tensors
 
-INSIDE = ("shifted", "capped and scaled", "padded", "weighted", "in chunks")
+INSIDE = ("shifted", "capped and scaled", "padded", "weighted", "in chunks", "of log_softmax")
 READ = (
     "permuted, shifted, copied",
     "with an added buffer",
@@ -60,6 +60,8 @@ STATISTICS = (
     lambda z, t: z.logsumexp(-1, keepdim=True) * (torch.argmax(z, -1) == z.argmax(dim=-1)).sum(),
 )
 VALUES = (
+    lambda z, t: F.nll_loss(-z.log_softmax(-1).flatten(0, 1), t.flatten()) + F.nll_loss(z[0], t[0]),
+    timm,
     lambda z, t: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(-1),
     lambda z, t: F.cross_entropy(z.log_softmax(-1).flatten(0, 1), t.flatten()),
     lambda z, t: (z.log_softmax(-1) * 2).gather(-1, t[..., None]),

@@ -83,6 +83,27 @@ CONVERSION = [
         ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
     ),
     Fault(
+        "head: a sum of log-probabilities forgets the number they are multiplied by",
+        "ckptkern/conversion/token_statistics.py",
+        "factor = logits.factor if spread is None else «logits.factor *» spread(logits.tokens.classes)",
+        "",
+        ("tests/conversion/test_logits.py",),
+    ),
+    Fault(
+        "head: a copy of detached logits stays lazy",
+        "ckptkern/conversion/detached.py",
+        "return «step.name in CASTS and origin_of(logits) is not None»",
+        "False",
+        ("tests/conversion/test_detached.py",),
+    ),
+    Fault(
+        "head: fully_shard does not hear of the backward of a loss outside of its root",
+        "ckptkern/conversion/logits.py",
+        "for hook in self.before_backward: «result.register_hook(hook)»",
+        "pass",
+        ("tests/distributed/test_heads.py -k fused_loss",),
+    ),
+    Fault(
         "masks: a window sees one key more",
         "ckptkern/conversion/masks.py",
         "return -1 if window is None else window «- 1», 0",
