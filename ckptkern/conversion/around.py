@@ -12,8 +12,9 @@ from ..nn.unmodified import runs_class_forward
 from ..segments.decisions import decides
 from .binding import General, without_caches
 from .calls import Call
-from .check import TOLERANCE, difference, random_parameters, results, unmoved, was_written, wide
+from .check import TOLERANCE, difference, random_parameters, results, wide
 from .fuse import saved_bytes
+from .protection import seeded, unmoved, was_written
 from .report import Row
 from .sharding import holds_sharded
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, settings
@@ -97,13 +98,11 @@ class Around:
             found = leaves_of(run(*args, **kwargs))
             return torch.cat([one.flatten() for one in found if isinstance(one, Tensor) and one.requires_grad])
 
-        with unmoved(self.module):
-            torch.manual_seed(0)
-            with random_parameters(self.module):
-                self.module.train()
-                call = mapped(wide, self.call)
-                trained = [p for p in self.module.parameters() if p.requires_grad]
-                return results(outputs, leaves_of(call), [self.x], trained)
+        with seeded(), unmoved(self.module), random_parameters(self.module):
+            self.module.train()
+            call = mapped(wide, self.call)
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            return results(outputs, leaves_of(call), [self.x], trained)
 
     def checkpointed(self, recompute: str) -> tuple[General, int, float]:
         """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). Raises Unreadable if

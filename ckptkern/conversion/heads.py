@@ -21,11 +21,12 @@ from ..ops.sublayer.lora import LoRA
 from ..subclasses import PLAIN
 from .arguments import Call, arguments_getter, templates
 from .binding import Forward, mode_of
-from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
+from .check import TOLERANCE, difference, random_parameters, results, rms, wide
 from .guard import Watch
 from .leaves import Leaves, Probability
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
+from .protection import seeded, unmoved
 from .reading import Steps
 from .report import Row
 from .trace import Unreadable, leaves_of, trace
@@ -261,7 +262,7 @@ class Heads:
         try:
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with unmoved(self.model), torch.no_grad(), watching(self.model) as results:
+            with seeded(), unmoved(self.model), torch.no_grad(), watching(self.model) as results:
                 self.model.eval()
                 after = scalars(self.model(*args, **kwargs))
         finally:
@@ -298,9 +299,8 @@ class Heads:
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_replaced else row, None
         mode = mode_of(OP, None, recompute)
-        with unmoved(module):
-            row.error = max(chain.error() for chain in chains.values())
-            saved = [chain.saved(mode) for chain in chains.values()]
+        row.error = max(chain.error() for chain in chains.values())
+        saved = [chain.saved(mode) for chain in chains.values()]
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None

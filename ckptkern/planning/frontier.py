@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
-from ..conversion.convert import Which, progress, revert
+from ..conversion.bound import revert
+from ..conversion.convert import Which, progress
 from ..conversion.report import aligned
 from ..errors import BudgetError
 from .live import step_of

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
-from ..conversion.convert import Which, convert, progress, revert
+from ..conversion.convert import Which, convert, progress
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of, mapped
 from ..errors import BudgetError

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from .. import memory
-from ..conversion.convert import progress, revert
+from ..conversion.bound import revert
+from ..conversion.convert import progress
 from ..conversion.report import aligned, name_of
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
