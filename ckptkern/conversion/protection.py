@@ -1,8 +1,8 @@
 """Leaves a model and all random states as they were: what every probe and check of a model runs in.
 
 A forward may move four things: random states (`seeded`), what modules hold (`unmoved`), gradients (`gradients_unmoved`) and
-parameters. `no_trace` restores all of these after a whole call of convert; checks inside of it take `unmoved` alone, so that the
-next check finds what this one found.
+parameters. `no_trace` restores all of these after a whole call of convert; checks inside of it take `unmoved` alone, so that
+the next check finds what this one found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .sharding import holds_sharded, is_sharded
-from .trace import PLAIN_VALUES, leaves_of
+from .trace import PLAIN_VALUES
 
 SEED = 51_973  # of what a check draws, so that it does not depend on the user's seed
 DEPTH = 3  # a configuration in a configuration, and its lists; less than what a trainer that a module holds leads to: its data
@@ -97,7 +97,7 @@ def was_written(tensor: Tensor, version: int, before: Tensor) -> bool:
     version."""
     if tensor._version != version:
         return True
-    comparable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
+    comparable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
     return comparable and tensor.is_floating_point() and tensor.itemsize > 1 and not torch.equal(tensor, before)
 
 
@@ -260,15 +260,16 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_trace(module: nn.Module, call: Any = (), kept: Callable[[nn.Module], Kept] = _nothing) -> Iterator[None]:
-    """Leaves the model, random states, gradients and the call's arguments as they were; see `unmoved` for kept.
+def no_trace(module: nn.Module, call: tuple = ((), {}), kept: Callable[[nn.Module], Kept] = _nothing) -> Iterator[None]:
+    """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for kept.
 
     Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
     are not, because a copy would take the model's memory once more.
     """
     parameters = [p for p in module.parameters() if not (p.is_inference() or is_lazy(p))]
     sharded = is_sharded(module) or holds_sharded(module)
-    with seeded(), gradients_unmoved(parameters), unmoved(module, leaves_of(call), kept):
+    args, kwargs = call
+    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values()), kept):
         small = [Written(p, p.detach().clone() if p.dim() < 2 else None) for p in parameters if not sharded]
         try:
             yield
