@@ -210,9 +210,9 @@ def test_equal_conversions_give_equal_rows_whatever_the_seed():
 def test_new_arguments_in_a_training_step():
     """What a converted layer tries then moves neither random states nor gradients."""
 
-    def forward(self, *args, number=None, **kwargs):
+    def forward(self, x, tables=None, attention_mask=None, **options):
         numpy.random.rand()
-        return Llama.forward(self, *args, **kwargs)
+        return Llama.forward(self, x, tables, attention_mask)
 
     model = Stack(variant(Llama, forward=forward), with_tables).train()
     assert fused_of(ckptkern.convert(model, ids())) == ["transformer_layer"] * 2
