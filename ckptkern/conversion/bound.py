@@ -6,14 +6,14 @@ from torch import nn
 
 from . import masks
 from .binding import Forward
-from .protection import Kept
+from .protection import Bound
 from .sharding import set_class
 
 ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
 
-def bound(model: nn.Module) -> Kept:
+def bound(model: nn.Module) -> Bound:
     """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
     found = [(vars(config), (masks.ATTRIBUTE,)) for config in masks.adopted(model)]
     for module in model.modules():

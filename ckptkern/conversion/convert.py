@@ -379,7 +379,8 @@ def convert(
     forward runs as an activation checkpoint (ckptkern.checkpoint); low-rank updates that peft switches off are left out.
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
-    in training. The model's random state, buffers and modes are afterwards as before.
+    in training. Random states, buffers, attributes, configurations, hooks, gradients and modes are afterwards as before. After
+    an error nothing is converted.
     recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
     attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
     checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each

@@ -35,7 +35,7 @@ FULLY_SHARD = "__composable_api_state_key"  # begins the names of attributes in 
 
 # what an object held when it was found: its attributes or items
 Held = tuple[Any, Any]
-Kept = list[tuple[dict[str, Any], dict[str, Any]]]
+Bound = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 # -- random states
@@ -211,18 +211,18 @@ def _holds(value: Any, before: Any) -> bool:
     return all(map(operator.is_, value, before))
 
 
-def _nothing(module: nn.Module) -> Kept:
+def _nothing(module: nn.Module) -> Bound:
     return []
 
 
 @contextlib.contextmanager
 def unmoved(
-    module: nn.Module, others: Iterable[Any] = (), kept: Callable[[nn.Module], Kept] = _nothing
+    module: nn.Module, others: Iterable[Any] = (), bound: Callable[[nn.Module], Bound] = _nothing
 ) -> Iterator[None]:
     """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
     values, the contents of containers, and the attributes of objects such as configurations.
 
-    others: more of such objects. kept: returns (an object's attributes, those among them that stay as they are at the end).
+    others: more of such objects. bound: returns (an object's attributes, those among them that stay as they are at the end).
     """
     state = _State(list(module.modules()), others)
     is_outer = _COPIES.get() is None
@@ -232,9 +232,9 @@ def unmoved(
     finally:
         if token is not None:
             _COPIES.reset(token)
-        set_names = kept(module)
+        stays = bound(module)
         state.restore()
-        for attributes, own in set_names:
+        for attributes, own in stays:
             attributes.update(own)
 
 
@@ -260,8 +260,10 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_trace(module: nn.Module, call: tuple = ((), {}), kept: Callable[[nn.Module], Kept] = _nothing) -> Iterator[None]:
-    """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for kept.
+def no_trace(
+    module: nn.Module, call: tuple = ((), {}), bound: Callable[[nn.Module], Bound] = _nothing
+) -> Iterator[None]:
+    """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for bound.
 
     Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
     are not, because a copy would take the model's memory once more.
@@ -269,7 +271,7 @@ def no_trace(module: nn.Module, call: tuple = ((), {}), kept: Callable[[nn.Modul
     parameters = [p for p in module.parameters() if not (p.is_inference() or is_lazy(p))]
     sharded = is_sharded(module) or holds_sharded(module)
     args, kwargs = call
-    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values()), kept):
+    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values()), bound):
         small = [Written(p, p.detach().clone() if p.dim() < 2 else None) for p in parameters if not sharded]
         try:
             yield
