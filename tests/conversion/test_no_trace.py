@@ -55,6 +55,7 @@ NOTES = {
     "an attribute less": lambda m: vars(m).pop("count", None),
     "an attribute of a leaf": lambda m: setattr(m.input_layernorm, "rows", 2),
     "a list": lambda m: m.lists.append(2),
+    "another item of a list": lambda m: m.lists.__setitem__(0, m.lists[0] + 1),
     "a dict in a dict": lambda m: m.names["a"].update(b=1),
     "a set": lambda m: m.sets.add(2),
     "another dict": lambda m: setattr(m, "names", {}),
