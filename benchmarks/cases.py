@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import ops
-from ..conversion.check import unmoved
+from ..conversion.protection import seeded, unmoved
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from .baselines import (
     Function,
@@ -380,6 +380,6 @@ def build(item: Item, device: torch.device, seed: int = 0) -> tuple[nn.Module, T
         with device:  # where billions of random numbers take no time
             model = item.case.model(item.size.width).to(device, dtype).train(not item.case.drops)
         x = torch.randn(item.size.shape, device=device, dtype=dtype).requires_grad_()
-    with unmoved(model):
+    with seeded(), unmoved(model):
         y = model(x).detach()
     return model, x, torch.randn_like(y) if y.dim() else torch.ones_like(y)  # a scalar is a loss

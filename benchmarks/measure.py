@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..conversion.check import unmoved
+from ..conversion.protection import seeded, unmoved
 from ..memory import peak_memory, saved_tensors
 from ..planning.timing import cache_of, captured, copies
 from ..tools.selftest import error_ratio, gradients, relative_errors
@@ -356,7 +356,7 @@ def _measure(
             emit(row)
             continue
         watch = watched([row], emit) if cuda else contextlib.nullcontext()
-        with unmoved(model), watch:  # no variant checks or times the batch statistics that another one moved
+        with seeded(), unmoved(model), watch:  # no variant checks or times the batch statistics that another one moved
             step = _ready(item, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..conversion.check import unmoved
+from ..conversion.protection import seeded, unmoved
 from ..conversion.trace import leaves_of, recomputed
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
@@ -134,7 +134,7 @@ def baseline_of(target: str) -> tuple[str, Maker]:
 def has_dropout(model: Called) -> bool:
     """Do two runs in training give two results?"""
     x = model.x
-    with unmoved(model):
+    with seeded(), unmoved(model):
         model.train()
         first = model(x).detach()
         return not torch.equal(first, model(x).detach())

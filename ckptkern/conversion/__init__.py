@@ -6,7 +6,8 @@ what replaces the module's forward, and its guard report what was done experts t
 layout and by transformers' interface heads, logits the LM head before a loss, and its lazy logits
 """
 
-from .convert import convert, revert
+from .bound import revert
+from .convert import convert
 from .experts import register_experts
 from .report import Conversion, Row
 from .trl import patch_trl

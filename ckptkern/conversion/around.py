@@ -13,8 +13,9 @@ from ..nn.unmodified import runs_class_forward
 from ..segments.decisions import decides
 from .binding import General, without_caches
 from .calls import Call
-from .check import TOLERANCE, difference, random_parameters, results, unmoved, wide
+from .check import TOLERANCE, difference, random_parameters, results, wide
 from .fuse import saved_bytes
+from .protection import seeded, unmoved
 from .report import Row
 from .sharding import holds_sharded
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, settings
@@ -85,17 +86,15 @@ class Around:
             found = leaves_of(run(*args, **kwargs))
             return torch.cat([one.flatten() for one in found if isinstance(one, Tensor) and one.requires_grad])
 
-        with unmoved(self.module):
-            torch.manual_seed(0)
-            with random_parameters(self.module):
-                self.module.train()
-                call, before = mapped(wide, self.call), held_by(self.module)
-                trained = [p for p in self.module.parameters() if p.requires_grad]
-                found = results(outputs, leaves_of(call), [self.x], trained)
-                if filled := dict(set(held_by(self.module)) - set(before)):
-                    raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
-                left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
-                return found, [*left, *settings(self.module)]
+        with seeded(), unmoved(self.module), random_parameters(self.module):
+            self.module.train()
+            call, before = mapped(wide, self.call), held_by(self.module)
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            found = results(outputs, leaves_of(call), [self.x], trained)
+            if filled := dict(set(held_by(self.module)) - set(before)):
+                raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
+            left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
+            return found, [*left, *settings(self.module)]
 
     def check(self, made: General) -> float:
         """The largest relative error of a training step with this checkpoint. Raises Unreadable if it gives or leaves something

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .check import unmoved
+from .protection import no_trace, unmoved
 from .reads import Reads
 from .trace import PLAIN_VALUES, leaves_of, mapped, recomputed, trace
 
@@ -283,11 +283,12 @@ class Form:
             return False
         if not self.harmless.issuperset(kinds):
             args, example = self.made()
-            self.known |= not_looked_at(self.module, args, example, new)
-            new = {name: value for name, value in new.items() if name not in self.known}
-            plain = all(type(value) in PLAIN_VALUES for value in new.values())
-            if not (plain and same_log(self.module, args, example, new)):
-                self.refused |= {one for one in kinds if one[0] in new}
-                return False
+            with no_trace(self.module):  # in the middle of a training step
+                self.known |= not_looked_at(self.module, args, example, new)
+                new = {name: value for name, value in new.items() if name not in self.known}
+                plain = all(type(value) in PLAIN_VALUES for value in new.values())
+                if not (plain and same_log(self.module, args, example, new)):
+                    self.refused |= {one for one in kinds if one[0] in new}
+                    return False
             self.harmless |= new.items()
         return True

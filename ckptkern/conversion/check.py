@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,50 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .quantized import as_linear, multiplies_dequantised, plain_like
-from .trace import plain_attributes
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
-
-
-def was_written(tensor: Tensor, version: int, before: Tensor) -> bool:
-    """Since it had this version and these values. torch's batch_norm writes its statistics and counts no version."""
-    if tensor._version != version:
-        return True
-    comparable = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-    return comparable and tensor.is_floating_point() and tensor.itemsize > 1 and not torch.equal(tensor, before)
-
-
-@contextlib.contextmanager
-def unmoved(module: nn.Module) -> Iterator[None]:
-    """Leaves the random states, buffers, lists and plain attributes, `training` among them, as they were, and no new hooks:
-    transformers adds its own in the first call that asks for them, and notes that in an attribute."""
-    devices = {t.device for t in (*module.parameters(), *module.buffers()) if t.is_cuda}
-    buffers = [(b, b._version, b.detach().clone()) for b in module.buffers() if not b.is_inference()]
-    tables = [(m, dict(m._buffers), plain_attributes(m)) for m in module.modules()]
-    lists = [(one, list(one)) for m in module.modules() for one in m.__dict__.values() if type(one) is list]
-    hooks = [(m._forward_hooks, set(m._forward_hooks)) for m in module.modules()]
-    drawn = random.getstate()
-    try:
-        with torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        random.setstate(drawn)
-        for now, before in hooks:
-            for key in now.keys() - before:
-                del now[key]
-        for one, before in lists:
-            one[:] = before
-        for m, own, attributes in tables:
-            m._buffers.clear()
-            m._buffers.update(own)
-            for name in plain_attributes(m).keys() - attributes.keys():
-                del m.__dict__[name]
-            m.__dict__.update(attributes)
-        with torch.no_grad():
-            for buffer, version, before in buffers:
-                if was_written(buffer, version, before):
-                    buffer.copy_(before)
 
 
 def _random_like(parameter: Tensor) -> Tensor:

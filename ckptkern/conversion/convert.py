@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from .. import memory
 from .. import nn as drop_ins
-from ..extras import missing
+from ..extras import progress
 from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
@@ -25,23 +24,24 @@ from .alike import Checked
 from .around import Around, around, error_of, general, is_layer, is_marked
 from .autocast import switched_off, upcast
 from .binding import Forward, Own, Runs, warn_again, without_caches
+from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import Call, check_keywords, pattern_of
-from .check import unmoved
 from .fuse import calls_of, fuse, runs_of, saved_bytes
 from .groups import group_layers
 from .heads import Heads, Losses, scalars
 from .layouts import is_experts
+from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
 from .report import Conversion, Row
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
+from .unused import NOT_RUN, Ran
 
 DROP_INS = {
     nn.MultiheadAttention: drop_ins.MultiheadAttention,
     nn.TransformerEncoderLayer: drop_ins.TransformerEncoderLayer,
     nn.TransformerDecoderLayer: drop_ins.TransformerDecoderLayer,
 }
-ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
 OTHERWISE = ("leave", "checkpoint")
 NO_REGIONS = "forms no group of layers, because none takes what the layer before it returned. Leave it out"
 PATTERNS = 4  # kinds of arguments that are checked of one module
@@ -52,14 +52,22 @@ Which = str | type | Callable[[str, nn.Module], bool]
 # -- the probe
 
 
-def capture(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[dict[nn.Module, list[Call]], set[nn.Module], Heads]:
-    """(the calls, one of each pattern, that the model's call made of each submodule; modules in which hooks were that last for
-    the model's call only, so that a recompute in backward would run without them; the heads of the loss that it computed).
+class Probe(NamedTuple):
+    """What the model's example call showed.
 
-    One tensor that is given twice is two tensors in them: other calls may give two.
+    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
+    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed; ran: what it
+    ran.
     """
+
+    calls: dict[nn.Module, list[Call]]
+    hooked: set[nn.Module]
+    heads: Heads | None
+    ran: Ran | None
+
+
+def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Probe:
+    """Calls the model in evaluation. One tensor that is given twice is two tensors in the calls: other calls may give two."""
     calls: dict[nn.Module, dict[tuple, Call]] = {}
     seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
 
@@ -74,7 +82,7 @@ def capture(
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
     counts = {m: count_hooks(m) for m in model.modules()}
     try:
-        with unmoved(model), torch.no_grad(), Losses() as losses:
+        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran, Losses() as losses:
             model.eval()
             returned = scalars(model(*args, **kwargs))
             hooked = {module for module, m, count in seen if count != count_hooks(m)}
@@ -82,7 +90,7 @@ def capture(
         for hook in hooks:
             hook.remove()
     heads = Heads(model, args, kwargs, losses, returned)
-    return {module: list(own.values()) for module, own in calls.items()}, hooked, heads
+    return Probe({module: list(own.values()) for module, own in calls.items()}, hooked, heads, ran)
 
 
 def captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
@@ -148,14 +156,13 @@ class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, recompute: str | tuple[str, str], workspace: int | str | None, include, exclude,
-        calls: dict[nn.Module, list[Call]], hooked: set[nn.Module], heads: Heads | None, shards: Shards,
-        shown: Callable[[str], None], otherwise: str,
+        self, probe: Probe, shards: Shards, shown: Callable[[str], None], recompute: str | tuple[str, str],
+        workspace: int | str | None, include, exclude, otherwise: str,
     ):  # fmt: skip
         self.workspace, self.otherwise = workspace, otherwise
-        self.recompute, self.include, self.exclude, self.calls = recompute, include, exclude, calls
+        self.recompute, self.include, self.exclude, self.shards = recompute, include, exclude, shards
         self.attention, self.mlp = recompute if isinstance(recompute, tuple) else (recompute, recompute)
-        self.hooked, self.heads, self.shards = hooked, heads, shards
+        self.calls, self.hooked, self.heads, self.ran = probe
         self.shown = shown  # is told the name of each module that is tried
         self.within = False  # a layer that an activation checkpoint may stand around
         self.rows: list[Row] = []
@@ -169,8 +176,8 @@ class _Conversion:
         self.seen.add(id(module))
         self.shown(name)
         with self.shards.whole(module):
-            found = Found([])
-            if self.include is None or matches(self.include, name, module):
+            found, may_be = Found([]), self.include is None or matches(self.include, name, module)
+            if may_be:
                 found = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
             if not self.shards.agree(found.replaced_by):
                 row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
@@ -188,6 +195,9 @@ class _Conversion:
                 self.visit(f"{name}.{child}" if name else child, m)
             self.within = outer
             self.surround(module, layer, found.rows, self.rows[start:])
+            is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
+            if is_unknown and self.ran is not None and self.ran.misses(module):  # one row in place of those inside
+                self.rows[start:] = [Row(name, class_of(module).__name__, None, reason=NOT_RUN)]
 
     def layer(self, name: str, module: nn.Module) -> Around | None:
         """The layer, if an activation checkpoint may stand around it."""
@@ -378,7 +388,8 @@ def convert(
     forward runs as an activation checkpoint (ckptkern.checkpoint); low-rank updates that peft switches off are left out.
 
     example_inputs, example_kwargs: a call of the model, as small as it may be, with at least two tokens and of the same kind as
-    in training. The model's random state, buffers and modes are afterwards as before.
+    in training. Random states, buffers, attributes, configurations, hooks, gradients and modes are afterwards as before. After
+    an error nothing is converted.
     recompute: what the regions save: "full" their input; "selective" also attention's result; "none" everything. Or a pair, for
     attention and for all else: ("full", "none") recomputes attention alone. A layer that is not one op is an activation
     checkpoint as a whole, unless one of the pair is "none". workspace: bytes of transient memory of each region in each
@@ -401,30 +412,38 @@ def convert(
     """
     recompute = checked_modes(model, recompute)
     check_options(model, workspace, otherwise, every, example_kwargs)
-    revert(model)
-    given = example_inputs or example_kwargs
     check_names(model, include, exclude)
-    before = saved_by_all(model, example_inputs, example_kwargs)
-    calls, hooked, heads = captured(model, example_inputs, example_kwargs) if given else ({}, set(), None)
+    revert(model)
+    with no_trace(model, (example_inputs, example_kwargs), bound):
+        try:
+            return _converted(
+                model, example_inputs, example_kwargs, every, recompute, workspace, include, exclude, otherwise
+            )
+        except BaseException:
+            revert(model)
+            raise
+
+
+def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int, *options: Any) -> Conversion:
+    """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway."""
+    before = saved_by_all(model, args, kwargs)
+    probe = captured(model, args, kwargs) if args or kwargs else Probe({}, set(), None, None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
-        conversion = _Conversion(
-            recompute, workspace, include, exclude, calls, hooked, heads, Shards(model),
-            lambda name: shown(name, places[name]), otherwise,
-        )  # fmt: skip
+        conversion = _Conversion(probe, Shards(model), lambda name: shown(name, places[name]), *options)
         conversion.visit("", model)
     masks.open_up(model)
     rows = conversion.rows
     groups = group_layers(model, rows, every) if every > 1 else []
-    after = saved_by_all(model, example_inputs, example_kwargs) if before is not None else None
+    after = saved_by_all(model, args, kwargs) if before is not None else None
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
     warn_again()
-    if not (given or rows):
-        warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
+    if not (args or kwargs or rows):
+        warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=3)
     regions = [names for group in groups for names in group.regions(ran=after is not None)]
     if groups and not regions:
-        warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=2)
+        warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=3)
     return Conversion(rows, before, after, regions)
 
 
@@ -457,48 +476,10 @@ def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int |
     if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
         return None  # a forward that no backward follows would leave their state open
     # whatever its forward makes of it in training
-    with contextlib.suppress(Exception), unmoved(model), torch.enable_grad():
+    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
         model.train()
         with memory.saved_tensors(model) as saved, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model(*args, **kwargs)
         return saved.bytes
     return None
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """A bar on a terminal where rich is installed, which goes when all is done. Yields what is told each stage, and how many
-    were before it."""
-    if not sys.stderr.isatty() or missing("rich"):
-        yield lambda *stage: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda name, done=None: bar.update(task, completed=done, description=f"{what}: {name or 'the model'}")
-
-
-def check_not_split(op: str, model: nn.Module) -> None:
-    """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
-    for module in model.modules():
-        for name, style in (("shard", "TensorParallel"), ("context", "ContextParallel")):
-            if hasattr(module.__dict__.get("forward"), name):
-                raise ValueError(f"{op}: the model is already sharded by {style}: convert first, then shard")
-
-
-def revert(model: nn.Module) -> nn.Module:
-    """Undoes convert: every module runs the forward that it had. Returns the model. ValueError after a parallel style."""
-    check_not_split("revert", model)
-    masks.give_back(model)
-    for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, Forward):
-            forward.unbind()
-        if ORIGINAL_CLASS in module.__dict__:
-            set_class(module, module.__dict__.pop(ORIGINAL_CLASS))
-            for name in ("recompute", "workspace"):
-                module.__dict__.pop(name, None)
-    return model

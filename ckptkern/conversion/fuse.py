@@ -21,7 +21,7 @@ from .arguments import live_attributes, named, rescaled, templates
 from .autocast import apart_in
 from .binding import Fused, Segment, is_cache
 from .calls import Call, Form, pattern_of, regardless_of_precision
-from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, unmoved, varied, wide
+from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, varied, wide
 from .computed import computed_of, resolve
 from .experts import read_experts, routed
 from .followed import followed, is_floating, samples
@@ -31,6 +31,7 @@ from .layouts import experts_layout, is_experts, parts_of
 from .leaves import Leaves, Probability
 from .masks import is_adopted
 from .moe import read_block, routed_rows, vary_choices
+from .protection import seeded, unmoved
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Reading
 from .reads import joined, reads_of
@@ -268,14 +269,14 @@ def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[An
     """Do both still agree in what they return? Some forwards have a window or a scale that depends on sizes, and an example
     of one sample does not tell a batch from a sequence."""
     with torch.no_grad():
-        torch.manual_seed(0)  # of what something computed samples
         try:
-            theirs = original(flat)
+            with seeded():  # of what something computed samples
+                theirs = original(flat)
         except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
             return
-        torch.manual_seed(0)
         try:
-            error = difference([fused(flat)], [theirs])
+            with seeded():
+                error = difference([fused(flat)], [theirs])
         except (ValueError, TypeError, RuntimeError) as refusal:
             raise Unreadable(f"with {what} the op refuses it: {refusal}") from None
     if error > TOLERANCE:

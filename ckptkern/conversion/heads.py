@@ -23,11 +23,12 @@ from .arguments import Call, arguments_getter, live_attributes, rescaled
 from .autocast import switched_off
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
-from .check import TOLERANCE, difference, random_parameters, results, rms, unmoved, wide
+from .check import TOLERANCE, difference, random_parameters, results, rms, wide
 from .guard import Watch
 from .leaves import Leaves, is_linear
 from .logits import Matmul, Step, Wanted
 from .norms import replaced, watching
+from .protection import seeded, unmoved
 from .reading import Steps
 from .reads import reads_of
 from .report import AGAIN, Row
@@ -289,7 +290,7 @@ class Heads:
         try:
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with unmoved(self.model), torch.no_grad(), watching(self.model) as results:
+            with seeded(), unmoved(self.model), torch.no_grad(), watching(self.model) as results:
                 self.model.eval()
                 after = scalars(self.model(*args, **kwargs))
         finally:
@@ -328,9 +329,8 @@ class Heads:
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_replaced else row, None
         mode = mode_of(OP, None, recompute)
-        with unmoved(module):
-            row.error = max(chain.error() for chain in chains.values())
-            saved = [chain.saved(mode) for chain in chains.values()]
+        row.error = max(chain.error() for chain in chains.values())
+        saved = [chain.saved(mode) for chain in chains.values()]
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None

@@ -23,6 +23,7 @@ from .. import ops
 from ..ops.attention.core import in_context_parallel
 
 NAME, REPLACED, WITH_SINKS = "ckptkern", "sdpa", "eager"
+ATTRIBUTE = "_attn_implementation_internal"  # of a configuration, which names the implementation
 OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which rows there are
 
 
@@ -196,7 +197,7 @@ def adopt(model: nn.Module) -> bool:
     found = [
         config
         for m, config in _configurations(model)
-        if getattr(config, "_attn_implementation_internal", None) == _replaced(m) and _takes_padding(m)
+        if getattr(config, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)
     ]
     if found:
         register()
@@ -209,7 +210,7 @@ def open_up(model: nn.Module) -> None:
     """Gives the outermost models with the implementation NAME a forward that lets no mask be made where there is none."""
     inner: set[int] = set()
     for m, config in _configurations(model):  # the outermost first
-        if id(m) not in inner and getattr(config, "_attn_implementation_internal", None) == NAME:
+        if id(m) not in inner and getattr(config, ATTRIBUTE, None) == NAME:
             inner.update(map(id, m.modules()))
             if {"attention_mask", "position_ids"} <= inspect.signature(type(m).forward).parameters.keys():
                 m.forward = Unpacked(m)
@@ -223,14 +224,19 @@ def give_back(model: nn.Module) -> None:
             del m.forward
             if forward.previous is not None:
                 m.forward = forward.previous
-        if getattr(config, "_attn_implementation_internal", None) == NAME:
+        if getattr(config, ATTRIBUTE, None) == NAME:
             config._attn_implementation_internal = _replaced(m)
+
+
+def adopted(model: nn.Module) -> list[Any]:
+    """Returns the configurations of transformers' models in it that have the implementation NAME."""
+    return [config for _, config in _configurations(model) if getattr(config, ATTRIBUTE, None) == NAME]
 
 
 def is_adopted(module: nn.Module) -> bool:
     """Does an attention layer in it get padding masks [B, S]?"""
     configs = (getattr(m, "config", None) for m in module.modules())
-    return any(getattr(config, "_attn_implementation_internal", None) == NAME for config in configs)
+    return any(getattr(config, ATTRIBUTE, None) == NAME for config in configs)
 
 
 def register() -> None:

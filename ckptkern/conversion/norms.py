@@ -18,7 +18,6 @@ from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
 from .autocast import upcast
 from .binding import Forward, requires_grad
-from .check import unmoved
 from .fuse import saved_bytes
 from .report import AGAIN, Row
 
@@ -106,8 +105,7 @@ def replaced(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[R
     forward = Norm(module, recompute)
     row = Row(name, type(module).__name__, OP)
     try:
-        with unmoved(module):
-            check_token_wise(module, forward.original, x)
+        check_token_wise(module, forward.original, x)
         row.saved_before, row.saved_after = (_saved(module, run, x) for run in (module.forward, forward))
     except Exception:  # what convert need not replace stays as it is
         return None

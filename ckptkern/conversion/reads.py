@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.unmodified import collecting_nothing
-from .check import unmoved
+from .protection import seeded, unmoved
 from .trace import PLAIN_VALUES
 
 # Attributes of an object that were read, by name, with those that were read of their values. None: all, whatever they are.
@@ -112,7 +112,7 @@ def recording(module: nn.Module) -> Iterator[_Recorder]:
 
 def reads_of(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Reads | None]:
     """What the class's forward reads in training and in evaluation, by the path of each module inside."""
-    with unmoved(module), torch.no_grad(), collecting_nothing():
+    with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
         found: dict[str, Reads | None] = {}
         for mode in (True, False):
             module.train(mode)

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
 from ..conversion.binding import Forward
-from ..conversion.check import rms, unmoved
-from ..conversion.convert import ORIGINAL_CLASS, convert, revert
+from ..conversion.bound import ORIGINAL_CLASS, revert
+from ..conversion.check import rms
+from ..conversion.convert import convert
+from ..conversion.protection import seeded, unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import mapped
 from .live import differentiated, gradients_as_there
@@ -258,7 +260,7 @@ def replaced_by(model: nn.Module) -> dict[str, str]:
 
 def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Do two calls differ?"""
-    with unmoved(model), torch.no_grad():
+    with seeded(), unmoved(model), torch.no_grad():
         outputs = [mapped(lambda t: t, model(*args, **kwargs)) for _ in range(2)]
     return any(not torch.equal(a, b) for a, b in zip(*map(numbers, outputs), strict=True))
 
@@ -280,13 +282,13 @@ def step(
     if in_float64:
         args, kwargs = mapped(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(seeded())
         stack.enter_context(unmoved(model))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(gradients_as_there(model, all_there=True))
         if in_float64:
             stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.enter_context(InFloat64())
-        torch.manual_seed(0)
         with memory.peak_memory(device) as peak:
             with memory.saved_tensors(model) as saved:
                 value = (loss or weighted)(model(*args, **kwargs))

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
-from ..conversion.convert import Which, progress, revert
+from ..conversion.bound import revert
+from ..conversion.convert import Which
 from ..conversion.report import aligned
 from ..errors import BudgetError
+from ..extras import progress
 from .live import step_of
 from .measure import device_of
 from .plan import Plan, bytes_of, found_segments, plan

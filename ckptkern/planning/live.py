@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .. import memory
-from ..conversion.check import unmoved
+from ..conversion.protection import seeded, unmoved
 from ..conversion.trace import leaves_of
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
@@ -223,6 +223,7 @@ def step_of(
     modules: the regions' names and modules. all_there: leaves the gradients of parameters out (`gradients_as_there`).
     """
     with ExitStack() as stack:
+        stack.enter_context(seeded())
         stack.enter_context(unmoved(model))
         stack.enter_context(torch.enable_grad())
         given = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import memory
 from ..conversion.alike import call_kinds, same_inside
-from ..conversion.check import unmoved
+from ..conversion.protection import seeded, unmoved
 from ..conversion.trace import leaves_of, mapped
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
@@ -134,7 +134,7 @@ def as_input(tensor: Tensor) -> Tensor:
 def record(model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment]) -> Recorder:
     """One forward of the model in training mode, of which nothing is left but the figures and the calls."""
     recorder = Recorder(model, segments)
-    with unmoved(model), torch.enable_grad(), recorder.hooks(), memory.counting(recorder.save, hold=False):
+    with seeded(), unmoved(model), torch.enable_grad(), recorder.hooks(), memory.counting(recorder.save, hold=False):
         model.train()
         model(*args, **kwargs)
     return recorder
@@ -218,7 +218,7 @@ def measure_alone(
         return lambda: (forward(), backward())
 
     try:
-        with unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
+        with seeded(), unmoved(segment.module), torch.enable_grad(), no_main_grad(segment.module):
             segment.module.train()
             start = time.perf_counter()
             with (

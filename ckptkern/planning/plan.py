@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
-from ..conversion.convert import Which, convert, progress, revert
+from ..conversion.convert import Which, convert
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import leaves_of, mapped
 from ..errors import BudgetError
-from ..extras import missing
+from ..extras import missing, progress
 from ..storage import Store
 from .agree import agreed, least_of
 from .live import Alive, Step

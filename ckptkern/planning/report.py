@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from .. import memory
-from ..conversion.convert import progress, revert
+from ..conversion.bound import revert
 from ..conversion.report import aligned, name_of
-from ..extras import missing
+from ..extras import missing, progress
 from ..ops.dispatch.checks import MODES
 from .live import Alive, Step, by_place, step_of
 from .measure import measure, stepped

@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import nn as drop_ins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
-from ..conversion.convert import ORIGINAL_CLASS, Which, check_not_split, matches
+from ..conversion.bound import ORIGINAL_CLASS, check_not_split
+from ..conversion.convert import Which, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.unmodified import runs_class_forward
 from ..ops.dispatch.checks import MODES

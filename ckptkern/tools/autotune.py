@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..conversion.convert import progress
+from ..extras import progress
 from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..conversion.check import unmoved, was_written
-from ..conversion.convert import progress
+from ..conversion.protection import no_trace
 from ..conversion.sharding import check_not_fsdp1
-from ..conversion.trace import leaves_of, mapped
+from ..conversion.trace import mapped
+from ..extras import progress
 from ..planning.live import differentiated
 from ..planning.measure import no_main_grad
 
@@ -111,93 +109,6 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         knobs.runtime.launch_enter_hook.remove(launched)
 
 
-# -- what a step moves
-
-_INTERNALS = frozenset(vars(nn.Module()))  # hooks among them: torch.distributed registers some in the first step
-
-
-class _Contents:
-    """What is in tensors, containers and generators, among them those inside of each other."""
-
-    def __init__(self, parameters: list[nn.Parameter]):
-        self.seen = set(map(id, parameters))  # so that no parameter is copied
-        self.tensors: list[tuple[Tensor, int, Tensor]] = []
-        self.containers: list[tuple[Any, Any]] = []
-        self.generators: list[tuple[torch.Generator, Tensor]] = []
-
-    def add(self, value: Any) -> None:
-        if id(value) in self.seen:
-            return
-        self.seen.add(id(value))
-        if isinstance(value, Tensor):
-            if not value.is_inference():
-                self.tensors.append((value, value._version, value.detach().clone()))
-        elif isinstance(value, torch.Generator):
-            self.generators.append((value, value.get_state()))
-        elif isinstance(value, (list, dict, set, collections.deque)):
-            self.containers.append((value, value.copy()))
-            for one in list(value.values() if isinstance(value, dict) else value):
-                self.add(one)
-        elif type(value) is tuple:
-            for one in value:
-                self.add(one)
-
-    def restore(self) -> None:
-        for container, before in self.containers:
-            container.clear()
-            (container.extend if isinstance(container, (list, collections.deque)) else container.update)(before)
-        for generator, state in self.generators:
-            generator.set_state(state)
-        with torch.no_grad():
-            for tensor, version, before in self.tensors:
-                if was_written(tensor, version, before):
-                    tensor.copy_(before)
-
-
-@contextlib.contextmanager
-def contents_unmoved(model: nn.Module, call: Any, parameters: list[nn.Parameter]) -> Iterator[None]:
-    """What `unmoved` leaves out: what the modules' own tensors, containers and generators hold, inputs, NumPy's generator."""
-    contents = _Contents(parameters)
-    tables = [(m, {k: v for k, v in vars(m).items() if k not in _INTERNALS}) for m in model.modules()]
-    for _, attributes in tables:
-        for value in attributes.values():
-            contents.add(value)
-    contents.add(call)
-    devices = {one.device for one in leaves_of(call) if isinstance(one, Tensor) and one.is_cuda}
-    numpy = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(list(devices)):
-            yield
-    finally:
-        if numpy is not None:
-            numpy.random.set_state(drawn)
-        for module, attributes in tables:  # tensors that were replaced, or made
-            own = vars(module)
-            for name in [k for k, v in own.items() if isinstance(v, Tensor) and k not in attributes]:
-                del own[name]
-            own.update(attributes)
-        contents.restore()
-
-
-@contextlib.contextmanager
-def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Gradients are None for a while, and what waits for them, such as an optimizer inside backward, is not told."""
-    before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
-    waiting = [(hooks, dict(hooks)) for _, _, hooks in before if hooks]
-    try:
-        for hooks, _ in waiting:
-            hooks.clear()
-        for p, _, _ in before:
-            p.grad = None
-        yield
-    finally:
-        for hooks, own in waiting:
-            hooks.update(own)
-        for p, grad, _ in before:
-            p.grad = grad
-
-
 def check_unchanged(versions: list[tuple[str, nn.Parameter, int]]) -> None:
     """Raises RuntimeError for a parameter that the step wrote into. A copy of all would take their memory once more."""
     changed = [name for name, p, version in versions if p._version != version]
@@ -257,8 +168,7 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     if not example_inputs and not example_kwargs:
         raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
     check_not_fsdp1(model, "warm_up")
-    parameters = list(model.parameters())
-    if any(is_lazy(one) for one in (*parameters, *model.buffers())):
+    if any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
         raise ValueError("warm_up: a lazy module has no parameters yet; run the model once first")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
@@ -269,8 +179,8 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     started = time.perf_counter()
     try:
         with (
-            torch.inference_mode(False), torch.enable_grad(), unmoved(inner), contents_unmoved(inner, call, parameters),
-            gradients_unmoved(parameters), no_main_grad(model), progress("warm_up") as shown, compilations(shown) as found,
+            torch.inference_mode(False), torch.enable_grad(), no_trace(inner, call), no_main_grad(model),
+            progress("warm_up") as shown, compilations(shown) as found,
         ):  # fmt: skip
             step(model, *mapped(as_leaf, call))
             if torch.cuda.is_available():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conversion.steps import assert_same, assert_same_steps, by_deepcopy, by_pickle, calls_of, compiled, saved, step
 from support.architectures import ARCHITECTURES, fused_of, ids
+from support.traces import changes, seen, traces
 
 import ckptkern
 
@@ -23,10 +24,14 @@ def original(name):
 
 @functools.cache
 def _converted(name):
-    """Returns (the converted model, the conversion, the tensors of its state_dict before that)."""
+    """Returns (the converted model, the conversion, what was to be seen of the model before that)."""
     model = copy.deepcopy(original(name))
-    before = model.state_dict(keep_vars=True)
-    return model, ckptkern.convert(model, ids()), before
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    example, before = ids(), seen(model)
+    conversion = ckptkern.convert(model, example)
+    assert not traces(before, seen(model))
+    return model, conversion, before
 
 
 def converted(name):
@@ -93,14 +98,15 @@ def test_a_copy_is_converted_and_shares_nothing(name, copied):
 
 
 @by_architecture
-def test_parameters_and_names_stay_and_revert_gives_back_the_original(name):
+def test_convert_replaces_forwards_alone_and_revert_gives_back_the_original(name):
     ours, _, before = _converted(name)
-    after = ours.state_dict(keep_vars=True)
-    assert list(after) == list(before)
-    assert all(after[key] is before[key] for key in before)
-    copied = converted(name)
+    copied, forwards = converted(name), {m: vars(m)["forward"] for m in ours.modules() if "forward" in vars(m)}
     assert ckptkern.revert(copied) is copied
-    assert [set(vars(m)) for m in copied.modules()] == [set(vars(m)) for m in original(name).modules()]
+    ckptkern.revert(ours)
+    after = seen(ours)
+    for m, forward in forwards.items():  # other tests take it, too
+        m.forward = forward
+    assert not {name for name in changes(before, after) if not name.startswith("random state")}
     assert_same_steps(copied, original(name), ids(2), tolerance=1e-6)
 
 

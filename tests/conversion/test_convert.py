@@ -338,6 +338,43 @@ def test_the_table():
     assert "head: the example's call has no F.cross_entropy of it" in text
 
 
+class Towers(nn.Module):
+    """A text tower, an image tower that shares its embedding, a head that is tied by a function, and one that no call runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.text = nn.Embedding(20, WIDTH), nn.ModuleList(Llama() for _ in range(2))
+        self.vision = nn.ModuleDict({"embed": self.embed, "layers": nn.ModuleList(Llama() for _ in range(2))})
+        self.tied, self.other, self.norm = nn.Linear(WIDTH, 20, bias=False), nn.Linear(WIDTH, 3), nn.LayerNorm(WIDTH)
+        self.vision["table"], self.tied.weight = nn.Embedding(20, WIDTH), self.embed.weight
+        self.vision["table"].weight = self.embed.weight
+
+    def forward(self, ids, with_image=False):
+        x = self.embed(ids)
+        for layer in (*self.text, *(self.vision["layers"] if with_image else ())):
+            x = layer(x, **with_tables(x))
+        return F.linear(x, self.tied.weight)
+
+
+NOT_RUN = {
+    "an example of text": ({}, {"vision.layers", "other"}),
+    "an example of both": ({"with_image": True}, {"other"}),
+    "exclude": ({"exclude": "vision*"}, {"other"}),
+    "include what ran": ({"include": "text*"}, set()),
+    "include a part": ({"include": "vision.layers.1"}, {"vision.layers.1"}),
+}
+
+
+@pytest.mark.parametrize("what", NOT_RUN)
+def test_what_the_example_does_not_run_has_a_row(what):
+    options, names = NOT_RUN[what]
+    conversion = ckptkern.convert(Towers(), ids(), every=2, **options)
+    rows = {row.name: row for row in conversion.left if "did not run it" in row.reason}
+    assert rows.keys() == names, str(conversion)
+    text = f"{'/'.join(names)}: the example's call did not run it. Give convert a call that does"
+    assert len(names) != 1 or text in str(conversion)
+
+
 def test_errors():
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not function"):
         ckptkern.convert(lambda x: x, ids())

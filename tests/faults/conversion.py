@@ -110,4 +110,25 @@ CONVERSION = [
         "",
         ("tests/conversion/test_masks.py", "tests/conversion/test_language_models.py"),
     ),
+    Fault(
+        "protection: NumPy's random state is not given back",
+        "ckptkern/conversion/protection.py",
+        "«numpy.set_state(numpys)»",
+        "pass",
+        ("tests/conversion/test_no_trace.py",),
+    ),
+    Fault(
+        "protection: a list with other items of the same number stays so",
+        "ckptkern/conversion/protection.py",
+        "return «all(map(operator.is_, value, before))»",
+        "True",
+        ("tests/conversion/test_no_trace.py",),
+    ),
+    Fault(
+        "unused: a tied head counts as one that was not run",
+        "ckptkern/conversion/unused.py",
+        "return «taken.isdisjoint(map(id, parameters))»",
+        "True",
+        ("tests/conversion/test_convert.py -k does_not_run",),
+    ),
 ]

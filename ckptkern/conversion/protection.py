@@ -1,0 +1,280 @@
+"""Leaves a model and all random states as they were: what every probe and check of a model runs in.
+
+A forward may move four things: random states (`seeded`), what modules hold (`unmoved`), gradients (`gradients_unmoved`) and
+parameters. `no_trace` restores all of these after a whole call of convert; checks inside of it take `unmoved` alone, so that
+the next check finds what this one found.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import operator
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .sharding import holds_sharded, is_sharded
+from .trace import PLAIN_VALUES
+
+SEED = 51_973  # of what a check draws, so that it does not depend on the user's seed
+DEPTH = 3  # a configuration in a configuration, and its lists; less than what a trainer that a module holds leads to: its data
+CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque)  # the first that it is gives the methods
+NOT_DATA = frozenset(
+    ("builtins", "functools", "torch", "ckptkern")
+)  # whose objects are functions, handles, what convert binds
+# of a module: fully_shard gathers and frees parameters in each call, and registers hooks in the first
+OF_FULLY_SHARD = frozenset(vars(nn.Module())) - {"_buffers", "_non_persistent_buffers_set", "_forward_hooks"}
+FULLY_SHARD = "__composable_api_state_key"  # begins the names of attributes in which fully_shard keeps its state
+
+# what an object held when it was found: its attributes or items
+Held = tuple[Any, Any]
+Bound = list[tuple[dict[str, Any], dict[str, Any]]]
+
+
+# -- random states
+
+
+def generators() -> list[torch.Generator]:
+    """Returns torch's default generators: of the CPU, and of all devices of the accelerators that are initialised."""
+    found = [torch.default_generator]
+    for accelerator in (torch.cuda, torch.xpu):
+        if accelerator.is_initialized():
+            found += accelerator.default_generators
+    if torch.backends.mps.is_available():
+        found.append(torch.mps._get_default_mps_generator())
+    return found
+
+
+@contextlib.contextmanager
+def seeded() -> Iterator[None]:
+    """Seeds the global generators of torch, Python and NumPy alike each time, and gives them back their states afterwards."""
+    numpy = sys.modules.get("numpy.random")
+    # torch.manual_seed would also seed accelerators that are initialised later
+    before = [(one, one.get_state()) for one in generators()]
+    pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
+        for one, _ in before:
+            one.manual_seed(SEED)
+        random.seed(SEED)
+        if numpy is not None:
+            numpy.seed(SEED)
+        yield
+    finally:
+        for one, state in before:
+            one.set_state(state)
+        random.setstate(pythons)
+        if numpy is not None:
+            numpy.set_state(numpys)
+
+
+def restorer_of(generator: object) -> Callable[[], None] | None:
+    """Returns what gives a generator its present state back; None for other objects."""
+    numpy: Any = sys.modules.get("numpy.random")
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        state: Any = generator.getstate()
+        return lambda: generator.setstate(state)
+    if isinstance(generator, torch.Generator) or (numpy is not None and isinstance(generator, numpy.RandomState)):
+        state = generator.get_state()
+        return lambda: generator.set_state(state)
+    if numpy is not None and isinstance(generator, numpy.Generator):
+        state = generator.bit_generator.state
+        return lambda: setattr(generator.bit_generator, "state", state)
+    return None
+
+
+# -- tensors
+
+
+def was_written(tensor: Tensor, version: int, before: Tensor) -> bool:
+    """Was it written since it had this version and these values? torch's batch_norm writes its statistics and counts no
+    version."""
+    if tensor._version != version:
+        return True
+    comparable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return comparable and tensor.is_floating_point() and tensor.itemsize > 1 and not torch.equal(tensor, before)
+
+
+class Written:
+    """A tensor with its values, memory and requires_grad. values: None for a parameter, of which there is no copy."""
+
+    def __init__(self, tensor: Tensor, values: Tensor | None):
+        self.tensor, self.values, self.version = tensor, values, tensor._version
+        self.requires_grad = tensor.requires_grad
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        self.memory = tensor.data if is_plain else None
+
+    def restore(self) -> None:
+        tensor, memory = self.tensor, self.memory
+        if memory is not None and _place(tensor) != _place(memory):
+            tensor.data = memory
+        if tensor.requires_grad != self.requires_grad and tensor.is_leaf:
+            tensor.requires_grad_(self.requires_grad)
+        if self.values is not None and was_written(tensor, self.version, self.values):
+            with torch.no_grad():
+                tensor.copy_(self.values)
+            self.version = tensor._version
+
+
+def _place(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+# tensors that the outermost `unmoved` has copied: those inside of it take no second copy
+_COPIES: ContextVar[dict[int, Written] | None] = ContextVar("copies", default=None)
+
+
+# -- modules
+
+
+class _State:
+    """What modules hold, what that holds, and what that holds: attributes, items of containers, and the values of tensors and
+    the states of generators among these. Parameters are not copied, and other modules not followed."""
+
+    def __init__(self, modules: list[nn.Module], others: Iterable[Any] = ()):
+        self.held: list[Held] = []
+        self.tensors: list[Written] = []
+        self.restorers: list[Callable[[], None]] = []
+        self.seen: set[int] = set()
+        if any(map(is_sharded, modules)):
+            self.seen.update(id(vars(m)[name]) for m in modules for name in OF_FULLY_SHARD)
+        level: list[Any] = [*map(vars, modules), *others]
+        for _ in range(DEPTH + 1):
+            level = [one for value in level for one in self.taken(value)]
+
+    def taken(self, value: Any) -> Iterable[Any]:
+        """Notes what it holds, and returns that."""
+        if type(value) in PLAIN_VALUES or id(value) in self.seen or isinstance(value, (type, nn.Module)):
+            return ()
+        self.seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.take_tensor(value)
+            return ()
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, CONTAINERS):
+            return self.take_items(value)
+        if (restore := restorer_of(value)) is not None:
+            self.restorers.append(restore)
+            return ()
+        return self.take_attributes(value)
+
+    def take_items(self, value: Any) -> Iterable[Any]:
+        if not isinstance(value, dict):
+            before = list(value)
+            self.held.append((value, before))
+            return before
+        before = dict(value)
+        self.held.append((value, before))
+        return [one for name, one in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
+
+    def take_attributes(self, value: Any) -> Iterable[Any]:
+        if type(value).__module__.partition(".")[0] in NOT_DATA:
+            return ()
+        attributes = getattr(value, "__dict__", None)
+        return self.take_items(attributes) if type(attributes) is dict else ()
+
+    def take_tensor(self, tensor: Tensor) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self.take_items(vars(tensor))  # a quantised weight's scales
+        elif not (tensor.is_inference() or is_lazy(tensor)):
+            copies = _COPIES.get() or {}
+            one = copies.get(id(tensor))
+            if one is None or one.tensor is not tensor or one.version != tensor._version:
+                one = Written(tensor, tensor.detach().clone())
+            self.tensors.append(one)
+
+    def restore(self) -> None:
+        for value, before in self.held:
+            if not _holds(value, before):
+                kind: Any = next(one for one in CONTAINERS if isinstance(value, one))
+                kind.clear(value)
+                (kind.extend if kind in (list, collections.deque) else kind.update)(value, before)
+        for restore in self.restorers:
+            restore()
+        for one in self.tensors:
+            one.restore()
+
+
+def _holds(value: Any, before: Any) -> bool:
+    """Does it hold these very objects?"""
+    if len(value) != len(before):
+        return False
+    if isinstance(value, dict):
+        return list(value) == list(before) and all(map(operator.is_, value.values(), before.values()))
+    return all(map(operator.is_, value, before))
+
+
+def _nothing(module: nn.Module) -> Bound:
+    return []
+
+
+@contextlib.contextmanager
+def unmoved(
+    module: nn.Module, others: Iterable[Any] = (), bound: Callable[[nn.Module], Bound] = _nothing
+) -> Iterator[None]:
+    """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
+    values, the contents of containers, and the attributes of objects such as configurations.
+
+    others: more of such objects. bound: returns (an object's attributes, those among them that stay as they are at the end).
+    """
+    state = _State(list(module.modules()), others)
+    is_outer = _COPIES.get() is None
+    token = _COPIES.set({id(one.tensor): one for one in state.tensors}) if is_outer else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _COPIES.reset(token)
+        stays = bound(module)
+        state.restore()
+        for attributes, own in stays:
+            attributes.update(own)
+
+
+# -- training
+
+
+@contextlib.contextmanager
+def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Gradients are None for a while, and what waits for them, such as an optimizer inside backward, is not told."""
+    before = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters]
+    waiting = [(hooks, dict(hooks)) for _, _, hooks in before if hooks]
+    try:
+        for hooks, _ in waiting:
+            hooks.clear()
+        for p, _, _ in before:
+            p.grad = None
+        yield
+    finally:
+        for hooks, own in waiting:
+            hooks.update(own)
+        for p, grad, _ in before:
+            p.grad = grad
+
+
+@contextlib.contextmanager
+def no_trace(
+    module: nn.Module, call: tuple = ((), {}), bound: Callable[[nn.Module], Bound] = _nothing
+) -> Iterator[None]:
+    """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for bound.
+
+    Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
+    are not, because a copy would take the model's memory once more.
+    """
+    parameters = [p for p in module.parameters() if not (p.is_inference() or is_lazy(p))]
+    sharded = is_sharded(module) or holds_sharded(module)
+    args, kwargs = call
+    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values()), bound):
+        small = [Written(p, p.detach().clone() if p.dim() < 2 else None) for p in parameters if not sharded]
+        try:
+            yield
+        finally:
+            for one in small:
+                one.restore()
