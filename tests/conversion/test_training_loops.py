@@ -74,7 +74,8 @@ def assert_as_usual(training: Training) -> None:
             assert not others, f"step {step}: {row.name}, {row.replaced_by} in the table, ran {others}"
             assert calls == were != {}, f"step {step}: {row.name} ran {calls}, and {were} in a step without the loop"
     assert training.conversion.calls["original"] == 0
-    assert max(training.peaks) <= SLACK * training.alone, (
+    # the first call may learn, on convert's example, that layers do not look at a keyword argument such as num_items_in_batch
+    assert max(training.peaks[1:]) <= SLACK * training.alone, (
         f"peaks of the steps: {training.peaks} bytes; of a step right after convert: {training.alone}"
     )
 

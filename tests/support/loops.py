@@ -18,6 +18,7 @@ import torch
 import transformers
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -118,6 +119,7 @@ class Event:
     lengths: tuple[tuple[int, int], ...] = ((S, S),)
     smoothing: float = 0.0
     two_forwards: bool = False
+    adapters: bool = False
     saves: bool = False
     evaluates: bool = False
     tokenizer: bool = False
@@ -183,7 +185,7 @@ EVENTS = {
     "resume": Event(resumes=True),
     "generate": Event(between=generate),
     "gradient checkpointing": Event(gradient_checkpointing=True),
-    "adapters": Event(prepare=lora, between=without_adapters),
+    "adapters": Event(prepare=lora, between=without_adapters, adapters=True),
     "EMA": Event(between=average),
     "two forwards": Event(two_forwards=True),
     "accumulation": Event(micros=2),
@@ -248,6 +250,11 @@ class Training:
     def example(self) -> Batch:
         return self.collate(self.dataset[:B])
 
+    def small(self) -> Batch:
+        """Returns what convert is given: fewer tokens than in training."""
+        length = PATCHES + 4 if self.name == "LLaVA" else S // 2
+        return self.collate([sample_of(self.name, length, torch.Generator().manual_seed(i)) for i in range(B)])
+
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), 0.1)
 
@@ -260,9 +267,19 @@ class Training:
         return LabelSmoother(self.event.smoothing)(output, labels, shift_labels=self.name in CAUSAL)
 
     def losses_of(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Returns the loss of a batch and, after two forwards, the sum of two."""
-        loss = self.loss(model, batch)
-        return loss + self.loss(model, other(batch)) if self.event.two_forwards else loss
+        """Returns what is differentiated."""
+        return self.with_others(self.loss(model, batch), model, batch)
+
+    def with_others(self, loss: Tensor, model: nn.Module, batch: Batch) -> Tensor:
+        """Adds the loss of a second forward, with other parameters, or compares with a pass without adapters."""
+        if self.event.two_forwards:
+            own = {name: p * 0.9 for name, p in model.named_parameters()}
+            return loss + functional_call(model, own, (), other(batch)).loss
+        if self.event.adapters:
+            with torch.no_grad(), self.model.disable_adapter():
+                reference = model(**batch).loss
+            return loss + (loss - reference) ** 2
+        return loss
 
     def calls(self) -> Calls:
         return [dict(row.calls) for row in self.conversion.converted]
@@ -286,8 +303,7 @@ class Training:
             before = self.calls()
             with peak_memory("cpu") as peak:
                 for _ in range(self.event.micros):
-                    loss = self.model(**batch).loss
-                    (loss + self.model(**other(batch)).loss if self.event.two_forwards else loss).backward()
+                    self.with_others(self.model(**batch).loss, self.model, batch).backward()
             self.alone, self.usual = max(self.alone, peak.bytes), since(before, self.calls())
             self.model.zero_grad()
 
@@ -448,9 +464,8 @@ class Trainer(transformers.Trainer):
         return loss
 
     def compute_loss(self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **options: Any) -> Any:
-        if not (self.training_of.event.two_forwards and model.training):
-            return super().compute_loss(model, inputs, return_outputs, **options)
-        return sum(super(Trainer, self).compute_loss(model, one, **options) for one in (inputs, other(inputs)))
+        found = super().compute_loss(model, dict(inputs), return_outputs, **options)
+        return self.training_of.with_others(found, model, inputs) if model.training else found
 
 
 class Steps(transformers.TrainerCallback):
@@ -510,7 +525,7 @@ def built(loop: str, event: str, name: str, folder: Path, converts: bool) -> Tra
     folder.mkdir(exist_ok=True)
     training.before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     if converts:
-        training.conversion = ckptkern.convert(model, **training.example())
+        training.conversion = ckptkern.convert(model, **training.small())
         training.measure()
     if happens.gradient_checkpointing and loop != "Trainer":
         model.gradient_checkpointing_enable()
