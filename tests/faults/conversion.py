@@ -34,6 +34,47 @@ CONVERSION = [
         ("tests/conversion/test_convert.py -k cache", "tests/conversion/test_masks.py -k generation"),
     ),
     Fault(
+        "binding: every second training call is the original, in silence",
+        "ckptkern/conversion/binding.py",
+        "«try:» y = segment(flat, self.recompute, self.workspace, functools.partial(self.original, *args, **kwargs))",
+        """self.turn = not getattr(self, "turn", False)
+        if self.turn and trains:
+            return self.original(*args, **kwargs)
+        try:""",
+        ("tests/conversion/test_training_loops.py -k 'evaluate and Llama'",),
+    ),
+    Fault(
+        "binding: a model and its copy share their forwards",
+        "ckptkern/conversion/binding.py",
+        '«def __getstate__(self)» -> dict[str, Any]: return self.__dict__ | {"store": None}',
+        """def __deepcopy__(self, memo):
+        return self
+
+    def __getstate__(self)""",
+        ("tests/conversion/test_training_loops.py -k 'EMA and Llama'",),
+    ),
+    Fault(
+        "calls: a name at which no layer looks unfuses it",
+        "ckptkern/conversion/calls.py",
+        "if «not_looked_at(self.module, args, example, new) == new.keys()»: self.known |= new.keys()",
+        "False",
+        ("tests/conversion/test_training_loops.py -k 'Trainer and adapters'",),
+    ),
+    Fault(
+        "guard: a frozen weight is a change",
+        "ckptkern/conversion/guard.py",
+        "and «self.kinds.issuperset(map(type, flat(parameters)))» and all([mode",
+        "all(p is None or p.requires_grad for p in flat(parameters))",
+        ("tests/conversion/test_training_loops.py -k 'freezing and Llama'",),
+    ),
+    Fault(
+        "arguments: a low-rank update that is switched off is added",
+        "ckptkern/conversion/arguments.py",
+        "off = [name for name, layer in self.switches.items() if «getattr(layer, SWITCH)»]",
+        "False",
+        ("tests/conversion/test_training_loops.py -k 'adapters and Llama'",),
+    ),
+    Fault(
         "arguments: dropout goes on in evaluation",
         "ckptkern/conversion/arguments.py",
         "return getattr(self.module, self.attribute) «if self.module.training else 0.0»",

@@ -13,6 +13,13 @@ SEGMENTS = [
         ("tests/segments/test_regions.py -k dropout",),
     ),
     Fault(
+        "checkpoint: parameters are those of backward",
+        "ckptkern/segments/segment.py",
+        "state = SegmentState(args, kwargs, preserve_rng_state, self.checksums is not None, «own, reachable»)",
+        "None, ()",
+        ("tests/conversion/test_training_loops.py -k 'forwards and Llama'",),
+    ),
+    Fault(
         "checkpoint: recompute runs to its end",
         "ckptkern/segments/segment.py",
         "self.stops_early = «early_stop and self.checksums is None»",
