@@ -14,12 +14,11 @@ from ..frozen import Frozen
 from ..nn.unmodified import collects_first, dormant, untouched
 from ..subclasses import PLAIN
 from .quantized import REPACKS, is_quantised
-from .reads import OF_EVERY_MODULE, VALUES, Reads
+from .reads import CONTAINERS, OF_EVERY_MODULE, VALUES, Reads
 from .report import AGAIN, warn_of
 from .trace import PLAIN_VALUES
 
 COMPOSED = "__composable_api_state_key"  # begins the names of those in which fully_shard keeps its state
-CONTAINERS = (list, dict, set, tuple)
 # They change no result: `not_repacked` switches the first off while a module is read, and transformers asks for the other
 # whether it makes a checkpoint of what is one already.
 HARMLESS = (REPACKS, "gradient_checkpointing")

@@ -21,23 +21,15 @@ from .trace import PLAIN_VALUES
 Reads = dict[str, Any]
 
 OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes, which do not tell modules apart
-VALUES = (
-    *PLAIN_VALUES,
-    bytes,
-    complex,
-    slice,
-    range,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    enum.Enum,
-)  # compared by ==
+CONTAINERS = (list, dict, set, tuple)
+# Compared by ==.
+VALUES = (*PLAIN_VALUES, bytes, complex, slice, range, torch.dtype, torch.device, torch.Size, enum.Enum)
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType)
 
 
 def is_object(value: object) -> bool:
-    """Has it attributes that a forward may read, and is it no module, tensor or function?"""
-    return not isinstance(value, (*VALUES, *CODE, nn.Module, Tensor)) and isinstance(
+    """Has it attributes that a forward may read, and is it no module, tensor, container or function?"""
+    return not isinstance(value, (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)) and isinstance(
         getattr(value, "__dict__", None), dict
     )
 
@@ -69,7 +61,7 @@ class _Recorder:
                 # nn.Module looks there for parameters
                 if sys._getframe(1).f_code.co_filename != nn.modules.module.__file__:
                     self.whole.add(id(self_))
-            elif is_object(value):
+            elif not isinstance(value, nn.Module) and (id(value) in self.of or is_object(value)):
                 names[name] = value
                 if id(value) not in self.of:
                     self.of[id(value)] = value, {}
