@@ -56,9 +56,30 @@ CONVERSION = [
     Fault(
         "calls: a name at which no layer looks unfuses it",
         "ckptkern/conversion/calls.py",
-        "if «not_looked_at(self.module, args, example, new) == new.keys()»: self.known |= new.keys()",
-        "False",
+        "self.known |= «not_looked_at(self.module, args, example, new)»",
+        "set()",
         ("tests/conversion/test_training_loops.py -k 'Trainer and adapters'",),
+    ),
+    Fault(
+        "guard: a change of the configuration that no layer reads counts",
+        "ckptkern/conversion/reads.py",
+        "if «id(one) in self.whole»: return None",
+        "True",
+        ("tests/conversion/test_calls.py -k may_change", "tests/conversion/test_training_loops.py -k 'save and Llama'"),
+    ),
+    Fault(
+        "guard: what forward reads of a configuration may change",
+        "ckptkern/conversion/reads.py",
+        "names.setdefault(name, None) value = read(self_, name) if «name == \"__dict__\"»:",
+        "True",
+        ("tests/conversion/test_calls.py -k a_layer_reads",),
+    ),
+    Fault(
+        "binding: a checkpoint in place of a fused op is silent",
+        "ckptkern/conversion/binding.py",
+        "if «why is not None and not self.differs»:",
+        "False",
+        ("tests/conversion/test_calls.py -k a_layer_reads",),
     ),
     Fault(
         "guard: a frozen weight is a change",
