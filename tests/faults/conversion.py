@@ -70,7 +70,7 @@ CONVERSION = [
     Fault(
         "guard: what forward reads of a configuration may change",
         "ckptkern/conversion/reads.py",
-        "names.setdefault(name, None) value = read(self_, name) if «name == \"__dict__\"»:",
+        'names.setdefault(name, None) value = read(self_, name) if «name == "__dict__"»:',
         "True",
         ("tests/conversion/test_calls.py -k a_layer_reads",),
     ),
