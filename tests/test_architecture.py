@@ -55,7 +55,7 @@ LAYERS = {
     "__main__": 10,
 }
 TRITON_ON_FIRST_USE = {"ops", "tools", "benchmarks"}
-WITH_EXTRAS = {"benchmarks", "conversion", "frozen", "planning", "tools", "__main__"}
+WITH_EXTRAS = {"benchmarks", "conversion", "extras", "frozen", "planning", "tools", "__main__"}
 
 # Likewise the folders and files of ops, which import from those of lower layers.
 OPS_LAYERS = {

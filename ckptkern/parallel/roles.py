@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import nn as ours
 from ..conversion.arguments import look_up
-from ..conversion.binding import Fused
+from ..conversion.binding import Fused, Own
 from ..conversion.leaves import Weight
 from ..conversion.reading import Rows
 
@@ -112,11 +112,11 @@ SELF_ATTENDING = (ours.LlamaAttention, ours.LlamaDecoderLayer, ours.MultiheadAtt
 
 
 def block_forward(module: nn.Module) -> Any:
-    """The forward that a module has of its own, or None, under those of parallel styles."""
+    """The forward that a module has of its own, or None, under those of parallel styles. A drop-in's is its class's."""
     forward = module.__dict__.get("forward")
     while hasattr(forward, "inner"):
         forward = forward.inner
-    return forward
+    return None if isinstance(forward, Own) else forward
 
 
 def check_attends(module: nn.Module) -> None:

@@ -110,24 +110,24 @@ def decorates(patched):
 def test_decorated_methods_and_their_arguments(patched):
     """The options are the decorator's: a call's arguments are the function's, whatever their names."""
     with ckptkern.patch_torch() if patched else contextlib.nullcontext():
-        checkpoint = decorates(patched)
+        checkpoint, runs = decorates(patched), []
 
         class Scaled(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.weight, self.runs = nn.Parameter(torch.randn(3)), []
+                self.weight = nn.Parameter(torch.randn(3))
 
             @checkpoint(use_reentrant=False, early_stop=False)
             def forward(self, x, *, debug, early_stop=2.0):
                 """Scales."""
-                self.runs.append(debug)
+                runs.append(debug)
                 return (x * self.weight).sin() * early_stop
 
         module, x = Scaled(), torch.randn(3)
         y = module(x, debug="mine", early_stop=3.0)
         (grad,) = torch.autograd.grad(y.sum(), module.weight)
         torch.testing.assert_close(grad, 3 * x * (x * module.weight).cos())
-        assert module.runs == ["mine", "mine"]
+        assert runs == ["mine", "mine"]
         assert (Scaled.forward.__name__, Scaled.forward.__doc__) == ("forward", "Scales.")
         with pytest.raises(ValueError, match=r"Unexpected keyword arguments: earlystop"):
             checkpoint(use_reentrant=False, earlystop=True)
