@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -248,7 +249,7 @@ class Block(nn.Sequential):
         torch.manual_seed(0)
         mlp = ckptkern.nn.MLP(8, 16) if fused else nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
         super().__init__(nn.LayerNorm(8), mlp, nn.Dropout(0.5))
-        self.calls = []  # a number would be put back after a recompute
+        self.calls = deque()  # a number or a list would be put back after a recompute
 
     def forward(self, x):
         self.calls.append(None)
