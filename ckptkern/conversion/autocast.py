@@ -20,7 +20,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def device_types(module: nn.Module) -> list[str]:
-    """Those of its tensors for which there is an autocast."""
+    """Returns the device types of the module's tensors that have an autocast."""
     found = {t.device.type for t in (*module.parameters(), *module.buffers())}
     return sorted(kind for kind in found if kind != "meta" and is_autocast_available(kind))
 
@@ -64,7 +64,7 @@ class Watched(TorchFunctionMode):
         self.apart: list[str] = []
 
     def is_apart(self, result: object) -> bool:
-        """Is autocast off now, or to another dtype, where this was computed?"""
+        """Returns whether autocast is off now, or to another dtype, on the result's device."""
         if not isinstance(result, Tensor) or (kind := result.device.type) not in self.kinds:
             return False
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
@@ -91,7 +91,7 @@ def apart_in(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> list[str
 
 
 def is_rounded(module: nn.Module) -> bool:
-    """Does autocast hand a module 16-bit inputs whose own parameters are float32?"""
+    """Returns whether autocast hands 16-bit inputs to a module whose own parameters are float32."""
     if not torch._C._is_any_autocast_enabled():
         return False
     return not any(p.dtype in HALF for p in module.parameters()) and any(

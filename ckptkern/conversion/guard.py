@@ -35,7 +35,7 @@ def inside(value: object) -> list | dict | set | None:
 
 
 def is_container(value: object) -> bool:
-    """Is it a container that can be compared?"""
+    """Returns whether it is a container of things whose == has a truth value."""
     if not isinstance(value, CONTAINERS):
         return False
     held = value.values() if isinstance(value, dict) else value
@@ -143,7 +143,7 @@ class Compared(NamedTuple):
 
 
 class Watch:
-    """Whether the inside of a module is still what was checked: its submodules, their classes and hooks, the attributes that
+    """Tells whether the inside of a module is still what was checked: its submodules, their classes and hooks, the attributes that
     its forward reads of them and of what they hold, such as a configuration, and parameters that are plain memory.
 
     A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full

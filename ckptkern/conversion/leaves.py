@@ -61,7 +61,7 @@ def in_training(p: float) -> Probability:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Does calling it run nn.Linear's forward?"""
+    """Returns whether calling it runs nn.Linear's forward."""
     kind = type(module)
     return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
 
@@ -81,7 +81,7 @@ def _outcome(function: Callable, *args: Tensor) -> Tensor | None:
 
 
 def agrees(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
-    """Does a leaf compute like(x) in training and in evaluation, with the same gradients?"""
+    """Returns whether a leaf computes like(x) in training and in evaluation, with the same gradients."""
     was = leaf.training
     try:
         for leaf.training in (True, False):

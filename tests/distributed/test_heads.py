@@ -149,7 +149,7 @@ def test_a_sharded_root_keeps_the_fused_loss(rank):
         for outside in (False, True):
             try:
                 check_policy(outside, outside and "of_head" not in options, options)
-            except Exception as error:
+            except Exception as error:  # raised again with the policy's name
                 raise AssertionError(f"{name}, {outside=}: {error}") from error
 
 
