@@ -142,7 +142,7 @@ def around(module: nn.Module, calls: list[Call]) -> Around | None:
 
 
 def error_of(made: General, calls: list[Call]) -> float | None:
-    """Returns the error of a checkpoint that need not save less, None if it cannot be tried. Raises Unreadable if it is wrong."""
+    """Returns the error of a checkpoint that need not save less; None if it cannot be tried. Raises Unreadable if wrong."""
     layer = None if holds_sharded(made.module) else around(made.module, calls)
     try:
         return None if layer is None else layer.check(made)

@@ -143,7 +143,7 @@ class Compared(NamedTuple):
 
 
 class Watch:
-    """Tells whether the inside of a module is still what was checked: its submodules, their classes and hooks, the attributes that
+    """Tells whether the inside of a module is still what was checked: submodules, their classes and hooks, the attributes that
     its forward reads of them and of what they hold, such as a configuration, and parameters that are plain memory.
 
     A call pays for a few comparisons of lists. A change that does not matter, such as another attribute, is compared in full
