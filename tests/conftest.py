@@ -199,6 +199,14 @@ def _gives_memory_back() -> Iterator[None]:
         trim(0)
 
 
+@pytest.fixture(autouse=True)
+def _forgets_accelerate() -> Iterator[None]:
+    """The precision of a process's first Accelerator is every later one's, and Trainer and Lightning make one too."""
+    yield
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
