@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..conversion.protection import seeded, unmoved
 from ..conversion.trace import leaves_of, recomputed
+from ..planning.live import differentiated
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
@@ -32,7 +33,7 @@ class Called(nn.Module):
     """A module as a function of one tensor among its inputs, x: the first that is floating-point, or else the first.
 
     The other tensors are buffers, so that they follow to a device or to float64, and none of them counts as saved.
-    y is the output's `loss`, or else its first floating-point tensor.
+    y is the output's `loss`, or its first scalar, or else its first floating-point tensor.
     """
 
     def __init__(self, module: nn.Module, call: tuple[tuple, dict[str, Any]]):
@@ -63,12 +64,8 @@ class Called(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         args, kwargs = self.inputs(x)
         output = self.module(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if isinstance(loss, Tensor):
-            return loss
-        leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-        found = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
-        if not found:  # not whether it has a gradient: reentrant checkpoints run without
+        found = differentiated(output)
+        if not found:
             raise ValueError("bench: wanted a floating-point tensor among the model's outputs")
         return found[0]
 

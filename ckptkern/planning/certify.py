@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import mapped
-from .live import differentiated, gradients_as_there
+from .live import Loss, gradients_as_there, loss_of
 from .measure import device_of
 from .segments import check_step, server_of
 
@@ -172,7 +172,7 @@ class Ran(NamedTuple):
 def certify(
     model: nn.Module,
     *example_inputs: Any,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Loss | None = None,
     tolerance: float = TOLERANCE,
     **example_kwargs: Any,
 ) -> Certificate:
@@ -193,12 +193,12 @@ def certify(
     All replaced modules must have run. ckptkern's dropout masks are not torch's, so a model with dropout is compared in eval
     mode.
 
-    example_inputs, example_kwargs: a batch of training. loss: from what the model returns to the number that is
-    differentiated; None takes the output's `loss`, else the sum of its tensors, each weighted by random numbers. Under
-    torch.autocast both models run in it, and float64 without.
+    example_inputs, example_kwargs: a batch of training. loss: from what the model returns to the scalar that is
+    differentiated; None takes the output's `loss`, or its one scalar, as of a model that returns (logits, loss); else the sum
+    of its tensors, each weighted by random numbers. Under torch.autocast both models run in it, and float64 without.
 
     Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
-    wrapped, has no gradient, is random in eval mode, or cannot be copied or run in float64.
+    wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
     check_step("certify", model, example_inputs or example_kwargs)
     is_converted = bool(replaced_by(model))
@@ -275,7 +275,7 @@ def numbers(output: Any) -> list[Tensor]:
 
 
 def step(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Callable[[Any], Tensor] | None, in_float64: bool = False
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, in_float64: bool = False
 ) -> Ran:  # fmt: skip
     """One step from the same seed, with zeros as gradients before."""
     device = device_of(model, (args, kwargs))
@@ -291,17 +291,14 @@ def step(
             stack.enter_context(InFloat64())
         with memory.peak_memory(device) as peak:
             with memory.saved_tensors(model) as saved:
-                value = (loss or weighted)(model(*args, **kwargs))
+                value = loss_of(model(*args, **kwargs), loss, weighted)
             value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         return Ran(value.detach(), gradients, saved.bytes, peak.bytes)
 
 
-def weighted(output: Any) -> Tensor:
-    """The output's loss, or the sum of its tensors, each times fixed random numbers."""
-    wanted = differentiated("certify", output)
-    if len(wanted) == 1 and wanted[0].dim() == 0:
-        return wanted[0]
+def weighted(wanted: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of tensors, each times fixed random numbers."""
     seed = torch.Generator().manual_seed(0)
     return torch.stack([(one * torch.randn(one.shape, generator=seed).to(one)).double().sum() for one in wanted]).sum()
 

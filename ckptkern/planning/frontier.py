@@ -16,7 +16,7 @@ from ..conversion.convert import Which
 from ..conversion.report import aligned
 from ..errors import BudgetError
 from ..extras import progress
-from .live import step_of
+from .live import Loss, step_of
 from .measure import device_of
 from .plan import Plan, bytes_of, found_segments, plan
 from .segments import Strategy, check_model, segments_of
@@ -67,6 +67,7 @@ def frontier(
     limit: int | None = None,
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
+    loss: Loss | None = None,
 ) -> Frontier:
     """Finds the longest sequence, or largest batch, that trains within a budget, and plans the model for it.
 
@@ -86,7 +87,7 @@ def frontier(
     that the LM head and loss are in the step. budget: bytes that a step may allocate beyond what is there when it begins, as
     in `plan`. multiple: sizes are multiples of it; the first that is tried is `multiple` itself. The search ends when the next
     size that does not fit is at most `multiple`, or a 64th, larger. limit: the largest size to try, such as the number of the
-    model's positions. include, exclude: as in `plan`.
+    model's positions. include, exclude, loss: as in `plan`.
 
     Raises errors.BudgetError with the `least` for the first size if that does not fit, ValueError for a bad multiple or limit,
     and what `plan` raises.
@@ -110,13 +111,13 @@ def frontier(
                 shown(f"size {size}")
                 args, kwargs = arguments_of(make_inputs(size))
                 try:
-                    return step_of(model, args, kwargs, [], device).peak
+                    return step_of(model, args, kwargs, [], device, loss=loss).peak
                 except torch.OutOfMemoryError:
                     return math.inf
 
             size, tried = search(peak_of, limit_bytes, multiple, first, limit)
         args, kwargs = arguments_of(make_inputs(size))
-        made = plan(model, *args, budget=limit_bytes, include=include, exclude=exclude, **kwargs)
+        made = plan(model, *args, budget=limit_bytes, include=include, exclude=exclude, loss=loss, **kwargs)
     except BaseException:
         if had_none:
             revert(model)

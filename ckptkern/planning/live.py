@@ -7,7 +7,7 @@ itself while it runs is not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from ..conversion.trace import leaves_of
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 
+Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
 SELDOM = 16  # ops, after which it is looked for what is gone
 
 
@@ -217,10 +218,12 @@ def step_of(
     modules: Sequence[tuple[str, nn.Module]],
     device: torch.device,
     all_there: bool = False,
+    loss: Loss | None = None,
 ) -> Step:
     """Runs one training step of the model, forward and backward, and records it. Nothing of it is left.
 
-    modules: the regions' names and modules. all_there: leaves the gradients of parameters out (`gradients_as_there`).
+    modules: the regions' names and modules. all_there: leaves the gradients of parameters out (`gradients_as_there`). loss: as
+    in `loss_of`.
     """
     with ExitStack() as stack:
         stack.enter_context(seeded())
@@ -238,14 +241,14 @@ def step_of(
         stack.enter_context(bodies_seen())
         stack.enter_context(step.live)
         output = model(*args, **kwargs)  # a training loop holds it while backward runs
-        loss = loss_of(output)
+        value = loss_of(output, loss)
         step.cut(None)
         step.backward = True
         step.mark_backward()
         if device.type != "meta":
             step.timeline.mark("backward")
-        loss.backward()
-        del loss, output
+        value.backward()
+        del value, output
         step.cut(None)
     step.see_allocator()
     return step
@@ -259,24 +262,41 @@ def by_place(standing: Sequence[Alive]) -> dict[str, int]:
     return found
 
 
-def differentiated(op: str, output: Any) -> list[Tensor]:
-    """What a step differentiates: the output's loss, or else its tensors that have a gradient. Raises ValueError for none."""
+def differentiated(output: Any) -> list[Tensor]:
+    """Returns what a step differentiates of what a model returned: its `loss`, or its scalars, or else all its tensors; those
+    that have a gradient, if any has one."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return [loss]
     leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    wanted = [one for one in leaves if isinstance(one, Tensor) and one.requires_grad]
-    if not wanted:
-        raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
-    return wanted
+    tensors = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [one for one in tensors if one.requires_grad] or tensors
+    return [one for one in tensors if one.dim() == 0] or tensors
 
 
-def loss_of(output: Any) -> Tensor:
-    """One number to differentiate."""
-    wanted = differentiated("report", output)
-    if len(wanted) == 1 and wanted[0].dim() == 0:
-        return wanted[0]
-    return torch.stack([one.float().sum() for one in wanted]).sum()
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.float().sum() for one in tensors]).sum()
+
+
+def loss_of(output: Any, loss: Loss | None, summed: Callable[[Sequence[Tensor]], Tensor] = sum_of) -> Tensor:
+    """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed` of
+    its tensors. Raises ValueError for several scalars, and for what has no gradient; TypeError for a loss that is no scalar."""
+    if loss is None:
+        found = differentiated(output)
+        if len(found) > 1 and found[0].dim() == 0:
+            raise ValueError(
+                f"loss: the model returns {len(found)} scalars, and a training step differentiates one. Say which, or their "
+                "sum, as loss=lambda output: output[0]"
+            )
+        value = found[0] if len(found) == 1 and found[0].dim() == 0 else summed(found) if found else None
+    else:
+        value = loss(output)
+        if not isinstance(value, Tensor) or value.dim():
+            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"loss: wanted a function of what the model returns to a scalar tensor, but it returned {kind}")
+    if value is None or not value.requires_grad:
+        raise ValueError("loss: wanted an output with a gradient, but no tensor that the model returned has one")
+    return value
 
 
 def watched(step: Step, place: int, name: str, module: nn.Module) -> list:

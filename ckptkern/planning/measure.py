@@ -28,7 +28,7 @@ from ..conversion.trace import leaves_of, mapped
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..storage import offload
-from .live import Live, Step, gradients_as_there, step_of
+from .live import Live, Loss, Step, gradients_as_there, loss_of, step_of
 from .segments import Segment, Strategy, Workspaces, original_forwards
 from .table import DOES_NOT_FIT, Call, Cost, Held, Kind, Measured, Table
 from .timing import Clock, Rates, estimated
@@ -131,12 +131,16 @@ def as_input(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def record(model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment]) -> Recorder:
-    """One forward of the model in training mode, of which nothing is left but the figures and the calls."""
+def record(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment], loss: Loss | None
+) -> Recorder:
+    """Runs one forward of the model in training mode, and its loss, of which nothing is left but the figures and the calls."""
     recorder = Recorder(model, segments)
     with seeded(), unmoved(model), torch.enable_grad(), recorder.hooks(), memory.counting(recorder.save, hold=False):
         model.train()
-        model(*args, **kwargs)
+        output = model(*args, **kwargs)
+        if loss is not None:
+            loss_of(output, loss)
     return recorder
 
 
@@ -391,12 +395,13 @@ def measure(
     peaks: bool = False,
     eager: bool = False,
     rates: Rates | None = None,
+    loss: Loss | None = None,
 ) -> Table:
-    """The table of a model's regions in their strategies. The model, its modes and random states are afterwards as before.
+    """Returns the table of a model's regions in their strategies. The model, modes and random states are afterwards as before.
 
     strategies: of each region. shown: is told what is measured. peaks: with a step at "full", from which peaks are predicted.
     eager: with the original forwards, where there are some. rates: of the GPU that a model on the meta device is planned for,
-    whose default workspace the ops then have.
+    whose default workspace the ops then have. loss: as in `loss_of`.
     """
     device = device_of(model, (args, kwargs))
     before = [segment.strategy for segment in segments]
@@ -404,7 +409,7 @@ def measure(
     try:
         for segment, own in zip(segments, strategies, strict=True):
             segment.set(own[-1])
-        recorded = record(model, args, kwargs, segments)
+        recorded = record(model, args, kwargs, segments, loss)
     finally:
         for segment, strategy in zip(segments, before, strict=True):
             segment.set(strategy)
@@ -425,8 +430,8 @@ def measure(
     eager_rest = None
     if eager and any(segment.has_eager for segment in segments):
         with original_forwards(model):
-            eager_rest = record(model, args, kwargs, segments).rest
-    table = Table(rows, kinds, recorded.rest, eager_rest, device, workspaces, workspace, rates)
+            eager_rest = record(model, args, kwargs, segments, loss).rest
+    table = Table(rows, kinds, recorded.rest, eager_rest, device, workspaces, workspace, rates, loss)
     if peaks:
         shown('memory over a step at "full"')
         table.base = stepped(table, model, args, kwargs, table.uniform("full"))
@@ -466,7 +471,7 @@ def stepped(
         for row, strategy in zip(table.rows, chosen, strict=True):
             row.segment.set(row.strategies[strategy])
         with table.workspaces.at(table.workspace):
-            return step_of(model, args, kwargs, table.modules, table.device, all_there)
+            return step_of(model, args, kwargs, table.modules, table.device, all_there, table.loss)
     finally:
         for row, strategy in zip(table.rows, before, strict=True):
             row.segment.set(strategy)

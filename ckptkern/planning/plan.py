@@ -22,7 +22,7 @@ from ..errors import BudgetError
 from ..extras import missing, progress
 from ..storage import Store
 from .agree import agreed, least_of
-from .live import Alive, Step
+from .live import Alive, Loss, Step
 from .measure import measure, narrower, stepped
 from .search import Choices, Search
 from .segments import Segment, Strategy, blocks_of, check_model, segments_of
@@ -227,8 +227,10 @@ def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.Pro
 class Example:
     """The call of the model that plan was given, as its steps begin then: with the gradients that were there."""
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], group: dist.ProcessGroup | None):
-        self.call, self.group = (model, args, kwargs), group
+    def __init__(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], group: dist.ProcessGroup | None, loss: Loss | None
+    ):
+        self.call, self.group, self.loss = (model, args, kwargs), group, loss
         self.shown: Callable[..., None] = lambda stage: None
         leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
         self.absent = [one for one in leaves if one.is_leaf and one.grad is None]
@@ -238,7 +240,7 @@ class Example:
     ) -> Table:
         segments = found_segments(*self.call, include, exclude)
         strategies = [segment.strategies(stores) for segment in segments]
-        return measure(*self.call, segments, strategies, self.shown, by_peak, rates=rates)
+        return measure(*self.call, segments, strategies, self.shown, by_peak, rates=rates, loss=self.loss)
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
@@ -333,6 +335,7 @@ def plan(
     exclude: Which | Iterable[Which] | None = None,
     group: dist.ProcessGroup | None = None,
     device: str | None = None,
+    loss: Loss | None = None,
     **example_kwargs: Any,
 ) -> Plan:
     """Chooses how each region of a model runs, the quickest whose step stays within a budget, and applies it.
@@ -353,9 +356,8 @@ def plan(
     a second plan starts with what the first one set, and `replan` with what the ops were given.
 
     example_inputs, example_kwargs: a call of the model of the size that training has. Its device and dtypes count, and autocast
-    around the call of plan. If the output has a `loss`, that is differentiated, else the sum of its floating-point tensors:
-    give labels, so that the LM head and loss are in the step. On meta tensors FLOPs of matmuls replace times, and peaks are
-    counted. The random states, buffers and modes are afterwards as before.
+    around the call of plan. Give labels, so that the LM head and loss are in the step. On meta tensors FLOPs of matmuls replace
+    times, and peaks are counted. The random states, buffers and modes are afterwards as before.
     budget: bytes that a step may allocate beyond what is there when it begins, at every point of it: saved tensors,
     transients, and the gradients that are not there yet. An int, or a size such as "20GiB".
     saved: instead of budget, bytes that the forward may save for backward, besides parameters and buffers. With neither of
@@ -363,6 +365,8 @@ def plan(
     stores: where saved tensors may go, such as `[ckptkern.storage.offload()]`. adapt: plan again, from the same table, when a
     step begins and the room on the device has moved by a twentieth of the budget; not with torch.compile or pipelines.
     include, exclude: as in convert. group: the ranks that must choose alike (by default all), by their largest bytes.
+    loss: from what the model returns to the scalar that a step differentiates, as in `certify`; None takes the output's `loss`,
+    or its one scalar, else the sum of its floating-point tensors.
     device: "h100", "h200" or "a100": for a model on the meta device, the GPU whose rates give times (a roofline of each op, and
     of copies to the host beside the region's own work), and whose default workspace the ops have.
 
@@ -378,7 +382,7 @@ def plan(
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
     given, by_peak = (saved, False) if budget is None else (budget, True)
     limit, rates = math.inf if given is None else bytes_of(given), rates_of(device, model)
-    example = Example(model, example_inputs, example_kwargs, group)
+    example = Example(model, example_inputs, example_kwargs, group, loss)
     had_none = not segments_of(model)
     try:
         with progress("plan") as example.shown:

@@ -17,7 +17,7 @@ from ..conversion.bound import revert
 from ..conversion.report import aligned, name_of
 from ..extras import missing, progress
 from ..ops.dispatch.checks import MODES
-from .live import Alive, Step, by_place, step_of
+from .live import Alive, Loss, Step, by_place, step_of
 from .measure import measure, stepped
 from .plan import found_segments, standing_lines, time_of
 from .segments import Segment, Strategy, check_model, original_forwards, segments_of
@@ -153,7 +153,7 @@ def steps_of(
         if mode != EAGER:
             return stepped(table, model, args, kwargs, table.uniform(mode), all_there=True)
         with original_forwards(model):
-            return step_of(model, args, kwargs, table.modules, table.device, all_there=True)
+            return step_of(model, args, kwargs, table.modules, table.device, True, table.loss)
 
     found = {}
     for mode in modes:
@@ -162,7 +162,7 @@ def steps_of(
     return found
 
 
-def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Report:
+def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **example_kwargs: Any) -> Report:
     """Measures what each region of a model saves and costs in each mode, and eager PyTorch beside it.
 
         report = ckptkern.report(model, input_ids)
@@ -179,10 +179,12 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
     the meta device what tensors came and went. A mode that does not fit is left out. What stands at the peak: the tensors that
     are there then, with the op that made each and the region that called it.
 
-    example_inputs, example_kwargs: a call of the model, of the size that training has. If the output has a `loss`, that is
-    differentiated, else the sum of its floating-point tensors.
+    example_inputs, example_kwargs: a call of the model, of the size that training has. loss: from what the model returns to the
+    scalar that a step differentiates, as in `certify`; None takes the output's `loss`, or its one scalar, else the sum of its
+    floating-point tensors.
 
-    Raises TypeError if model is no nn.Module or there are no inputs, ValueError for a model that is sharded.
+    Raises TypeError if model is no nn.Module or there are no inputs, ValueError for a model that is sharded or returns several
+    scalars.
     """
     check_model("report", model, example_inputs or example_kwargs)
     had_none = not segments_of(model)
@@ -190,7 +192,7 @@ def report(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Rep
         with progress("report") as shown:
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
             table = measure(
-                model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown, eager=True
+                model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown, eager=True, loss=loss
             )
             totals = {} if table.eager_saved is None else {EAGER: table.eager_saved}
             totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}

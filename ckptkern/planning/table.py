@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .live import Step
+from .live import Loss, Step
 from .segments import Segment, Strategy, Workspaces
 from .timing import Rates
 
@@ -85,6 +85,7 @@ class Table:
     workspaces: Workspaces
     workspace: int | None = None
     rates: Rates | None = None  # of the GPU that a model on the meta device is planned for
+    loss: Loss | None = None  # of what the model returns
     base: Step | None = None  # with every region at "full", if peaks are asked for
 
     @property

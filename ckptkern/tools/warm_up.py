@@ -132,7 +132,9 @@ def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward in training mode, and backward outside of autocast, as training calls it."""
     if not model.training:  # a model in training may hold frozen parts, which stay so
         model.train()
-    results = differentiated("warm_up", model(*args, **kwargs))
+    results = differentiated(model(*args, **kwargs))
+    if not any(one.requires_grad for one in results):
+        raise ValueError("warm_up: wanted an output with a gradient, but no tensor that the model returned has one")
     with contextlib.ExitStack() as stack:
         for kind in {one.device.type for one in results}:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -149,8 +151,8 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     shapes of training, because kernels are compiled for dtypes and for sizes that are multiples of 16. It does not
     replace the warm-up steps on a side stream that torch needs before a capture.
 
-    The step differentiates the output's `loss` if there is one, or else its tensors, with ones. A model in evaluation runs in
-    training mode. On a CPU the step runs in PyTorch ops and compiles no kernel.
+    The step differentiates the output's `loss` if there is one, or its scalars, or else its tensors, with ones. A model in
+    evaluation runs in training mode. On a CPU the step runs in PyTorch ops and compiles no kernel.
 
     It restores all state bit for bit, even if the step raises an error: buffers (BatchNorm's statistics), `.grad` and
     `main_grad`, training flags, attributes of modules with their lists, dicts and generators, the inputs, and the
