@@ -319,11 +319,14 @@ class Own(Forward):
 
 
 class Runs(Forward):
-    """nn.Sequential, in which runs of layers are fused. runs: (start, stop, what runs them)."""
+    """nn.Sequential, in which runs of layers are fused or activation checkpoints. runs: (start, stop, what runs them), which is
+    the forward of an nn.Sequential of these layers."""
 
-    def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused]], recompute: str):
+    def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused | General]], recompute: str):
         super().__init__(module, recompute)
         self.runs, self.layers = runs, tuple(module)
+        for *_, run in runs:
+            run.module.forward = run
 
     def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
@@ -332,7 +335,8 @@ class Runs(Forward):
         for start, stop, run in self.runs:
             for layer in self.layers[done:start]:
                 input = layer(input)
-            input, done = run(input), stop
+            run.module.training = self.module.training
+            input, done = run.module(input), stop
         for layer in self.layers[done:]:
             input = layer(input)
         return input

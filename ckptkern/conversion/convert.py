@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
-import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -19,11 +17,11 @@ from ..extras import progress
 from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
-from . import masks
+from . import blocks, masks
 from .alike import Checked
 from .around import Around, around, error_of, general, is_layer, is_marked
 from .autocast import switched_off, upcast
-from .binding import Forward, Own, Runs, warn_again, without_caches
+from .binding import Forward, General, Own, Runs, warn_again, without_caches
 from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import Call, check_keywords, pattern_of
 from .fuse import calls_of, fuse, runs_of, saved_bytes
@@ -33,6 +31,7 @@ from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
 from .report import Conversion, Row
+from .selection import Which, check_names, is_within, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
 from .unused import NOT_RUN, Ran
@@ -45,8 +44,6 @@ DROP_INS = {
 OTHERWISE = ("leave", "checkpoint")
 NO_REGIONS = "forms no group of layers, because none takes what the layer before it returned. Leave it out"
 PATTERNS = 4  # kinds of arguments that are checked of one module
-
-Which = str | type | Callable[[str, nn.Module], bool]
 
 
 # -- the probe
@@ -110,35 +107,6 @@ def count_hooks(module: nn.Module) -> int:
 
 
 # -- the model
-
-
-def several(which: Which | Iterable[Which] | None) -> Iterable[Which]:
-    return (which,) if isinstance(which, (str, type)) or callable(which) else which or ()
-
-
-def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module) -> bool:
-    """Is the module one of these: names with wildcards, classes, or functions of (name, module)?"""
-    for one in several(which):
-        if isinstance(one, type):
-            found = isinstance(module, one)
-        else:
-            found = fnmatch.fnmatchcase(name, one) if isinstance(one, str) else one(name, module)
-        if found:
-            return True
-    return False
-
-
-def check_names(model: nn.Module, include, exclude) -> None:
-    """Raises ValueError for a name of these that no module has."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    for option, which in (("include", include), ("exclude", exclude)):
-        for one in several(which):
-            if isinstance(one, str) and not fnmatch.filter(names, one):
-                close = difflib.get_close_matches(one, names, 1, 0.0)
-                raise ValueError(
-                    f"convert: {option}={one!r} is the name of no module of {type(model).__name__}"
-                    + (f"; the most like it is {close[0]!r}" if close and close[0] else "")
-                )
 
 
 class Found(NamedTuple):
@@ -308,6 +276,50 @@ class _Conversion:
         self.set(row, module, forward)
         row.saved_after = saved_by(module, forward, call, x)
 
+    def blocks(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Makes activation checkpoints of blocks in which nothing is fused."""
+        if self.otherwise == "leave" or "none" in (self.attention, self.mlp):
+            return
+        given = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
+        for forward in given.values():
+            forward.unbind()
+        cuts: list[blocks.Cut] = []
+        try:
+            if record := blocks.recorded(model, args, kwargs):
+                allowed = selected(model, self.include, self.exclude).difference(self.hooked)
+                cuts = blocks.Cuts(record, allowed, given).best(self.include is not None)
+                cuts = [cut for cut in cuts if cut.module not in given]
+            calls = blocks.calls_of(model, args, kwargs, cuts) if cuts else {}
+        finally:
+            inside = {m for cut in cuts for m in cut.modules()}
+            for module, forward in given.items():
+                if module not in inside:
+                    module.forward = forward
+        names = {m: name for name, m in model.named_modules()}
+        for module, layers in blocks.modules_of(cuts):
+            self.block(names[module], module, layers, calls)
+        places = {name: i for i, name in enumerate(names.values())}
+        self.rows.sort(key=lambda row: places.get(row.name.partition("[")[0], 0))
+
+    def block(self, name: str, module: nn.Module, layers: list[tuple[int, int]], calls: dict[nn.Module, Call]) -> None:
+        """Makes activation checkpoints of a module, or of runs of its layers."""
+        parts = [(name, module)]
+        if layers:
+            parts = [(f"{name}[{start}:{stop}]", nn.Sequential(*list(module)[start:stop])) for start, stop in layers]
+        found = []
+        for (own, part), run in zip(parts, layers or [(0, 0)], strict=True):
+            call = calls[part[0] if layers else part]
+            made = self.general(Row(own, class_of(module).__name__, None), part, [call], "")
+            if made.put is not None:
+                made.put()
+                found.append((*run, part.forward))
+            self.rows = [
+                one for one in self.rows if not (one.replaced_by is None and is_within(one.name, name))
+            ] + made.rows
+        if layers and found:
+            forward = Runs(module, found, self.mlp)
+            forward.workspace, forward.name, module.forward = self.workspace, name, forward
+
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
         found, rows = runs_of(module, self.mlp), []
         for start, stop, run, error in found:
@@ -433,9 +445,11 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
         conversion = _Conversion(probe, Shards(model), lambda name: shown(name, places[name]), *options)
         conversion.visit("", model)
     masks.open_up(model)
+    if before is not None and blocks.may_be_found(model):
+        conversion.blocks(model, args, kwargs)
+    after = saved_by_all(model, args, kwargs) if before is not None else None
     rows = conversion.rows
     groups = group_layers(model, rows, every) if every > 1 else []
-    after = saved_by_all(model, args, kwargs) if before is not None else None
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
     warn_again()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from .. import memory
 from ..conversion.bound import revert
-from ..conversion.convert import Which
 from ..conversion.report import aligned
+from ..conversion.selection import Which
 from ..errors import BudgetError
 from ..extras import progress
 from .live import Loss, step_of

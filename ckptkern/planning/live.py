@@ -293,7 +293,9 @@ def loss_of(output: Any, loss: Loss | None, summed: Callable[[Sequence[Tensor]],
         value = loss(output)
         if not isinstance(value, Tensor) or value.dim():
             kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"loss: wanted a function of what the model returns to a scalar tensor, but it returned {kind}")
+            raise TypeError(
+                f"loss: wanted a function of what the model returns to a scalar tensor, but it returned {kind}"
+            )
     if value is None or not value.requires_grad:
         raise ValueError("loss: wanted an output with a gradient, but no tensor that the model returned has one")
     return value

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
-from ..conversion.convert import Which, convert
+from ..conversion.convert import convert
 from ..conversion.report import aligned, name_of
+from ..conversion.selection import Which
 from ..conversion.trace import leaves_of, mapped
 from ..errors import BudgetError
 from ..extras import missing, progress

@@ -192,7 +192,14 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
         with progress("report") as shown:
             segments = found_segments(model, example_inputs, example_kwargs, None, None)
             table = measure(
-                model, example_inputs, example_kwargs, segments, list(map(modes_of, segments)), shown, eager=True, loss=loss
+                model,
+                example_inputs,
+                example_kwargs,
+                segments,
+                list(map(modes_of, segments)),
+                shown,
+                eager=True,
+                loss=loss,
             )
             totals = {} if table.eager_saved is None else {EAGER: table.eager_saved}
             totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import nn as drop_ins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
-from ..conversion.convert import Which, matches
+from ..conversion.selection import Which, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..nn.unmodified import runs_class_forward
 from ..ops.dispatch.checks import MODES

@@ -1,0 +1,312 @@
+"""Chooses which modules become activation checkpoints where nothing is fused: by what each saves, and what it takes.
+
+One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint of a module saves what
+it takes, and recomputes the rest when its backward runs. Small checkpoints save more inputs, large ones recompute more at once:
+of all bounds on what one may recompute, one is taken with which the step peaks low and saves little. So a ResNet is cut at its
+blocks whether they stand in lists or in attributes, and a long nn.Sequential at some of its layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import memory
+from ..nn.unmodified import runs_class_forward
+from .binding import Forward
+from .bound import ORIGINAL_CLASS
+from .calls import Call
+from .protection import seeded, unmoved
+from .trace import leaves_of, mapped
+
+GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it takes
+LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
+CLOSE = 1.25  # of the peaks within so much of the lowest, the one that saves least is taken: libraries' own memory comes on top
+BOUNDS = 64  # that are tried
+
+Saved = dict[Any, int]  # storage -> bytes
+
+
+def parts_of(values: Any) -> Saved:
+    """Returns the storages of all tensors in nested containers, or in what holds some as attributes or values."""
+    found: Saved = {}
+    for value in leaves_of(values):
+        if isinstance(value, Tensor):
+            parts = [part.untyped_storage() for part in memory.dense_parts(value)]
+            found |= {StorageWeakRef(storage): storage.nbytes() for storage in parts}
+    return found
+
+
+class Writes(TorchDispatchMode):
+    """Notes when a storage was last written into, on a clock of writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[Any, int] = {}
+        self.now = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for i, one in enumerate(func._schema.arguments):
+            if one.alias_info is not None and one.alias_info.is_write:
+                self.now += 1
+                self.last |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
+        return func(*args, **kwargs)
+
+
+class Called:
+    """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began, by
+    the clock of writes; inner: the calls in it."""
+
+    def __init__(self, module: nn.Module | None, start: int, takes: Saved, at: int = 0):
+        self.module, self.start, self.stop, self.takes, self.at = module, start, start, takes, at
+        self.inner: list[Called] = []
+
+    def walk(self) -> Iterator[Called]:
+        yield self
+        for one in self.inner:
+            yield from one.walk()
+
+
+class Record:
+    """What one training forward of a model saves besides parameters and buffers, in order, and the calls of its modules."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.known = {key for one in (*model.parameters(), *model.buffers()) for key in parts_of(one)}
+        self.saved: list[tuple[Any, int]] = []
+        self.writes = Writes()
+        self.root = Called(None, 0, {})
+        self._stack = [self.root]
+
+    def save(self, tensor: Tensor) -> None:
+        self.saved += [one for one in parts_of(tensor).items() if one[0] not in self.known]
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        takes = {key: size for key, size in parts_of((args, kwargs)).items() if key not in self.known}
+        called = Called(module, len(self.saved), takes, self.writes.now)
+        self._stack[-1].inner.append(called)
+        self._stack.append(called)
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        called = self._stack.pop()
+        called.stop = len(self.saved)
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        handles = []
+        try:
+            for module in self.model.modules():
+                handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
+                handles.append(module.register_forward_hook(self.leave))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def between(self, start: int, stop: int) -> Saved:
+        return dict(self.saved[start:stop])
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.between(0, len(self.saved)).values())
+
+
+def recorded(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Record | None:
+    """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
+    record = Record(model)
+    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
+        model.train()
+        with record.hooks(), memory.counting(record.save), record.writes:
+            model(*args, **kwargs)
+        record.root.stop = len(record.saved)
+        return record
+    return None
+
+
+class Cut:
+    """A checkpoint to be: of a module, or of the layers [first, last) of an nn.Sequential. begins: the first that is called."""
+
+    def __init__(
+        self, record: Record, calls: Sequence[Called], module: nn.Module, layers: tuple[int, int] | None = None
+    ):
+        self.module, self.layers, self.begins = module, layers, calls[0].module
+        self.start, self.stop, self.takes = calls[0].start, calls[-1].stop, calls[0].takes
+        self.inside = record.between(self.start, self.stop)
+        self.size = sum(self.inside.values())
+        # a recompute would read what was written into what it takes
+        self.is_read_only = all(record.writes.last.get(key, 0) <= calls[0].at for key in self.takes)
+
+    @property
+    def gains(self) -> bool:
+        return self.is_read_only and self.size >= GAIN * sum(self.takes.values()) > 0
+
+    def modules(self) -> set[nn.Module]:
+        """Returns what is inside."""
+        parts = [self.module] if self.layers is None else list(self.module)[slice(*self.layers)]
+        return {m for part in parts for m in part.modules()}
+
+
+class Cuts:
+    """Finds what to cut in a recorded model. allowed: the modules that may be checkpoints, as far as the caller is concerned.
+    given: modules that are checkpoints whatever is found, unless they are inside of larger ones."""
+
+    def __init__(self, record: Record, allowed: Container[nn.Module], given: Collection[nn.Module] = ()):
+        self.record, self.allowed, self.given = record, allowed, given
+        self.names = {module: name for name, module in record.model.named_modules()}
+        self.calls: dict[nn.Module, list[Called]] = {}
+        for called in record.root.walk():
+            self.calls.setdefault(called.module, []).append(called)
+        fixed = {m for m in self.names if is_converted(m)}
+        self.holds = {m for m in self.names if not fixed.isdisjoint(m.modules())}
+        whole = (m for m in self.names if m in self.calls and (m in given or self.is_whole(m)))
+        self.whole = {m: [Cut(record, [one], m) for one in self.calls[m]] for m in whole}
+
+    def is_whole(self, module: nn.Module) -> bool:
+        """Returns whether all of it may be one checkpoint: a block of convolutions, or a member of a list."""
+        if module is self.record.model or module in self.holds or not runs_class_forward(module):
+            return False
+        is_block = is_member(self.names[module], module) or has_convolutions(module)
+        return is_block and not is_torchs(module) and module in self.allowed
+
+    def is_cut(self, module: nn.Module, bound: int) -> bool:
+        if module in self.given:
+            return True
+        cuts = self.whole.get(module, [])
+        return bool(cuts) and all(one.size <= bound and one.gains for one in cuts)
+
+    def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
+        """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
+        called = called or self.record.root
+        if self.is_cut(called.module, bound):
+            yield next(one for one in self.whole[called.module] if (one.start, one.stop) == (called.start, called.stop))
+            return
+        layers = called.inner
+        while self.is_list(called) and layers:
+            cut, layers = self.run(called, layers, bound)
+            yield from self.within(bound, cut) if isinstance(cut, Called) else (cut,)
+        for one in layers:
+            if not is_converted(one.module):
+                yield from self.within(bound, one)
+
+    def is_list(self, called: Called) -> bool:
+        """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once."""
+        module = called.module
+        return (
+            type(module) is nn.Sequential
+            and runs_class_forward(module)
+            and len(self.calls[module]) == 1
+            and [one.module for one in called.inner] == list(module)
+            and module in self.allowed
+            and has_convolutions(module)
+        )
+
+    def run(self, called: Called, layers: list[Called], bound: int) -> tuple[Cut | Called, list[Called]]:
+        """Returns (the longest run of layers from the first on that is a checkpoint within the bound, or the first layer, which
+        is looked into; the layers behind it)."""
+        first = len(called.inner) - len(layers)
+        for count in range(len(layers), 1, -1):
+            if self.holds.isdisjoint(one.module for one in layers[:count]):
+                cut = Cut(self.record, layers[:count], called.module, (first, first + count))
+                if cut.size <= bound and cut.gains:
+                    return cut, layers[count:]
+        return layers[0], layers[1:]
+
+    def peak(self, cuts: Sequence[Cut]) -> tuple[int, int]:
+        """Returns (the estimated peak of a step, what its forward saves), in bytes. When backward comes to a saved tensor, what
+        was saved before it is there, and twice its size for gradients: of a checkpoint, also what it recomputes up to there."""
+        seen: set[Any] = set()
+        height = peak = done = 0
+
+        def save(saved: Iterable[tuple[Any, int]]) -> None:
+            nonlocal height, peak
+            for key, size in saved:
+                height += 0 if key in seen else size
+                seen.add(key)
+                peak = max(peak, height + 2 * size)
+
+        for cut in cuts:
+            save(self.record.saved[done : cut.start])
+            save(cut.takes.items())
+            before = height, set(seen)
+            save(cut.inside.items())
+            (height, seen), done = before, cut.stop
+        save(self.record.saved[done:])
+        return peak, height
+
+    def best(self, is_asked: bool) -> list[Cut]:
+        """Returns the checkpoints with which the step peaks lowest, or nearly so and saves least. is_asked: also if they do not
+        lower the peak."""
+        own = [cuts for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
+        sizes = sorted({one.size for cuts in own for one in cuts} | self.runs())
+        bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
+        found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
+        most = CLOSE * min((peak for peak, *_ in found), default=0)
+        if not is_asked:
+            most = min(most, LOWER * self.peak(list(self.within(-1)))[0])
+        near = [one for one in found if one[0] <= most]
+        return min(near, key=lambda one: one[1])[2] if near else []
+
+    def runs(self) -> set[int]:
+        """Returns the sizes of runs from the first layer on, of each list."""
+        lists = (called for called in self.record.root.walk() if self.is_list(called))
+        return {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
+
+
+def is_converted(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), Forward) or ORIGINAL_CLASS in module.__dict__
+
+
+def is_member(name: str, module: nn.Module) -> bool:
+    return name.rpartition(".")[2].isdigit() and any(True for _ in module.parameters())
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """Returns whether it is one of torch's layers, which alone save hardly more than they take."""
+    return not module._modules and type(module).__module__.startswith("torch.nn.")
+
+
+def has_convolutions(module: nn.Module) -> bool:
+    return any(isinstance(one, _ConvNd) for one in module.modules())
+
+
+def may_be_found(model: nn.Module) -> bool:
+    """Returns whether convert left convolutions or members of lists as they were."""
+    left, inside = [], set()
+    for name, module in model.named_modules():
+        if module in inside or is_converted(module):
+            inside.update(module.modules())
+        elif not is_torchs(module):
+            left.append((name, module))
+    return has_convolutions(model) or any(is_member(*one) for one in left if one[1] not in inside)
+
+
+def modules_of(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[tuple[int, int]]]]:
+    """Returns (a module, the runs of its layers that are checkpoints: none if it is one as a whole) of each module."""
+    found: dict[nn.Module, list[tuple[int, int]]] = {}
+    for cut in cuts:
+        found.setdefault(cut.module, []).extend([] if cut.layers is None else [cut.layers])
+    return list(found.items())
+
+
+def calls_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
+    """Returns the first call of each module with which one of these begins, in a forward of the model in evaluation."""
+    found: dict[nn.Module, Call] = {}
+
+    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found.setdefault(module, mapped(lambda one: one.detach().clone(), (args, kwargs)))
+
+    with contextlib.ExitStack() as stack:
+        for module in {cut.begins for cut in cuts}:
+            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        with seeded(), unmoved(model), torch.no_grad():
+            model.eval()
+            model(*args, **kwargs)
+    return found

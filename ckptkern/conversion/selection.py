@@ -1,0 +1,59 @@
+"""Selects modules of a model: by name with wildcards, by class, or by a function of (name, module)."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+Which = str | type | Callable[[str, nn.Module], bool]
+
+
+def several(which: Which | Iterable[Which] | None) -> Iterable[Which]:
+    return (which,) if isinstance(which, (str, type)) or callable(which) else which or ()
+
+
+def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module) -> bool:
+    """Is the module one of these: names with wildcards, classes, or functions of (name, module)?"""
+    for one in several(which):
+        if isinstance(one, type):
+            found = isinstance(module, one)
+        else:
+            found = fnmatch.fnmatchcase(name, one) if isinstance(one, str) else one(name, module)
+        if found:
+            return True
+    return False
+
+
+def check_names(model: nn.Module, include, exclude) -> None:
+    """Raises ValueError for a name of these that no module has."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for option, which in (("include", include), ("exclude", exclude)):
+        for one in several(which):
+            if isinstance(one, str) and not fnmatch.filter(names, one):
+                close = difflib.get_close_matches(one, names, 1, 0.0)
+                raise ValueError(
+                    f"convert: {option}={one!r} is the name of no module of {type(model).__name__}"
+                    + (f"; the most like it is {close[0]!r}" if close and close[0] else "")
+                )
+
+
+def selected(model: nn.Module, include, exclude) -> set[nn.Module]:
+    """Returns the modules that are included, all of them by default, and neither excluded nor inside of one that is."""
+    found: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        if module not in found and not matches(exclude, name, module):
+            found.add(module)
+            for child, m in module.named_children():
+                visit(f"{name}.{child}" if name else child, m)
+
+    visit("", model)
+    return {m for name, m in model.named_modules() if m in found and (include is None or matches(include, name, m))}
+
+
+def is_within(name: str, outer: str) -> bool:
+    """Returns whether it is the name of a module, or of one inside of it."""
+    return name == outer or name.startswith(f"{outer}." if outer else "")
