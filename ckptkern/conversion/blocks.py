@@ -62,8 +62,8 @@ class Writes(TorchDispatchMode):
 
 
 class Called:
-    """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began, by
-    the clock of writes; inner: the calls in it."""
+    """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
+    by the clock of writes; inner: the calls in it."""
 
     def __init__(self, module: nn.Module | None, start: int, takes: Saved, at: int = 0):
         self.module, self.start, self.stop, self.takes, self.at = module, start, start, takes, at
@@ -103,7 +103,7 @@ class Record:
     def hooks(self) -> Iterator[None]:
         handles = []
         try:
-            for module in self.model.modules():
+            for module in outside_of_converted(self.model):  # inside, a hook would change what runs
                 handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
                 handles.append(module.register_forward_hook(self.leave))
             yield
@@ -156,10 +156,13 @@ class Cut:
 
 class Cuts:
     """Finds what to cut in a recorded model. allowed: the modules that may be checkpoints, as far as the caller is concerned.
-    given: modules that are checkpoints whatever is found, unless they are inside of larger ones."""
+    given: modules that are checkpoints whatever is found, unless they are inside of larger ones. slices: may a Sequential be
+    cut between its layers?"""
 
-    def __init__(self, record: Record, allowed: Container[nn.Module], given: Collection[nn.Module] = ()):
-        self.record, self.allowed, self.given = record, allowed, given
+    def __init__(
+        self, record: Record, allowed: Container[nn.Module], given: Collection[nn.Module] = (), slices: bool = True
+    ):
+        self.record, self.allowed, self.given, self.slices = record, allowed, given, slices
         self.names = {module: name for name, module in record.model.named_modules()}
         self.calls: dict[nn.Module, list[Called]] = {}
         for called in record.root.walk():
@@ -200,7 +203,8 @@ class Cuts:
         """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once."""
         module = called.module
         return (
-            type(module) is nn.Sequential
+            self.slices
+            and type(module) is nn.Sequential
             and runs_class_forward(module)
             and len(self.calls[module]) == 1
             and [one.module for one in called.inner] == list(module)
@@ -209,14 +213,16 @@ class Cuts:
         )
 
     def run(self, called: Called, layers: list[Called], bound: int) -> tuple[Cut | Called, list[Called]]:
-        """Returns (the longest run of layers from the first on that is a checkpoint within the bound, or the first layer, which
-        is looked into; the layers behind it)."""
+        """Returns (the longest run of torch's layers from the first on that is a checkpoint within the bound, or the first
+        layer, which is looked into; the layers behind it)."""
         first = len(called.inner) - len(layers)
-        for count in range(len(layers), 1, -1):
-            if self.holds.isdisjoint(one.module for one in layers[:count]):
-                cut = Cut(self.record, layers[:count], called.module, (first, first + count))
-                if cut.size <= bound and cut.gains:
-                    return cut, layers[count:]
+        most = next(
+            (i for i, one in enumerate(layers) if one.module in self.holds or not is_torchs(one.module)), len(layers)
+        )
+        for count in range(most, 1, -1):
+            cut = Cut(self.record, layers[:count], called.module, (first, first + count))
+            if cut.size <= bound and cut.gains:
+                return cut, layers[count:]
         return layers[0], layers[1:]
 
     def peak(self, cuts: Sequence[Cut]) -> tuple[int, int]:
@@ -235,20 +241,21 @@ class Cuts:
         for cut in cuts:
             save(self.record.saved[done : cut.start])
             save(cut.takes.items())
-            before = height, set(seen)
+            before, inside = height, cut.inside.keys() - seen
             save(cut.inside.items())
-            (height, seen), done = before, cut.stop
+            height, done = before, cut.stop
+            seen -= inside
         save(self.record.saved[done:])
         return peak, height
 
-    def best(self, is_asked: bool) -> list[Cut]:
-        """Returns the checkpoints with which the step peaks lowest, or nearly so and saves least. is_asked: also if they do not
-        lower the peak."""
+    def best(self, is_asked: bool, close: float = CLOSE) -> list[Cut]:
+        """Returns, of the checkpoints with which the step peaks within `close` of the lowest, those that save least. is_asked:
+        also if they do not lower the peak."""
         own = [cuts for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
         sizes = sorted({one.size for cuts in own for one in cuts} | self.runs())
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
         found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
-        most = CLOSE * min((peak for peak, *_ in found), default=0)
+        most = close * min((peak for peak, *_ in found), default=0)
         if not is_asked:
             most = min(most, LOWER * self.peak(list(self.within(-1)))[0])
         near = [one for one in found if one[0] <= most]
@@ -279,13 +286,17 @@ def has_convolutions(module: nn.Module) -> bool:
 
 def may_be_found(model: nn.Module) -> bool:
     """Returns whether convert left convolutions or members of lists as they were."""
-    left, inside = [], set()
-    for name, module in model.named_modules():
-        if module in inside or is_converted(module):
-            inside.update(module.modules())
-        elif not is_torchs(module):
-            left.append((name, module))
-    return has_convolutions(model) or any(is_member(*one) for one in left if one[1] not in inside)
+    left = outside_of_converted(model)
+    return any(
+        m in left and (isinstance(m, _ConvNd) or (is_member(name, m) and not is_torchs(m)))
+        for name, m in model.named_modules()
+    )
+
+
+def outside_of_converted(model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that convert left as they are, and what is inside of none that it converted."""
+    inside = {m for outer in model.modules() if is_converted(outer) for m in outer.modules()}
+    return set(model.modules()) - inside
 
 
 def modules_of(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[tuple[int, int]]]]:

@@ -291,7 +291,7 @@ def step(
             stack.enter_context(InFloat64())
         with memory.peak_memory(device) as peak:
             with memory.saved_tensors(model) as saved:
-                value = loss_of(model(*args, **kwargs), loss, weighted)
+                value = loss_of(model(*args, **kwargs), loss, weighted, "certify")
             value.backward()
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         return Ran(value.detach(), gradients, saved.bytes, peak.bytes)

@@ -278,26 +278,23 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([one.float().sum() for one in tensors]).sum()
 
 
-def loss_of(output: Any, loss: Loss | None, summed: Callable[[Sequence[Tensor]], Tensor] = sum_of) -> Tensor:
+def loss_of(
+    output: Any, loss: Loss | None, summed: Callable[[Sequence[Tensor]], Tensor] = sum_of, op: str = "loss"
+) -> Tensor:
     """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed` of
     its tensors. Raises ValueError for several scalars, and for what has no gradient; TypeError for a loss that is no scalar."""
-    if loss is None:
-        found = differentiated(output)
-        if len(found) > 1 and found[0].dim() == 0:
-            raise ValueError(
-                f"loss: the model returns {len(found)} scalars, and a training step differentiates one. Say which, or their "
-                "sum, as loss=lambda output: output[0]"
-            )
-        value = found[0] if len(found) == 1 and found[0].dim() == 0 else summed(found) if found else None
-    else:
-        value = loss(output)
-        if not isinstance(value, Tensor) or value.dim():
-            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"loss: wanted a function of what the model returns to a scalar tensor, but it returned {kind}"
-            )
+    found = differentiated(output) if loss is None else [loss(output)]
+    if len(found) > 1 and found[0].dim() == 0:
+        raise ValueError(
+            f"{op}: the model returns {len(found)} scalars, and a training step differentiates one. Pass loss=, a function of "
+            "what the model returns, such as loss=lambda output: output[0]"
+        )
+    value = summed(found) if loss is None and found and found[0].dim() else next(iter(found), None)
+    if loss is not None and (not isinstance(value, Tensor) or value.dim()):
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{op}: loss must return a scalar tensor, not {kind}")
     if value is None or not value.requires_grad:
-        raise ValueError("loss: wanted an output with a gradient, but no tensor that the model returned has one")
+        raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
     return value
 
 

@@ -132,7 +132,7 @@ def as_input(tensor: Tensor) -> Tensor:
 
 
 def record(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment], loss: Loss | None
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment], loss: Loss | None = None
 ) -> Recorder:
     """Runs one forward of the model in training mode, and its loss, of which nothing is left but the figures and the calls."""
     recorder = Recorder(model, segments)

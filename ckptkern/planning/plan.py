@@ -306,7 +306,7 @@ def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], includ
     if not segments and not any(p.is_meta for p in model.parameters()):
         convert_small(model, args, kwargs, include, exclude)
         segments = segments_of(model)
-    return segments + blocks_of(model, segments, include, exclude)
+    return segments + blocks_of(model, args, kwargs, segments, include, exclude)
 
 
 def convert_small(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import nn as drop_ins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
+from ..conversion.blocks import Cuts, modules_of, recorded
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
-from ..conversion.selection import Which, matches
+from ..conversion.selection import Which, matches, selected
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
-from ..nn.unmodified import runs_class_forward
 from ..ops.dispatch.checks import MODES
 from ..ops.dispatch.choices import parse_bytes
 from ..storage import Store
@@ -76,8 +75,6 @@ class Segment(NamedTuple):
                 self.module.recompute = strategy.mode
             if forward is not None:
                 forward.store, forward.recompute = strategy.store, strategy.mode
-            for _, _, run in forward.runs if isinstance(forward, Runs) else ():
-                run.recompute = strategy.mode
 
     def replacement(self, strategy: Strategy) -> Forward | None:
         """What replaces its class's forward in this strategy; what is not needed goes."""
@@ -135,8 +132,7 @@ def having_workspace(module: nn.Module) -> list:
     """The module, if it is of ours, and what replaces its forward."""
     forward = module.__dict__.get("forward")
     found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
-    runs = [run for *_, run in forward.runs] if isinstance(forward, Runs) else []
-    return [*found, forward, *runs] if isinstance(forward, Forward) else found
+    return [*found, forward, *(run for *_, run in runs_of(module))] if isinstance(forward, Forward) else found
 
 
 def segments_of(
@@ -144,7 +140,8 @@ def segments_of(
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
 ) -> list[Segment]:
-    """The outermost modules that have a mode, in the model's order. include, exclude: as in convert."""
+    """Returns the outermost modules that have a mode, and runs of layers, in the model's order. include, exclude: as in
+    convert."""
     found: list[Segment] = []
     seen: set[int] = set()
 
@@ -154,13 +151,20 @@ def segments_of(
         seen.add(id(module))
         replaced_by = server_of(module)
         if replaced_by is not None and (include is None or matches(include, name, module)):
-            found.append(Segment(name, module, replaced_by))
+            parts = [(f"{name}[{start}:{stop}]", run.module) for start, stop, run in runs_of(module)]
+            found.extend(Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)])
             return
         for child, m in module.named_children():
             visit(f"{name}.{child}" if name else child, m)
 
     visit("", model)
     return found
+
+
+def runs_of(module: nn.Module) -> list[tuple[int, int, Fused | General]]:
+    """Returns the runs of layers of an nn.Sequential that convert replaced: (start, stop, what runs them)."""
+    forward = module.__dict__.get("forward")
+    return forward.runs if isinstance(forward, Runs) else []
 
 
 def server_of(module: nn.Module) -> str | None:
@@ -169,7 +173,7 @@ def server_of(module: nn.Module) -> str | None:
     if isinstance(forward, Fused):
         return next(one.op for one in forward.segments.values() if one is not None)
     if isinstance(forward, Runs):
-        return "linear_stack"
+        return server_of(forward.runs[0][-1].module)
     if isinstance(forward, General):
         return "checkpoint"
     if isinstance(module, LAYERS):
@@ -178,39 +182,15 @@ def server_of(module: nn.Module) -> str | None:
 
 
 def blocks_of(
-    model: nn.Module,
-    segments: Sequence[Segment],
-    include: Which | Iterable[Which] | None = None,
-    exclude: Which | Iterable[Which] | None = None,
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment], include: Any, exclude: Any
 ) -> list[Segment]:
-    """Members of lists of layers in which there is no region, as activation checkpoints to be."""
-    taken = {id(segment.module) for segment in segments}
-    found: list[Segment] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in taken or matches(exclude, name, module):
-            return
-        taken.add(id(module))
-        is_member = name.rpartition(".")[2].isdigit() and (include is None or matches(include, name, module))
-        if is_member and may_be_block(module, taken):
-            found.append(Segment(name, module, "checkpoint", is_block=True))
-            return
-        for child, m in module.named_children():
-            visit(f"{name}.{child}" if name else child, m)
-
-    visit("", model)
-    return found
-
-
-def may_be_block(module: nn.Module, taken: set[int]) -> bool:
-    """Has it layers inside, no region, no forward of its own, and no statistics that a second forward would move?"""
-    inner = list(module.modules())[1:]
-    return (
-        any(True for _ in module.parameters())
-        and len(inner) > 0
-        and not any(id(m) in taken or isinstance(m, _BatchNorm) for m in inner)
-        and runs_class_forward(module)
-    )
+    """Returns blocks in which there is no region, as activation checkpoints to be: those with which a step peaks lowest."""
+    record, taken = recorded(model, args, kwargs), {m for segment in segments for m in segment.module.modules()}
+    if record is None:
+        return []
+    cuts = Cuts(record, selected(model, include, exclude) - taken, slices=False).best(is_asked=True, close=1.0)
+    names = {m: name for name, m in model.named_modules()}
+    return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in modules_of(cuts)]
 
 
 def check_model(op: str, model: nn.Module, inputs: object) -> None:
@@ -249,9 +229,9 @@ def original_forwards(model: nn.Module) -> Iterator[None]:
     """The model as it was before convert, for a while."""
     changed = []
     try:
-        for module in model.modules():
+        for module in [m for one in model.modules() for m in (one, *(run.module for *_, run in runs_of(one)))]:
             forward = module.__dict__.get("forward")
-            if isinstance(forward, Forward):
+            if isinstance(forward, Forward) and not isinstance(forward, Runs):
                 changed.append((module, type(module), forward))
                 del module.forward
                 if forward.previous is not None:

@@ -120,12 +120,14 @@ def test_include_and_exclude(option, layer):
     assert set(plan.strategies) == {layer}
 
 
-def test_blocks_that_no_second_forward_may_run_are_no_regions():
+def test_blocks_with_running_statistics_are_regions():
     model = nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4)) for _ in range(2)), nn.Conv1d(4, 4, 1))
-    plan = ckptkern.plan(model, torch.randn(2, 4, 6), saved="1GiB")
-    assert plan.strategies == {}
-    assert not model[0][1].running_mean.any()
-    assert plan.saved == counted(model, torch.randn(2, 4, 6))
+    theirs, x = copy.deepcopy(model), torch.randn(2, 4, 6)
+    plan = ckptkern.plan(model, x, saved="1KiB")
+    assert plan.strategies == {"0": Strategy("full"), "1": Strategy("full")}
+    for one in (model, theirs):
+        one(x).sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), theirs.buffers(), strict=True))
 
 
 def test_a_strategy_in_which_one_region_does_not_fit(monkeypatch):
