@@ -14,9 +14,9 @@ from ..segments.decisions import decides
 from .binding import General, without_caches
 from .calls import Call
 from .check import TOLERANCE, difference, random_parameters, results, wide
-from .fuse import saved_bytes
 from .protection import seeded, unmoved
 from .report import Row
+from .saved import saved_bytes
 from .sharding import holds_sharded
 from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, settings
 

@@ -9,6 +9,7 @@ blocks whether they stand in lists or in attributes, and a long nn.Sequential at
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -148,10 +149,14 @@ class Cut:
     def gains(self) -> bool:
         return self.is_read_only and self.size >= GAIN * sum(self.takes.values()) > 0
 
+    @functools.cached_property
+    def part(self) -> nn.Module:
+        """The module, or one of these layers alone."""
+        return self.module if self.layers is None else nn.Sequential(*list(self.module)[slice(*self.layers)])
+
     def modules(self) -> set[nn.Module]:
         """Returns what is inside."""
-        parts = [self.module] if self.layers is None else list(self.module)[slice(*self.layers)]
-        return {m for part in parts for m in part.modules()}
+        return set(self.part.modules())
 
 
 class Cuts:
@@ -299,17 +304,30 @@ def outside_of_converted(model: nn.Module) -> set[nn.Module]:
     return set(model.modules()) - inside
 
 
-def modules_of(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[tuple[int, int]]]]:
-    """Returns (a module, the runs of its layers that are checkpoints: none if it is one as a whole) of each module."""
-    found: dict[nn.Module, list[tuple[int, int]]] = {}
+def best(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], allowed: Container[nn.Module], given: Collection[nn.Module],
+    is_asked: bool,
+) -> list[Cut]:  # fmt: skip
+    """Returns the checkpoints that `Cuts.best` finds in a training forward of the model, without those given."""
+    record = recorded(model, args, kwargs)
+    found = [] if record is None else Cuts(record, allowed, given).best(is_asked)
+    return [cut for cut in found if cut.module not in given]
+
+
+def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
+    """Returns (a module, its runs of layers, or one cut of all of it) of each module."""
+    found: dict[nn.Module, list[Cut]] = {}
     for cut in cuts:
-        found.setdefault(cut.module, []).extend([] if cut.layers is None else [cut.layers])
+        if cut.layers is not None or cut.module not in found:  # it may be called again
+            found.setdefault(cut.module, []).append(cut)
     return list(found.items())
 
 
 def calls_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
     """Returns the first call of each module with which one of these begins, in a forward of the model in evaluation."""
     found: dict[nn.Module, Call] = {}
+    if not cuts:
+        return found
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         found.setdefault(module, mapped(lambda one: one.detach().clone(), (args, kwargs)))

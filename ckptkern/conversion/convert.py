@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .. import memory
 from .. import nn as drop_ins
 from ..extras import progress
 from ..nn.unmodified import untouched
@@ -24,15 +23,16 @@ from .autocast import switched_off, upcast
 from .binding import Forward, General, Own, Runs, warn_again, without_caches
 from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import Call, check_keywords, pattern_of
-from .fuse import calls_of, fuse, runs_of, saved_bytes
+from .fuse import calls_of, fuse, runs_of
 from .groups import group_layers
 from .heads import Heads, Losses, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
-from .report import Conversion, Row
-from .selection import Which, check_names, is_within, matches, selected
-from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, is_sharded, set_class
+from .report import NOTHING, Conversion, Row
+from .saved import saved_by, saved_by_all, saved_bytes
+from .selection import Which, check_names, matches, selected
+from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Unreadable, is_leaf, leaves_of, mapped
 from .unused import NOT_RUN, Ran
 
@@ -281,44 +281,34 @@ class _Conversion:
         if self.otherwise == "leave" or "none" in (self.attention, self.mlp):
             return
         given = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
-        for forward in given.values():
+        inside: set[nn.Module] = set()
+        for forward in given.values():  # checkpoints that may become parts of larger ones
             forward.unbind()
-        cuts: list[blocks.Cut] = []
         try:
-            if record := blocks.recorded(model, args, kwargs):
-                allowed = selected(model, self.include, self.exclude).difference(self.hooked)
-                cuts = blocks.Cuts(record, allowed, given).best(self.include is not None)
-                cuts = [cut for cut in cuts if cut.module not in given]
-            calls = blocks.calls_of(model, args, kwargs, cuts) if cuts else {}
+            allowed = selected(model, self.include, self.exclude).difference(self.hooked)
+            cuts = blocks.best(model, args, kwargs, allowed, given, self.include is not None)
+            names, calls = {m: name for name, m in model.named_modules()}, blocks.calls_of(model, args, kwargs, cuts)
+            for module, own in blocks.by_module(cuts):
+                runs = []
+                for cut in own:
+                    name = names[module] + ("" if cut.layers is None else "[{}:{}]".format(*cut.layers))
+                    row = Row(name, class_of(module).__name__, None)
+                    if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
+                        put()
+                        inside |= cut.modules()
+                        within = {names[module], *(names[m] for m in cut.modules() if m in names)}
+                        self.rows = [one for one in self.rows if one.name not in within]
+                        runs.append((*(cut.layers or (0, 0)), cut.part.forward))
+                    self.rows.append(row)
+                if runs and own[0].layers is not None:
+                    module.forward = Runs(module, runs, self.mlp)
+                    module.forward.workspace, module.forward.name = self.workspace, names[module]
         finally:
-            inside = {m for cut in cuts for m in cut.modules()}
             for module, forward in given.items():
                 if module not in inside:
                     module.forward = forward
-        names = {m: name for name, m in model.named_modules()}
-        for module, layers in blocks.modules_of(cuts):
-            self.block(names[module], module, layers, calls)
         places = {name: i for i, name in enumerate(names.values())}
         self.rows.sort(key=lambda row: places.get(row.name.partition("[")[0], 0))
-
-    def block(self, name: str, module: nn.Module, layers: list[tuple[int, int]], calls: dict[nn.Module, Call]) -> None:
-        """Makes activation checkpoints of a module, or of runs of its layers."""
-        parts = [(name, module)]
-        if layers:
-            parts = [(f"{name}[{start}:{stop}]", nn.Sequential(*list(module)[start:stop])) for start, stop in layers]
-        found = []
-        for (own, part), run in zip(parts, layers or [(0, 0)], strict=True):
-            call = calls[part[0] if layers else part]
-            made = self.general(Row(own, class_of(module).__name__, None), part, [call], "")
-            if made.put is not None:
-                made.put()
-                found.append((*run, part.forward))
-            self.rows = [
-                one for one in self.rows if not (one.replaced_by is None and is_within(one.name, name))
-            ] + made.rows
-        if layers and found:
-            forward = Runs(module, found, self.mlp)
-            forward.workspace, forward.name, module.forward = self.workspace, name, forward
 
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
         found, rows = runs_of(module, self.mlp), []
@@ -336,16 +326,6 @@ class _Conversion:
                 row.calls = run.calls
 
         return Found(rows, put) if found else None
-
-
-def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
-    """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
-    if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
-        return None
-    x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
-    with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
-        return saved_bytes(module, run, *call, x)
-    return None
 
 
 def why_general(module: nn.Module) -> str:
@@ -449,6 +429,8 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
         conversion.blocks(model, args, kwargs)
     after = saved_by_all(model, args, kwargs) if before is not None else None
     rows = conversion.rows
+    if not rows and before is not None:
+        rows.append(Row("", class_of(model).__name__, None, reason=NOTHING))
     groups = group_layers(model, rows, every) if every > 1 else []
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
@@ -483,17 +465,3 @@ def check_options(
     check_keywords("convert", convert, model, kwargs)
     check_not_fsdp1(model)
     check_not_split("convert", model)
-
-
-def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """What a training call of the model saves, besides parameters; None if that cannot be measured."""
-    if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
-        return None  # a forward that no backward follows would leave their state open
-    # whatever its forward makes of it in training
-    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
-        model.train()
-        with memory.saved_tensors(model) as saved, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(*args, **kwargs)
-        return saved.bytes
-    return None

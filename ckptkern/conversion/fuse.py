@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from .. import memory
 from ..nn.unmodified import runs_class_forward, untouched
 from .adapters import why_unread
 from .alike import Checked, call_kinds
@@ -35,7 +34,7 @@ from .protection import seeded, unmoved
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Reading
 from .reads import joined, reads_of
-from .trace import Unreadable, is_leaf, leaves_of, mapped, recomputed, trace
+from .trace import Unreadable, is_leaf, leaves_of, mapped, trace
 from .unread import Probabilities, are_probabilities
 
 
@@ -481,16 +480,3 @@ def calls_of(linear: nn.Linear) -> list[Call]:
         return []
     shapes = ((3, linear.in_features), (2, 3, linear.in_features))
     return [((torch.randn(shape, dtype=weight.dtype, device=weight.device),), {}) for shape in shapes]
-
-
-def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
-    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
-    given = leaves_of((args, kwargs))
-    wanted = x.detach().requires_grad_()
-    args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))
-    shared = [value for value in given if isinstance(value, Tensor) and value is not x]
-    with unmoved(module), torch.enable_grad():
-        module.train()
-        with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
-            run(*args, **kwargs)
-    return saved.bytes

@@ -18,8 +18,8 @@ from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
 from .autocast import upcast
 from .binding import Forward, requires_grad
-from .fuse import saved_bytes
 from .report import AGAIN, Row
+from .saved import saved_bytes
 
 OP = "tiled"
 

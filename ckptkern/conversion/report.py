@@ -9,6 +9,11 @@ from dataclasses import dataclass, field
 
 from .. import memory
 
+WAY = (
+    "what convert cannot read or cut, a forward can: ckptkern.checkpoint around parts of it, or ckptkern.checkpoint_sequential "
+    "for a list of layers; ckptkern.plan chooses by a budget"
+)
+NOTHING = "no module of it is a fused op, and no activation checkpoint of one lowers the peak"
 RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run
 
 AGAIN = "Convert the model once more, as it is trained now"  # the remedy where its inside has changed
@@ -98,6 +103,8 @@ class Conversion:
         if self.saved_before is not None and self.saved_after is not None:
             saved = memory.format_size(self.saved_after), memory.format_size(self.saved_before)
             text[-1] += f"; the whole model saves {saved[0]} for backward instead of {saved[1]}"
+        if not count and self.saved_before is not None:
+            text.append(WAY)
         elif not self.rows:
             text[-1] += ": give convert a call of the model, as in ckptkern.convert(model, input_ids, labels=labels)"
         if self.converted:

@@ -52,8 +52,3 @@ def selected(model: nn.Module, include, exclude) -> set[nn.Module]:
 
     visit("", model)
     return {m for name, m in model.named_modules() if m in found and (include is None or matches(include, name, m))}
-
-
-def is_within(name: str, outer: str) -> bool:
-    """Returns whether it is the name of a module, or of one inside of it."""
-    return name == outer or name.startswith(f"{outer}." if outer else "")

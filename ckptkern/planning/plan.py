@@ -16,7 +16,7 @@ from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
-from ..conversion.report import aligned, name_of
+from ..conversion.report import NOTHING, WAY, aligned, name_of
 from ..conversion.selection import Which
 from ..conversion.trace import leaves_of, mapped
 from ..errors import BudgetError
@@ -122,14 +122,16 @@ class Plan:
         for kind in range(len(self.table.kinds)):
             lines += self._lines(kind)
         size = memory.format_size
+        way = [] if self.table.rows else [f"{NOTHING}: {WAY}"]
         outside = f"{size(self.table.outside)} of it outside of the regions"
         if self.peak is None:
             return "\n".join(
-                [*aligned(lines), f"saved: {size(self.saved)} of a budget of {size(self.budget)}, {outside}"]
+                [*aligned(lines), *way, f"saved: {size(self.saved)} of a budget of {size(self.budget)}, {outside}"]
             )
         return "\n".join(
             [
                 *aligned(lines),
+                *way,
                 f"peak of a step: {size(self.peak)} of a budget of {size(self.budget)}",
                 *([] if self.workspace is None else [f"workspace: {size(self.workspace)}"]),
                 f"saved: {size(self.saved)}, {outside}",

@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import nn as drop_ins
 from ..conversion.binding import Forward, Fused, General, Own, Runs
-from ..conversion.blocks import Cuts, modules_of, recorded
+from ..conversion.blocks import Cuts, by_module, recorded
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
 from ..conversion.selection import Which, matches, selected
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
@@ -190,7 +190,7 @@ def blocks_of(
         return []
     cuts = Cuts(record, selected(model, include, exclude) - taken, slices=False).best(is_asked=True, close=1.0)
     names = {m: name for name, m in model.named_modules()}
-    return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in modules_of(cuts)]
+    return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
 
 def check_model(op: str, model: nn.Module, inputs: object) -> None:

@@ -1,0 +1,54 @@
+"""Measures what a training call saves for backward, besides parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import memory
+from .calls import Call
+from .protection import seeded, unmoved
+from .sharding import holds_sharded, is_sharded
+from .trace import leaves_of, recomputed
+
+
+def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
+    given = leaves_of((args, kwargs))
+    wanted = x.detach().requires_grad_()
+    args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))
+    shared = [value for value in given if isinstance(value, Tensor) and value is not x]
+    with unmoved(module), torch.enable_grad():
+        module.train()
+        with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
+            run(*args, **kwargs)
+    return saved.bytes
+
+
+def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
+    """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+    if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
+        return None
+    x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
+    with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
+        return saved_bytes(module, run, *call, x)
+    return None
+
+
+def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """What a training call of the model saves, besides parameters; None if that cannot be measured."""
+    if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
+        return None  # a forward that no backward follows would leave their state open
+    # whatever its forward makes of it in training
+    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
+        model.train()
+        with memory.saved_tensors(model) as saved, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(*args, **kwargs)
+        return saved.bytes
+    return None
