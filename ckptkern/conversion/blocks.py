@@ -2,15 +2,19 @@
 
 One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint of a module saves what
 it takes, and recomputes the rest when its backward runs. Small checkpoints save more inputs, large ones recompute more at once:
-of all bounds on what one may recompute, one is taken with which the step peaks low and saves little. So a ResNet is cut at its
-blocks whether they stand in lists or in attributes, and a long nn.Sequential at some of its layers.
+of all bounds on what one may recompute, the one with the least sum of the step's peak and of what stands between forward and
+backward is taken. So a ResNet is cut at its blocks, whether they stand in lists or in attributes, and a long nn.Sequential at
+some of its layers.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+import math
+import operator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +33,6 @@ from .trace import leaves_of, mapped
 
 GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it takes
 LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
-CLOSE = 1.25  # of the peaks within so much of the lowest, the one that saves least is taken: libraries' own memory comes on top
 BOUNDS = 64  # that are tried
 
 Saved = dict[Any, int]  # storage -> bytes
@@ -172,6 +175,7 @@ class Cuts:
         self.calls: dict[nn.Module, list[Called]] = {}
         for called in record.root.walk():
             self.calls.setdefault(called.module, []).append(called)
+        self.kinds = collections.Counter(tuple(map(type, m)) for m in self.names if type(m) is nn.Sequential)
         fixed = {m for m in self.names if is_converted(m)}
         self.holds = {m for m in self.names if not fixed.isdisjoint(m.modules())}
         whole = (m for m in self.names if m in self.calls and (m in given or self.is_whole(m)))
@@ -205,7 +209,8 @@ class Cuts:
                 yield from self.within(bound, one)
 
     def is_list(self, called: Called) -> bool:
-        """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once."""
+        """Returns whether it is an nn.Sequential with convolutions that is called once, and calls each of its layers once. It
+        is the only one with layers of these classes: others are a model's blocks."""
         module = called.module
         return (
             self.slices
@@ -213,6 +218,7 @@ class Cuts:
             and runs_class_forward(module)
             and len(self.calls[module]) == 1
             and [one.module for one in called.inner] == list(module)
+            and self.kinds[tuple(map(type, module))] == 1
             and module in self.allowed
             and has_convolutions(module)
         )
@@ -253,18 +259,16 @@ class Cuts:
         save(self.record.saved[done:])
         return peak, height
 
-    def best(self, is_asked: bool, close: float = CLOSE) -> list[Cut]:
-        """Returns, of the checkpoints with which the step peaks within `close` of the lowest, those that save least. is_asked:
-        also if they do not lower the peak."""
+    def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
+        """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
+        not lower the peak."""
         own = [cuts for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
         sizes = sorted({one.size for cuts in own for one in cuts} | self.runs())
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
         found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
-        most = close * min((peak for peak, *_ in found), default=0)
-        if not is_asked:
-            most = min(most, LOWER * self.peak(list(self.within(-1)))[0])
-        near = [one for one in found if one[0] <= most]
-        return min(near, key=lambda one: one[1])[2] if near else []
+        most = math.inf if is_asked else LOWER * self.peak(list(self.within(-1)))[0]
+        lower = [one for one in found if one[0] <= most]
+        return min(lower, key=lambda one: of(*one[:2]))[2] if lower else []
 
     def runs(self) -> set[int]:
         """Returns the sizes of runs from the first layer on, of each list."""

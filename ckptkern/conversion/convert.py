@@ -280,9 +280,12 @@ class _Conversion:
         """Makes activation checkpoints of blocks in which nothing is fused."""
         if self.otherwise == "leave" or "none" in (self.attention, self.mlp):
             return
-        given = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
-        inside: set[nn.Module] = set()
-        for forward in given.values():  # checkpoints that may become parts of larger ones
+        before = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
+        fused = {m for m in model.modules() if blocks.is_converted(m)}.difference(before)
+        # checkpoints that may become parts of larger ones, or of convolutions also several smaller ones
+        given = {m for m in before if not (blocks.has_convolutions(m) and fused.isdisjoint(m.modules()))}
+        changed: set[nn.Module] = set()
+        for forward in before.values():
             forward.unbind()
         try:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
@@ -295,8 +298,9 @@ class _Conversion:
                     row = Row(name, class_of(module).__name__, None)
                     if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
                         put()
-                        inside |= cut.modules()
-                        within = {names[module], *(names[m] for m in cut.modules() if m in names)}
+                        inside = cut.modules()
+                        changed |= {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
+                        within = {names[module], *(names[m] for m in (*inside, *changed) if m in names)}
                         self.rows = [one for one in self.rows if one.name not in within]
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
@@ -304,8 +308,8 @@ class _Conversion:
                     module.forward = Runs(module, runs, self.mlp)
                     module.forward.workspace, module.forward.name = self.workspace, names[module]
         finally:
-            for module, forward in given.items():
-                if module not in inside:
+            for module, forward in before.items():
+                if module not in changed:
                     module.forward = forward
         places = {name: i for i, name in enumerate(names.values())}
         self.rows.sort(key=lambda row: places.get(row.name.partition("[")[0], 0))

@@ -188,7 +188,8 @@ def blocks_of(
     record, taken = recorded(model, args, kwargs), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return []
-    cuts = Cuts(record, selected(model, include, exclude) - taken, slices=False).best(is_asked=True, close=1.0)
+    found = Cuts(record, selected(model, include, exclude) - taken, slices=False)
+    cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
     names = {m: name for name, m in model.named_modules()}
     return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 

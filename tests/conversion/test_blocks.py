@@ -1,0 +1,201 @@
+"""convert on models of convolutions, and on blocks of which it reads nothing: their blocks become activation checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from support.convolutions import MODELS, Block, Listed, convs, flat, images
+from torch import nn
+from torch.nn import functional as F
+
+import ckptkern
+from ckptkern.conversion.protection import unmoved
+from ckptkern.memory import saved_tensors
+from ckptkern.planning.live import loss_of, step_of
+
+TOLERANCE = dict(rtol=1e-3, atol=1e-5)
+
+
+def memory_of(model, call):
+    """(bytes that a training call saves, the peak of its step), as tensors come and go."""
+    model.train()
+    with saved_tensors(model) as saved, unmoved(model):
+        model(**call)
+    return saved.bytes, step_of(model, (), call, [], torch.device("cpu"), all_there=True).live.peak
+
+
+def checkpointed(model, blocks):
+    """torch's gradient checkpointing of each block, by its name or class."""
+    for name, module in model.named_modules():
+        if name in blocks or type(module).__name__ in blocks:
+            module.forward = functools.partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
+    return model
+
+
+def step(model, call):
+    """Gradients and buffers of a training step."""
+    torch.manual_seed(0)
+    loss_of(model.train()(**call), None).backward()
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return named | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_takes_no_more_than_gradient_checkpointing_of_each_block(name):
+    make, call, blocks = MODELS[name]
+    torch.manual_seed(0)
+    ours, call = make(), call()
+    theirs, eager = checkpointed(copy.deepcopy(ours), blocks), copy.deepcopy(ours)
+    keys = list(ours.state_dict())
+    conversion = ckptkern.convert(ours, **call, recompute="full")
+    assert not [row for row in conversion.left if not row.reason]
+    for taken, least in zip(memory_of(ours, call), memory_of(theirs, call), strict=True):
+        assert taken <= 1.05 * least, str(conversion)
+    assert conversion.calls["original"] == 0
+    assert list(ours.state_dict()) == keys
+    for other in (copy.deepcopy(ours), ours):
+        torch.testing.assert_close(step(other, call), step(copy.deepcopy(eager), call), **TOLERANCE)
+    ckptkern.revert(ours)
+    assert memory_of(ours, call)[0] == memory_of(eager, call)[0]
+
+
+def test_a_sequential_is_cut_between_its_layers():
+    model, x = flat(), torch.randn(2, 3, 32, 32)
+    eager = copy.deepcopy(model)
+    conversion = ckptkern.convert(model, x)
+    assert len(conversion.converted) > 1
+    assert all(row.name.startswith("[") and row.replaced_by == "checkpoint" for row in conversion.converted)
+    (saved, peak), (before, highest) = memory_of(model, {"input": x}), memory_of(eager, {"input": x})
+    assert saved < 0.5 * before
+    assert peak < 0.9 * highest
+    wanted = step(copy.deepcopy(eager), {"input": x})
+    torch.testing.assert_close(step(copy.deepcopy(model), {"input": x}), wanted, **TOLERANCE)
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="aot_eager")
+    torch.testing.assert_close(step(compiled, {"input": x}), wanted, **TOLERANCE)
+    assert torch.equal(model.eval()(x), eager.eval()(x))
+    model[0] = nn.Conv2d(3, 8, 3, padding=1)
+    with pytest.warns(UserWarning, match="its layers are others than those that were checked"):
+        model.train()(x)
+
+
+class Doubling(Block):
+    """It saves nothing of its input, so whoever calls it may write into that."""
+
+    def forward(self, x):
+        return super().forward(2 * x)
+
+
+class Reading(nn.Module):
+    """A residual stream that somebody changes in place: a recompute would read what it has become."""
+
+    def __init__(self, changes):
+        super().__init__()
+        self.blocks, self.changes = nn.ModuleList(Doubling(8) for _ in range(4)), changes
+
+    def forward(self, x):
+        x = x * 1
+        for block in self.blocks:
+            y = block(x)
+            x = y + x.relu_() if self.changes else y + x.relu()
+        return x
+
+
+class InPlace(nn.Module):
+    """A block that writes into what it takes."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.relu, self.convs = nn.ReLU(inplace=True), nn.Sequential(*convs(c, c))
+
+    def forward(self, x):
+        return self.convs(self.relu(x))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_what_is_changed_in_place_later_is_not_taken(changes):
+    model, call = Reading(changes), images(8)
+    eager = copy.deepcopy(model)
+    conversion = ckptkern.convert(model, **call)
+    assert [row.name for row in conversion.converted] == ([] if changes else [f"blocks.{i}" for i in range(4)])
+    torch.testing.assert_close(step(model, call), step(eager, call), **TOLERANCE)
+
+
+def test_a_block_that_writes_into_its_input_is_left():
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), InPlace(8)) for _ in range(3)]
+    model, x = nn.Sequential(*layers), torch.randn(2, 8, 16, 16)
+    eager = copy.deepcopy(model)
+    conversion = ckptkern.convert(model, x)
+    assert conversion.converted
+    assert not any(row.kind == "InPlace" for row in conversion.converted)
+    torch.testing.assert_close(step(model, {"input": x}), step(eager, {"input": x}), **TOLERANCE)
+
+
+class Rows(nn.Module):
+    """Rows that no op stands for: a running statistic of linear layers, or parameters of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Linear(64, 16)
+        self.kind, self.gain = kind, nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        h = self.norm(self.up(x)) if self.kind == "norm" else self.up(x).sin() * self.gain
+        return x + self.down(h.cos() * h.sigmoid())
+
+
+@pytest.mark.parametrize("kind", ["norm", "own"])
+def test_members_of_lists_whatever_they_are_made_of(kind):
+    model, x = nn.Sequential(*(Rows(kind) for _ in range(4))), torch.randn(32, 16)
+    eager = copy.deepcopy(model)
+    conversion = ckptkern.convert(model, x)
+    assert [row.replaced_by for row in conversion] == ["checkpoint"] * 4, str(conversion)
+    torch.testing.assert_close(step(model, {"input": x}), step(eager, {"input": x}), **TOLERANCE)
+
+
+class Flat(nn.Module):
+    """Its forward calls layer after layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2, self.fc = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), nn.Linear(16, 10)
+
+    def forward(self, x):
+        return self.fc(F.relu(self.conv2(F.relu(self.conv1(x)))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("model", [Flat(), nn.Conv2d(3, 4, 3)], ids=["layer after layer", "a layer"])
+def test_where_nothing_can_be_converted_it_says_why_and_what_to_do(model):
+    text = str(conversion := ckptkern.convert(model, torch.randn(2, 3, 8, 8)))
+    assert not conversion.converted
+    assert conversion.left
+    assert all(row.reason for row in conversion.left)
+    assert "checkpoint_sequential" in text
+    assert "ckptkern.plan" in text
+    pytest.importorskip("scipy")
+    assert "checkpoint_sequential" in str(ckptkern.plan(model, torch.randn(2, 3, 8, 8), saved="1GiB"))
+
+
+def test_what_may_become_a_checkpoint():
+    names = lambda **options: [row.name for row in ckptkern.convert(Listed(), **images(16), **options).converted]  # noqa: E731
+    assert names() == [f"blocks.{i}" for i in range(4)]
+    assert names(include="blocks.1") == ["blocks.1"]
+    assert names(exclude="blocks.1") == ["blocks.0", "blocks.2", "blocks.3"]
+    assert names(exclude="blocks") == names(otherwise="leave") == names(recompute="none") == []
+
+
+def test_a_plan_finds_the_blocks():
+    pytest.importorskip("scipy")
+    model, call = flat(), {"input": torch.randn(2, 3, 32, 32)}
+    plan = ckptkern.plan(model, **call, budget="1GiB")
+    assert len(plan.strategies) > 1
+    with pytest.raises(ckptkern.errors.BudgetError) as error:
+        plan.replan(0)
+    assert error.value.least < 0.9 * plan.peak
+    plan.replan(error.value.least)
+    assert memory_of(model, call)[0] == plan.saved
+    report = ckptkern.report(Listed().to("meta"), x=torch.randn(2, 16, 32, 32, device="meta"))
+    assert report.totals["full"] < 0.2 * report.totals["eager PyTorch"]
