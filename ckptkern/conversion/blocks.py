@@ -183,10 +183,10 @@ class Cuts:
 
     def is_whole(self, module: nn.Module) -> bool:
         """Returns whether all of it may be one checkpoint: a block of convolutions, or a member of a list."""
-        if module is self.record.model or module in self.holds or not runs_class_forward(module):
+        if not module._modules or module is self.record.model or module in self.holds or not runs_class_forward(module):
             return False
         is_block = is_member(self.names[module], module) or has_convolutions(module)
-        return is_block and not is_torchs(module) and module in self.allowed
+        return is_block and module in self.allowed
 
     def is_cut(self, module: nn.Module, bound: int) -> bool:
         if module in self.given:
@@ -227,9 +227,7 @@ class Cuts:
         """Returns (the longest run of torch's layers from the first on that is a checkpoint within the bound, or the first
         layer, which is looked into; the layers behind it)."""
         first = len(called.inner) - len(layers)
-        most = next(
-            (i for i, one in enumerate(layers) if one.module in self.holds or not is_torchs(one.module)), len(layers)
-        )
+        most = next((i for i, one in enumerate(layers) if one.module in self.holds or one.module._modules), len(layers))
         for count in range(most, 1, -1):
             cut = Cut(self.record, layers[:count], called.module, (first, first + count))
             if cut.size <= bound and cut.gains:
@@ -281,12 +279,8 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def is_member(name: str, module: nn.Module) -> bool:
-    return name.rpartition(".")[2].isdigit() and any(True for _ in module.parameters())
-
-
-def is_torchs(module: nn.Module) -> bool:
-    """Returns whether it is one of torch's layers, which alone save hardly more than they take."""
-    return not module._modules and type(module).__module__.startswith("torch.nn.")
+    """Returns whether it is a member of a list, and made of modules."""
+    return name.rpartition(".")[2].isdigit() and bool(module._modules) and any(True for _ in module.parameters())
 
 
 def has_convolutions(module: nn.Module) -> bool:
@@ -296,10 +290,7 @@ def has_convolutions(module: nn.Module) -> bool:
 def may_be_found(model: nn.Module) -> bool:
     """Returns whether convert left convolutions or members of lists as they were."""
     left = outside_of_converted(model)
-    return any(
-        m in left and (isinstance(m, _ConvNd) or (is_member(name, m) and not is_torchs(m)))
-        for name, m in model.named_modules()
-    )
+    return any(m in left and (isinstance(m, _ConvNd) or is_member(name, m)) for name, m in model.named_modules())
 
 
 def outside_of_converted(model: nn.Module) -> set[nn.Module]:

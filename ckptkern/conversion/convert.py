@@ -431,11 +431,11 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
     masks.open_up(model)
     if before is not None and blocks.may_be_found(model):
         conversion.blocks(model, args, kwargs)
-    after = saved_by_all(model, args, kwargs) if before is not None else None
     rows = conversion.rows
     if not rows and before is not None:
         rows.append(Row("", class_of(model).__name__, None, reason=NOTHING))
     groups = group_layers(model, rows, every) if every > 1 else []
+    after = saved_by_all(model, args, kwargs) if before is not None else None
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
     warn_again()
