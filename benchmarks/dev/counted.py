@@ -81,18 +81,14 @@ def checkpointed_decoder(of: Shape) -> Decoder:
         return Decoder(of, layers, loss_in_chunks, False).to(torch.bfloat16)
 
 
-def our_decoder(of: Shape, mode: str, layers_per_region: int = 1) -> Decoder:
+def our_decoder(of: Shape, mode: str, every: int = 1) -> Decoder:
     to = dict(device="meta", dtype=torch.bfloat16, recompute=mode, workspace=WORKSPACE)
     layers = [
         ckptkern.nn.LlamaDecoderLayer(of.width, of.heads, of.kv_heads, intermediate_size=of.hidden, **to)
         for _ in range(of.layers)
     ]
     loss = functools.partial(ckptkern.linear_cross_entropy, workspace=WORKSPACE)
-    stack = (
-        ckptkern.nn.LayerStack(layers, layers_per_region=layers_per_region)
-        if layers_per_region > 1
-        else nn.ModuleList(layers)
-    )
+    stack = ckptkern.nn.LayerStack(layers, every=every) if every > 1 else nn.ModuleList(layers)
     with torch.device("meta"):
         return Decoder(of, stack, loss, True).to(torch.bfloat16)
 
@@ -115,7 +111,7 @@ VARIANTS: dict[str, tuple[Callable[[Shape], Decoder], Callable]] = {
     "checkpointing, loss in chunks": (checkpointed_decoder, each_checkpointed),
     "ckptkern, defaults": (functools.partial(our_decoder, mode="selective"), each),
     'ckptkern, "full"': (functools.partial(our_decoder, mode="full"), each),
-    'ckptkern, "full", LayerStack of 4': (functools.partial(our_decoder, mode="full", layers_per_region=4), each),
+    'ckptkern, "full", LayerStack of 4': (functools.partial(our_decoder, mode="full", every=4), each),
 }
 
 

@@ -109,11 +109,9 @@ def converted(model: nn.Module, ids: Tensor, **options) -> nn.Module:
     return model
 
 
-def stacked(model: nn.Module, layers_per_region: int) -> nn.Module:
+def stacked(model: nn.Module, every: int) -> nn.Module:
     """Saves the input of every k-th layer alone. transformers walks through a list of one member, it."""
-    model.model.layers = nn.ModuleList(
-        [ckptkern.nn.LayerStack(model.model.layers, layers_per_region=layers_per_region)]
-    )
+    model.model.layers = nn.ModuleList([ckptkern.nn.LayerStack(model.model.layers, every=every)])
     return model
 
 
@@ -148,9 +146,9 @@ def variants(
         'ckptkern.convert, "full"': (converted(make(), ids, recompute="full"), whole_loss),
         'ckptkern.convert, "full", 4 MiB': (converted(make(), ids, recompute="full", workspace="4MiB"), whole_loss),
     }
-    for layers_per_region in (2, 3) if stacks else ():
-        model = stacked(converted(make(), ids, recompute="full", workspace="4MiB"), layers_per_region)
-        found[f'ckptkern.convert, "full", 4 MiB, LayerStack of {layers_per_region}'] = (model, whole_loss)
+    for every in (2, 3) if stacks else ():
+        model = stacked(converted(make(), ids, recompute="full", workspace="4MiB"), every)
+        found[f'ckptkern.convert, "full", 4 MiB, LayerStack of {every}'] = (model, whole_loss)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         found["checkpointing, torch's chunked loss"] = (checkpointed(make()), torchs_loss)
     if stacks:

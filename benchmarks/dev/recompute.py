@@ -222,7 +222,7 @@ def patched(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def in_a_list(layer: nn.Module, x: Tensor) -> Tensor:
-    return ckptkern.nn.LayerStack([layer, nn.Identity()], layers_per_region=1)(x)
+    return ckptkern.nn.LayerStack([layer, nn.Identity()], every=1)(x)
 
 
 class Model(nn.Module):

@@ -364,7 +364,7 @@ def convert(
     include: Which | Iterable[Which] | None = None,
     exclude: Which | Iterable[Which] | None = None,
     otherwise: str = "checkpoint",
-    layers_per_region: int = 1,
+    every: int = 1,
     **example_kwargs: Any,
 ) -> Conversion:
     """Puts ckptkern's layers into a model that exists, whatever its architecture, and says what it did.
@@ -399,9 +399,9 @@ def convert(
     otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op: "checkpoint" runs it as an
     activation checkpoint where that saves less, so that the model saves no more than under gradient checkpointing; what is
     fused inside runs in mode "none" in the recompute. "leave" leaves it, with what is fused inside.
-    layers_per_region: how many layers in a row, members of a list, are one region, which saves the first one's input and
-    recomputes the others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than
-    what the layer before it returned begins a region. Layers run alone under torch.compile, TensorParallel and fully_shard.
+    every: how many layers in a row, members of a list, are one region, which saves the first one's input and recomputes the
+    others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than what the layer
+    before it returned begins a region. Layers run one by one under torch.compile, TensorParallel and fully_shard.
 
     A model that fully_shard already took is converted by all ranks at once, with examples of the same kind: each sharded module
     is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
@@ -411,30 +411,20 @@ def convert(
     error of the model's own call is its own.
     """
     recompute = checked_modes(model, recompute)
-    check_options(model, workspace, otherwise, layers_per_region, example_kwargs)
+    check_options(model, workspace, otherwise, every, example_kwargs)
     check_names(model, include, exclude)
     revert(model)
     with no_trace(model, (example_inputs, example_kwargs), bound):
         try:
             return _converted(
-                model,
-                example_inputs,
-                example_kwargs,
-                layers_per_region,
-                recompute,
-                workspace,
-                include,
-                exclude,
-                otherwise,
+                model, example_inputs, example_kwargs, every, recompute, workspace, include, exclude, otherwise
             )
         except BaseException:
             revert(model)
             raise
 
 
-def _converted(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], layers_per_region: int, *options: Any
-) -> Conversion:
+def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int, *options: Any) -> Conversion:
     """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway."""
     before = saved_by_all(model, args, kwargs)
     probe = captured(model, args, kwargs) if args or kwargs else Probe({}, set(), None, None)
@@ -444,7 +434,7 @@ def _converted(
         conversion.visit("", model)
     masks.open_up(model)
     rows = conversion.rows
-    groups = group_layers(model, rows, layers_per_region) if layers_per_region > 1 else []
+    groups = group_layers(model, rows, every) if every > 1 else []
     after = saved_by_all(model, args, kwargs) if before is not None else None
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
@@ -453,7 +443,7 @@ def _converted(
         warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=3)
     regions = [names for group in groups for names in group.regions(ran=after is not None)]
     if groups and not regions:
-        warnings.warn(f"ckptkern.convert: layers_per_region={layers_per_region} {NO_REGIONS}", stacklevel=3)
+        warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=3)
     return Conversion(rows, before, after, regions)
 
 
@@ -471,10 +461,10 @@ def checked_modes(model: nn.Module, recompute: str | tuple[str, str]) -> str | t
 
 
 def check_options(
-    model: nn.Module, workspace: int | str | None, otherwise: str, layers_per_region: int, kwargs: dict[str, Any]
+    model: nn.Module, workspace: int | str | None, otherwise: str, every: int, kwargs: dict[str, Any]
 ) -> None:
     check_choice("convert", "otherwise", otherwise, OTHERWISE)
-    check_count("convert", "layers_per_region", layers_per_region)
+    check_count("convert", "every", every)
     parse_bytes("convert", workspace)
     check_keywords("convert", convert, model, kwargs)
     check_not_fsdp1(model)

@@ -88,9 +88,9 @@ def _in_own_mode(forward: Forward, *args, **kwargs) -> Any:
         return forward.run(*args, **kwargs)
 
 
-def group_layers(model: nn.Module, rows: list[Row], layers_per_region: int) -> list[Group]:
-    """Makes regions of `layers_per_region` layers in a row, in each list of converted layers. The last ones run by themselves,
-    because their backward comes first."""
+def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
+    """Makes regions of `every` layers in a row, in each list of converted layers. The last ones run by themselves, because
+    their backward comes first."""
     lists: dict[str, list[tuple[str, Forward]]] = {}
     modules = dict(model.named_modules())
     for row in rows:
@@ -103,8 +103,8 @@ def group_layers(model: nn.Module, rows: list[Row], layers_per_region: int) -> l
             lists.setdefault(parent, []).append((row.name, forward))
     groups = []
     for layers in lists.values():
-        for start in range(0, (len(layers) - 1) // layers_per_region * layers_per_region, layers_per_region):
-            some = layers[start : start + layers_per_region]
+        for start in range(0, (len(layers) - 1) // every * every, every):
+            some = layers[start : start + every]
             groups.append(Group([name for name, _ in some]))
             for place, (_, forward) in enumerate(some):
                 forward.group = groups[-1], place

@@ -54,7 +54,7 @@ class Conversion:
     """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
 
     saved_before, saved_after: bytes that a training call of the whole model with the example inputs saves for backward, besides
-    parameters; None if it could not be measured. groups: the names of the layers of each region (`layers_per_region`).
+    parameters; None if it could not be measured. groups: the names of layers that are one region, for each (`every`).
     """
 
     rows: list[Row] = field(default_factory=list)

@@ -87,33 +87,33 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
 
 
 class LayerStack(torch.nn.ModuleList):
-    """Runs layers with equal shapes of input and output, `layers_per_region` in a row as one region. Use it when the
-    saved inputs of layers dominate (16 GiB for a Llama 8B at 64k tokens).
+    """Runs layers with equal shapes of input and output, `every` k of them as one segment. Use it when the saved inputs
+    of layers dominate (16 GiB for a Llama 8B at 64k tokens).
 
         x = layers[0](x, *args, **kwargs); x = layers[1](x, *args, **kwargs); ...
 
-    Saved for backward: the input of each region of k = layers_per_region layers, and `args` and `kwargs` once. Backward
-    recomputes one region at a time, in which each layer saves what its own mode saves ("selective": x, o and lse). This saves
-    k times fewer inputs, for one more forward pass of all regions but the last, whose backward comes first and whose layers
-    save as usual.
-    layers_per_region: at least 1; the last region takes what remains. options: those of `ckptkern.checkpoint`.
+    Saved for backward: the input of each group of k layers, and `args` and `kwargs` once. Backward recomputes one group
+    at a time, in which each layer saves what its own mode saves ("selective": x, o and lse). This saves k times fewer
+    inputs, for one more forward pass of all groups but the last, whose backward comes first and whose layers save as
+    usual.
+    every: k; the last group takes what remains. options: those of `ckptkern.checkpoint`.
 
     A torch.nn.ModuleList with a forward, and its `state_dict`. Without gradients the layers run as they are. Raises TypeError
     if a layer returns no tensor. A model that calls the layers one by one, as those of transformers do, does not call the
-    stack: it warns then, and `ckptkern.convert(model, ..., layers_per_region=k)` groups them.
+    stack: it warns then, and `ckptkern.convert(model, ..., every=k)` groups them.
     """
 
-    def __init__(self, layers: Iterable[torch.nn.Module] | None = None, layers_per_region: int = 2, **options: Any):
+    def __init__(self, layers: Iterable[torch.nn.Module] | None = None, every: int = 2, **options: Any):
         super().__init__(layers)
-        check_count("LayerStack", "layers_per_region", layers_per_region)
+        check_count("LayerStack", "every", every)
         _check_options(type(self).__name__, options)
-        self.layers_per_region, self.options = layers_per_region, options
+        self.every, self.options = every, options
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layers = tuple(self._modules.values())
-        starts = range(0, len(layers), self.layers_per_region)
+        starts = range(0, len(layers), self.every)
         for start in starts:
-            group = layers[start : start + self.layers_per_region]
+            group = layers[start : start + self.every]
             if start == starts[-1] or not torch.is_grad_enabled():
                 x = _through(group, kwargs, x, *args)
             else:
@@ -123,7 +123,7 @@ class LayerStack(torch.nn.ModuleList):
     def __getitem__(self, index):
         part = super().__getitem__(index)
         if isinstance(index, slice):
-            part.layers_per_region, part.options = self.layers_per_region, self.options
+            part.every, part.options = self.every, self.options
         return part
 
     def __iter__(self) -> Iterator[torch.nn.Module]:
@@ -142,6 +142,6 @@ def _in_forward(frame: FrameType, stack: LayerStack) -> bool:
 def _warn_of_iteration() -> None:
     warnings.warn(
         "ckptkern.nn.LayerStack: a model's forward iterates over the stack and calls its layers one by one, so that they are "
-        "not grouped. Call the stack, or use ckptkern.convert(model, ..., layers_per_region=k)",
+        "not grouped. Call the stack, or use ckptkern.convert(model, ..., every=k)",
         stacklevel=4,
     )

@@ -218,8 +218,7 @@ def check_model(op: str, model: nn.Module, inputs: object) -> None:
     check_step(op, model, inputs)
     if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
         raise ValueError(
-            f"{op}: layers of the model are one region (convert's layers_per_region), and {op} measures each: "
-            "convert without it first"
+            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
         )
 
 

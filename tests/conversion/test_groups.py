@@ -1,4 +1,4 @@
-"""`layers_per_region`: layers that a model calls one by one are one region."""
+"""`every`: layers that a model calls one by one are one region."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def torchs():
     return nn.TransformerEncoderLayer(WIDTH, 4, 48, 0.0, batch_first=True)
 
 
-def grouped(model, layers_per_region=3):
-    return ckptkern.convert(model, ids(), recompute="full", layers_per_region=layers_per_region)
+def grouped(model, every=3):
+    return ckptkern.convert(model, ids(), recompute="full", every=every)
 
 
-def assert_as_alone(model, layers_per_region=3, run=step):
+def assert_as_alone(model, every=3, run=step):
     """Compares a training step with layers one by one and in regions."""
     grouped(model, 1)
     alone = run(model, ids())
-    conversion = grouped(model, layers_per_region)
+    conversion = grouped(model, every)
     assert_same(run(model, ids()), alone, 1e-6)
     return conversion
 
@@ -103,21 +103,21 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_region_of_layers_computes_the_same(name):
-    layer, kind, layers_per_region, groups = CASES[name]
-    conversion = assert_as_alone(model_of(layer, kind), layers_per_region)
+    layer, kind, every, groups = CASES[name]
+    conversion = assert_as_alone(model_of(layer, kind), every)
     assert conversion.groups == [[f"layers.{i}" for i in some] for some in groups]
     assert all(f"{some[0]} to {some[-1]} are one region" in str(conversion) for some in conversion.groups)
 
 
-@pytest.mark.parametrize("layers_per_region", [2, 3])
-def test_a_region_saves_its_first_input(layers_per_region):
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_region_saves_its_first_input(every):
     model, whole = model_of(), {}
-    for k in (1, layers_per_region):
+    for k in (1, every):
         conversion = grouped(model, k)
         whole[k] = saved(model, ids())
         assert conversion.saved_after == whole[k]
-    inside = (LAYERS - 1) // layers_per_region * (layers_per_region - 1)  # layers whose input is saved no more
-    assert 0 <= whole[layers_per_region] - (whole[1] - inside * X) < 1024 * LAYERS, "random states alone are added"
+    inside = (LAYERS - 1) // every * (every - 1)  # layers whose input is saved no more
+    assert 0 <= whole[every] - (whole[1] - inside * X) < 1024 * LAYERS, "random states alone are added"
 
 
 def test_a_layer_that_is_called_again_begins_a_region():
@@ -239,7 +239,7 @@ def test_transformers_hidden_states_and_caches():
         return run(), states, run(past_key_values=cache)
 
     expected = steps()
-    assert len(ckptkern.convert(model, tokens, labels=tokens, recompute="full", layers_per_region=3).groups) == 2
+    assert len(ckptkern.convert(model, tokens, labels=tokens, recompute="full", every=3).groups) == 2
     for ours, theirs in zip(steps(), expected, strict=True):
         assert_same(ours, theirs)
     with torch.no_grad():  # generation fills its cache
@@ -249,14 +249,14 @@ def test_transformers_hidden_states_and_caches():
 @pytest.mark.slow
 def test_what_is_refused():
     # between all layers something is computed
-    with pytest.warns(UserWarning, match="layers_per_region=2 forms no group of layers"):
+    with pytest.warns(UserWarning, match="every=2 forms no group of layers"):
         conversion = grouped(model_of(kind=variant(Frame, between=lambda self, i, x, found: x + 0)), 2)
     assert conversion.groups == []
-    with pytest.raises(ValueError, match="convert: layers_per_region must be an integer of at least 1, not 0"):
+    with pytest.raises(ValueError, match="convert: every must be an integer of at least 1, not 0"):
         grouped(model_of(), 0)
     grouped(model := model_of())
     for function in (ckptkern.plan, ckptkern.report):
-        with pytest.raises(ValueError, match="convert without it first"):
+        with pytest.raises(ValueError, match="convert without every first"):
             function(model, ids())
 
 

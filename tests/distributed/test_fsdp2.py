@@ -92,7 +92,7 @@ def mlps(network: nn.Module) -> None:
 STEPS = {
     "convert": lambda network: ckptkern.convert(network, ids()),
     "convert in": lambda network: ckptkern.convert(network.module, ids()),
-    "convert groups": lambda network: ckptkern.convert(network, ids(), recompute="full", layers_per_region=2),
+    "convert groups": lambda network: ckptkern.convert(network, ids(), recompute="full", every=2),
     "shard": sharded,
     "shard as a whole": lambda network: fully_shard(network, mesh=init_device_mesh("cpu", (2,))),
     "shard mlps": mlps,

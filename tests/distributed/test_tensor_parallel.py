@@ -120,7 +120,7 @@ def in_rows(layer: nn.Module, mesh: DeviceMesh) -> None:
 def grouped() -> nn.Module:
     torch.manual_seed(0)
     model = Stack(Llama, with_tables, 5)
-    assert len(ckptkern.convert(model, ids(), recompute="full", layers_per_region=2).groups) == 2
+    assert len(ckptkern.convert(model, ids(), recompute="full", every=2).groups) == 2
     return model.double()
 
 

@@ -216,7 +216,7 @@ ROUTED = torch.tensor([[0, 2]] * 4), torch.ones(4, 2)
 OTHERS = {
     "Dropout": lambda: (ckptkern.nn.Dropout(0.25), ()),
     "Experts": lambda: (ckptkern.nn.Experts(3, E, HIDDEN, "gelu", bias=True, recompute="selective"), ROUTED),
-    "LayerStack": lambda: (ckptkern.nn.LayerStack((ckptkern.nn.MLP(E) for _ in range(4)), 3, debug=False), ()),
+    "LayerStack": lambda: (ckptkern.nn.LayerStack((ckptkern.nn.MLP(E) for _ in range(4)), every=3, debug=False), ()),
     "LinearCrossEntropyLoss": lambda: (
         ckptkern.nn.LinearCrossEntropyLoss(E, 7, bias=True, softcap=3.0, recompute="none", workspace="1MiB"), (torch.arange(4),)
     ),

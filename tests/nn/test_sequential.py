@@ -151,12 +151,7 @@ def test_a_stack_is_a_module_list_that_compiles_and_nests():
     stack = LayerStack(layers, 3, determinism_check="none")
     assert list(stack.state_dict()) == list(nn.ModuleList(layers).state_dict())
     part = stack[1:4]
-    assert (type(part), len(part), part.layers_per_region, part.options) == (
-        LayerStack,
-        3,
-        3,
-        {"determinism_check": "none"},
-    )
+    assert (type(part), len(part), part.every, part.options) == (LayerStack, 3, 3, {"determinism_check": "none"})
     x = torch.randn(B, S, D)
     with torch.no_grad():
         assert not stack(x).requires_grad
@@ -170,7 +165,7 @@ def test_a_stack_is_a_module_list_that_compiles_and_nests():
 
 
 def test_what_a_stack_refuses():
-    with pytest.raises(ValueError, match="LayerStack: layers_per_region must be"):
+    with pytest.raises(ValueError, match="LayerStack: every must be"):
         LayerStack(llama(), 0)
     with pytest.raises(TypeError, match=r"LayerStack: recompute is not an option of ckptkern\.checkpoint"):
         LayerStack(llama(), recompute="full")

@@ -614,7 +614,7 @@ def test_converted_layers(every, change):
         model = nn.Sequential(*layers).double()
         x = torch.randn(2, 5, 8, dtype=torch.double, requires_grad=True)
         if ours:
-            conversion = ckptkern.convert(model, x, recompute="full", layers_per_region=every)
+            conversion = ckptkern.convert(model, x, recompute="full", every=every)
             assert len(conversion.converted) == 4
             assert bool(conversion.groups) == (every > 1)
         y = CASES[change].call(model, x)

@@ -73,7 +73,7 @@ def within(layers, x):
 
 
 def stacked(layers, x):
-    stack = ckptkern.nn.LayerStack(layers_per_region=1)
+    stack = ckptkern.nn.LayerStack(every=1)
     stack._modules.update(layers._modules)
     return stack(x)
 
@@ -382,7 +382,7 @@ def test_layers_that_call_their_submodules_and_groups_of_layers(what, how):
     for one in plain:
         one.recompute = "none"
     if what == "converted":
-        ckptkern.convert(model, tokens(), recompute="full", layers_per_region=2)
+        ckptkern.convert(model, tokens(), recompute="full", every=2)
     expected, found = (_of_layers(one, how) for one in (plain, model))
     torch.testing.assert_close(found, expected)
 

@@ -137,7 +137,7 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
     lines = []
     for key in keys:
         variant = VARIANTS[key]
-        if variant.layers_per_region > 1 and len(set(first)) > 1:
+        if variant.every > 1 and len(set(first)) > 1:
             told(f"{variant.name}: left out, because the model has layers of several kinds")
             continue
         told(variant.name)

@@ -44,14 +44,14 @@ class Counted(NamedTuple):
 
 class Variant(NamedTuple):
     """name: as tables say it. is_ours: on the converted model. recompute: its mode. bounded: within the bounded workspace.
-    layers_per_region: of convert. checkpoints: torch's activation checkpoints around layers. saves_attention: selective ones,
-    that save the result of attention. chunks: the loss in checkpointed chunks of tokens."""
+    every: layers that are one region. checkpoints: torch's activation checkpoints around layers. saves_attention: selective
+    ones, that save the result of attention. chunks: the loss in checkpointed chunks of tokens."""
 
     name: str
     is_ours: bool = False
     recompute: str = "selective"
     bounded: bool = False
-    layers_per_region: int = 1
+    every: int = 1
     checkpoints: bool = False
     saves_attention: bool = False
     chunks: bool = False
@@ -66,11 +66,11 @@ VARIANTS = {
     "ckptkern": Variant("ckptkern, default", True),
     "ckptkern-full": Variant('ckptkern, "full"', True, "full"),
     "ckptkern-bounded": Variant('ckptkern, "full", bounded', True, "full", True),
-    "ckptkern-regions": Variant("ckptkern, bounded, layers_per_region=4", True, "full", True, 4),
+    "ckptkern-every": Variant("ckptkern, bounded, every=4", True, "full", True, 4),
 }
 
 
-SLOW = ("ckptkern-regions",)  # to count: a region of 4 layers takes 12 of them
+SLOW = ("ckptkern-every",)  # to count: a region of 4 layers takes 12 of them
 
 
 class Answers(TorchDispatchMode):
@@ -147,9 +147,9 @@ def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
         forwards = list(forwards_of(model))
         for forward in forwards:
             forward.recompute = variant.recompute
-        if variant.layers_per_region > 1:
+        if variant.every > 1:
             rows = [Row(f"{name}.{i}", type(layer).__name__, "converted") for i, layer in enumerate(layers)]
-            group_layers(model, rows, variant.layers_per_region)
+            group_layers(model, rows, variant.every)
         try:
             yield Training(model, CHUNKS if variant.chunks else 1)
         finally:
@@ -202,7 +202,7 @@ def count_all(
     rates: Rates | None = None,
 ) -> Counted:
     """A step of the model with all its layers."""
-    base, more = depths(first, variant.layers_per_region)
+    base, more = depths(first, variant.every)
     with only(model, base):
         found = less = count(model, variant, batch, tokens, size, rates)
     for some, times in more:
