@@ -1,8 +1,7 @@
-"""Defines drop-in modules with the constructor, parameter names, layout and initialisation of the torch.nn modules that
-they replace.
+"""Defines drop-in modules with the constructor, parameter names, layout and initialisation of torch.nn's class of the same
+name, and a few that have none there: MLP, GatedMLP, LinearStack, LayerStack, Experts and Llama's layers.
 
-Their state_dict equals that of torch's module. A layer's argument `recompute` is the recompute mode of the op that it
-calls.
+A layer's argument `recompute` is the recompute mode of the op that it calls.
 """
 
 import torch

@@ -12,8 +12,7 @@ from .. import eager, ops
 from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
-from .parts import check_linear, same_activation
-from .share import check_kind, refuse, share
+from .share import check_kind, share
 from .unmodified import composed, dense, unmodified
 
 
@@ -98,25 +97,6 @@ class LinearStack(torch.nn.Module):
             torch.nn.Linear(k, n, bias, device, dtype) for k, n in itertools.pairwise(features)
         )
         self.activation, self.recompute, self.workspace = activation, recompute, workspace
-
-    @classmethod
-    def from_torch(
-        cls,
-        module: torch.nn.Sequential,
-        recompute: str = "full",
-        workspace: int | str | None = None,
-    ) -> LinearStack:
-        """Returns a drop-in replacement of nn.Sequential(Linear, activation, Linear, activation, ...), with one
-        activation, that shares its layers."""
-        check_kind(cls, module, torch.nn.Sequential)
-        if len(module) < 2 or len(module) % 2:
-            refuse(cls, module, "is not Linear, activation, Linear, activation, ...")
-        layers = check_linear(cls, module, *list(module._modules)[::2])
-        name = same_activation(cls, [*module][1::2])
-        check_options(cls.__name__, name, recompute)
-        parse_bytes(cls.__name__, workspace)
-        parts = {"layers": torch.nn.ModuleList(layers).train(module.training)}
-        return share(cls, module, _modules=parts, activation=name, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self.layers)

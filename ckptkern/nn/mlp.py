@@ -9,8 +9,6 @@ from .. import eager, ops
 from ..ops.dispatch.checks import check_count, check_options
 from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
-from .parts import check_linear, dropout_in, same_activation
-from .share import check_kind, refuse, share
 from .unmodified import composed, unmodified
 
 
@@ -51,26 +49,6 @@ class MLP(torch.nn.Module):
         self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
         self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
-
-    @classmethod
-    def from_torch(
-        cls,
-        module: torch.nn.Sequential,
-        recompute: str = "full",
-        workspace: int | str | None = None,
-    ) -> MLP:
-        """Returns a drop-in replacement of nn.Sequential(Linear, activation, Linear), or with a Dropout before the
-        last, that shares its layers."""
-        check_kind(cls, module, torch.nn.Sequential)
-        if len(module) not in (3, 4):
-            refuse(cls, module, "must be Linear, activation, Linear, with at most one Dropout before the last")
-        names = list(module._modules)
-        fc1, fc2 = check_linear(cls, module, names[0], names[-1])
-        name, p = same_activation(cls, [module[1]]), dropout_in(cls, module, module[2]) if len(module) == 4 else 0.0
-        check_options(cls.__name__, name, recompute, p)
-        parse_bytes(cls.__name__, workspace)
-        parts = {"fc1": fc1, "fc2": fc2}
-        return share(cls, module, _modules=parts, activation=name, dropout=p, recompute=recompute, workspace=workspace)
 
     def forward(self, input: Tensor) -> Tensor:
         if not unmodified(torch.nn.Linear, self.fc1, self.fc2):

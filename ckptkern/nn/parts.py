@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from .activations import Activation, activation_of
 from .share import refuse
-from .unmodified import DROPOUT, untouched
 
 
 def check_parts(cls: type, module: torch.nn.Module, known: tuple[str, ...]) -> None:
@@ -21,22 +18,6 @@ def check_parts(cls: type, module: torch.nn.Module, known: tuple[str, ...]) -> N
         refuse(cls, module, "has a forward set on the instance")
 
 
-def check_linear(cls: type, module: torch.nn.Module, *names: str) -> list[torch.nn.Linear]:
-    """The submodules of these names. Raises TypeError unless they are nn.Linear."""
-    for name in names:
-        if not isinstance(module._modules[name], torch.nn.Linear):
-            refuse(cls, module, f"has a {name} that is not an nn.Linear: {type(module._modules[name]).__name__}")
-    return [module._modules[name] for name in names]
-
-
-def same_activation(cls: type, activations: list[Callable]) -> str:
-    """The one name of all of them."""
-    names = {activation_of(cls.__name__, one) for one in activations}
-    if len(names) != 1:
-        raise TypeError(f"{cls.__name__}: its layers share one activation, but there are {', '.join(sorted(names))}")
-    return names.pop()
-
-
 def activation_in(cls: type, module: torch.nn.Module, activation: Activation | None) -> str:
     """The name of the given activation, or of the one that Hugging Face's modules have as `act_fn`."""
     for name in ("act_fn", "activation", "activation_fn"):
@@ -44,14 +25,3 @@ def activation_in(cls: type, module: torch.nn.Module, activation: Activation | N
     if activation is None:
         refuse(cls, module, "has no act_fn; pass its activation")
     return activation_of(cls.__name__, activation)  # type: ignore[arg-type]
-
-
-def dropout_in(cls: type, owner: torch.nn.Module, dropout: torch.nn.Module) -> float:
-    """The probability of a dropout module that a number can stand for."""
-    if type(dropout) not in DROPOUT or not untouched(dropout) or dropout.training != owner.training:
-        refuse(
-            cls,
-            owner,
-            f"has a {type(dropout).__name__} that is not an unmodified nn.Dropout in the module's training mode",
-        )
-    return dropout.p

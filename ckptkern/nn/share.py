@@ -11,12 +11,8 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 def share(cls: type[Module], module: torch.nn.Module, **own: Any) -> Module:
     """A `cls` with the module's parameters, buffers, hooks and settings. own: what it has instead of the module's."""
-    one, parts = cls.__new__(cls), own.pop("_modules", module._modules)
-    place = {
-        name: i for i, name in enumerate(module._modules)
-    }  # parameters keep their order, which optimizers count by
-    parts = {name: parts[name] for name in sorted(parts, key=lambda name: place.get(name, len(place)))}
-    one.__dict__.update({**module.__dict__, "_modules": parts, **own})
+    one = cls.__new__(cls)
+    one.__dict__.update({**module.__dict__, "_modules": dict(module._modules), **own})
     return one
 
 

@@ -14,15 +14,13 @@ def fc(n=E, k=E):
     return nn.Linear(k, n)
 
 
-CASES = {  # a module, and has ours its state_dict's keys?
-    "Linear": (fc, True),
-    "Dropout": (lambda: nn.Dropout(0.0), True),
-    "Sequential": (lambda: nn.Sequential(fc(), nn.Tanh(), fc(), nn.LayerNorm(E)), True),
-    "LinearStack": (lambda: nn.Sequential(fc(20), nn.SiLU(), fc(E, 20), nn.SiLU()), False),
-    "MLP": (lambda: nn.Sequential(fc(20), nn.GELU("tanh"), nn.Dropout(0.0), fc(E, 20)), False),
-    "MultiheadAttention": (lambda: theirs_of("MultiheadAttention"), True),
-    "TransformerEncoderLayer": (lambda: theirs_of("TransformerEncoderLayer", norm_first=True), True),
-    "TransformerDecoderLayer": (lambda: theirs_of("TransformerDecoderLayer", activation=F.gelu), True),
+CASES = {
+    "Linear": fc,
+    "Dropout": lambda: nn.Dropout(0.0),
+    "Sequential": lambda: nn.Sequential(fc(), nn.Tanh(), fc(), nn.LayerNorm(E)),
+    "MultiheadAttention": lambda: theirs_of("MultiheadAttention"),
+    "TransformerEncoderLayer": lambda: theirs_of("TransformerEncoderLayer", norm_first=True),
+    "TransformerDecoderLayer": lambda: theirs_of("TransformerDecoderLayer", activation=F.gelu),
 }
 
 
@@ -33,16 +31,15 @@ def step_of(module):
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_and_parameters_are_the_modules(name):
-    """The module itself is as it was; its hooks are shared."""
-    make, same_keys = CASES[name]
-    cls, module, calls = getattr(ours, name), make(), []
+    """The module itself is as it was; its hooks are shared, and keys of state_dict are its."""
+    cls, module, calls = getattr(ours, name), CASES[name](), []
     children, parameters = dict(module.named_modules()), [*module.parameters()]
     expected = step_of(module)
     module.register_forward_hook(lambda *_: calls.append(None))
     other = cls.from_torch(module)
     assert type(other) is cls
-    assert {id(p) for p in other.parameters()} == {id(p) for p in parameters}
-    assert not same_keys or list(other.state_dict()) == list(module.state_dict())
+    assert [id(p) for p in other.parameters()] == [id(p) for p in parameters], "an optimizer counts by their order"
+    assert list(other.state_dict()) == list(module.state_dict())
     assert children == dict(module.named_modules())
     torch.testing.assert_close(step_of(other), expected, rtol=1e-4, atol=1e-5)
     assert calls == [None]
@@ -57,8 +54,6 @@ def test_results_and_parameters_are_the_modules(name):
 
 def test_settings():
     """Returns those of the module and of its parts, and those that from_torch is given."""
-    mlp = ours.MLP.from_torch(nn.Sequential(fc(), nn.SiLU(), nn.Dropout(0.25), fc()), "none", "1MiB")
-    assert (mlp.activation, mlp.dropout, mlp.recompute, mlp.workspace) == ("silu", 0.25, "none", "1MiB")
     theirs = nn.TransformerEncoderLayer(E, H, 20, 0.5)
     theirs.dropout.p = 0.25
     layer = ours.TransformerEncoderLayer.from_torch(theirs, "full")
@@ -75,20 +70,7 @@ class Own(nn.Linear):
     pass
 
 
-REFUSED = {
-    "must be a torch.nn.Linear, not Own": (ours.Linear, [Own(E, E)]),
-    "not ParametrizedLinear": (ours.Linear, [parametrizations.weight_norm(fc())]),
-    "is not Linear, activation, Linear, activation": (ours.LinearStack, [fc(), nn.ReLU(), fc()]),
-    "share one activation, but there are relu, silu": (ours.LinearStack, [fc(), nn.ReLU(), fc(), nn.SiLU()]),
-    "has a 3 that is not an nn.Linear: Dropout": (ours.MLP, [fc(), nn.ReLU(), fc(), nn.Dropout()]),
-    "ReLU that is not an unmodified": (ours.MLP, [fc(), nn.ReLU(), nn.ReLU(), fc()]),
-    "training mode": (ours.MLP, [fc(), nn.ReLU(), nn.Dropout().eval(), fc()]),
-    r"activation must be one of .* which Tanh\(\) does not": (ours.MLP, [fc(), nn.Tanh(), fc()]),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_refused(message):
-    cls, parts = REFUSED[message]
-    with pytest.raises((TypeError, ValueError), match=rf"^{cls.__name__}: .*{message}"):
-        cls.from_torch(parts[0] if len(parts) == 1 else nn.Sequential(*parts))
+def test_what_is_refused():
+    for module in (Own(E, E), parametrizations.weight_norm(fc())):
+        with pytest.raises(TypeError, match=f"^Linear: module must be a torch.nn.Linear, not {type(module).__name__}"):
+            ours.Linear.from_torch(module)
