@@ -1,4 +1,4 @@
-"""Chooses which layers of a list become segments (a count, √L, every k-th, a bound in bytes, names) and runs them."""
+"""Chooses which layers of a list become segments (a count, √L, every k, a bound in bytes, names) and runs them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
                    backward comes first (torch's own rule)
       "sqrt"       round(√L) segments, as even as possible, the last one run as it is: the least memory for one more
                    forward pass (Chen et al., arXiv:1604.06174)
-      "every 3"    the first, fourth, ... layer, each a segment of its own
+      "every 3"    segments of three layers in a row, as `every=3` of convert and LayerStack; the last may be shorter
       "2GiB"       recomputes the fewest layers, those that save most first, so that at most this is saved for backward.
                    `input` gives shapes and dtypes: the layers are traced on fake tensors, and nothing is computed
       "block*"     layers whose name matches (fnmatch), each a segment of its own; names are those of the
@@ -74,7 +74,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         step = int(every[1])
         if step < 1:
             raise ValueError(f"segments must be 'every k' with k at least 1, but is {segments!r}")
-        return _alone([i % step == 0 for i in range(count)])
+        return [Part(i, min(i + step, count), True) for i in range(0, count, step)]
     if isinstance(segments, str) and (budget := parse_size(segments)) is not None:
         if input is None:
             raise ValueError(f"segments={segments!r} is a bound in bytes, which needs an input to measure with")

@@ -39,7 +39,7 @@ def shown(parts):
     (2, "[01]234"),  # what is left over goes to the last, as in torch
     (5, "[0][1][2][3]4"),
     ("every 1", "[0][1][2][3][4]"),
-    ("every 3", "[0]12[3]4"),
+    ("every 3", "[012][34]"),
     ("[13]", "0[1]2[3]4"),
     (lambda name, layer: name == "4" and isinstance(layer, nn.Module), "0123[4]"),
 ])  # fmt: skip
@@ -84,7 +84,7 @@ def saved(model, function, x):
 
 # strategy, and what it saves in tensors of the layers' width: x, and what layers outside of segments save, a ReLU each
 STRATEGIES = [
-    (1, DEPTH + 1), (3, 2 + 5), (DEPTH, DEPTH + 1), ("sqrt", 2 + 5), ("every 1", DEPTH), ("every 2", DEPTH + 1),
+    (1, DEPTH + 1), (3, 2 + 5), (DEPTH, DEPTH + 1), ("sqrt", 2 + 5), ("every 1", DEPTH), ("every 2", (DEPTH + 1) // 2),
     ("[0-9]", 10 + 3), ("5KiB", None), ("13KiB", None), ("1GiB", DEPTH + 1),
 ]  # fmt: skip
 
