@@ -39,7 +39,7 @@ def example(function: Callable[[], Example]) -> Callable[[], Example]:
 
 @example
 def deep_net() -> Example:
-    """Linear, LayerNorm, ReLU, 24 times: every second layer is a segment. (Without the norm that would save nothing.)"""
+    """Linear, LayerNorm, ReLU, 24 times, in regions of two."""
     layers = [nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.ReLU()) for _ in range(24)]
     model = nn.Sequential(*layers)
     return Example(model, lambda model, x: checkpoint_sequential(model, "every 2", x), torch.randn(256, 128))
