@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError
 
 from ..nn.unmodified import runs_class_forward
 from ..segments.decisions import decides
@@ -96,10 +95,10 @@ class Around:
             left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
             return found, [*left, *settings(self.module)]
 
-    def check(self, made: General) -> float:
-        """The largest relative error of a training step with this checkpoint. Raises Unreadable if it gives or leaves something
-        else than without."""
-        (theirs, left), (ours, found) = self.step(self.module.forward), self.step(made)
+    def check(self, made: General, wanted: tuple[list[Tensor | None], list[Any]] | None = None) -> float:
+        """Returns the largest relative error of a training step with this checkpoint. wanted: what `step` returns without it.
+        Raises Unreadable if it gives or leaves something else."""
+        (theirs, left), (ours, found) = wanted or self.step(self.module.forward), self.step(made)
         error = difference(ours, theirs)
         if not error <= TOLERANCE:
             raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
@@ -142,13 +141,20 @@ def around(module: nn.Module, calls: list[Call]) -> Around | None:
 
 
 def error_of(made: General, calls: list[Call]) -> float | None:
-    """Returns the error of a checkpoint that need not save less; None if it cannot be tried. Raises Unreadable if wrong."""
+    """Returns the error of a checkpoint that need not save less; None if the layer itself cannot be tried. Raises Unreadable if
+    the checkpoint is wrong."""
     layer = None if holds_sharded(made.module) else around(made.module, calls)
+    if layer is None:
+        return None
     try:
-        return None if layer is None else layer.check(made)
-    except CheckpointError as problem:
-        raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
+        wanted = layer.step(made.module.forward)
     except Unreadable:
         raise
     except Exception:  # whatever a forward makes of random parameters
         return None
+    try:
+        return layer.check(made, wanted)
+    except Unreadable:
+        raise
+    except Exception as problem:
+        raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
