@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
+from ckptkern.conversion.binding import General
 from ckptkern.conversion.protection import unmoved
 from ckptkern.memory import saved_tensors
 from ckptkern.planning.live import loss_of, step_of
@@ -55,6 +56,8 @@ def test_it_takes_no_more_than_gradient_checkpointing_of_each_block(name):
     for taken, least in zip(memory_of(ours, call), memory_of(theirs, call), strict=True):
         assert taken <= 1.05 * least, str(conversion)
     assert conversion.calls["original"] == 0
+    checkpoints = [m for m in ours.modules() if type(m.__dict__.get("forward")) is General]
+    assert not any(m in outer.modules() for outer in checkpoints for m in checkpoints if m is not outer)
     assert list(ours.state_dict()) == keys
     for other in (copy.deepcopy(ours), ours):
         torch.testing.assert_close(step(other, call), step(copy.deepcopy(eager), call), **TOLERANCE)

@@ -193,4 +193,32 @@ CONVERSION = [
         "True",
         ("tests/conversion/test_convert.py -k does_not_run",),
     ),
+    Fault(
+        "blocks: one whose input is written into is taken",
+        "ckptkern/conversion/blocks.py",
+        "return «self.is_read_only and» self.size >=",
+        "",
+        ("tests/conversion/test_blocks.py -k in_place",),
+    ),
+    Fault(
+        "blocks: what a checkpoint recomputes counts as saved",
+        "ckptkern/conversion/blocks.py",
+        "height, done = «before», cut.stop",
+        "height",
+        ("tests/conversion/test_blocks.py",),
+    ),
+    Fault(
+        "blocks: a part of a larger checkpoint stays one of its own",
+        "ckptkern/conversion/convert.py",
+        "if «module not in changed»:",
+        "True",
+        ("tests/conversion/test_blocks.py",),
+    ),
+    Fault(
+        "a step's loss: the first of the results",
+        "ckptkern/planning/live.py",
+        "return «[one for one in tensors if one.dim() == 0] or» tensors",
+        "",
+        ("tests/planning/test_loss.py",),
+    ),
 ]
