@@ -173,6 +173,7 @@ def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: di
         return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
 
     theirs, best = results(original, flat, trained, parameters), math.inf
+    reason = f"the numbers of {reading.op} are not finite"
     for arguments in reading.candidates():
         segment = Segment(module, reading.op, arguments, reading.x, logits_of=reading.logits_of)
 
