@@ -22,7 +22,10 @@ from ... import ops
 from ...conversion.groups import group_layers
 from ...conversion.report import Row
 from ...ops.dispatch.choices import workspace
+from ...extras import missing
 from ...planning.live import Step, step_of
+from ...planning.timing import RATES
+from ..compiling import Chip, meta_as_on
 from . import liger
 from .model import forwards_of, layers_of, only
 
@@ -176,10 +179,27 @@ def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
                 forward.group = None
 
 
-def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int) -> Counted:
-    """A step of the model as it is. size: bytes of the workspace."""
+CHIPS = {"h200": (90, 132, 232448), "h100": (90, 132, 232448), "a100": (80, 108, 166912)}
+
+
+def on(gpu: str | None) -> contextlib.AbstractContextManager:
+    """Lets ckptkern's ops allocate as their kernels on this GPU do; without one, or without Triton, as with PyTorch's ops."""
+    if gpu is None or missing("triton"):
+        return contextlib.nullcontext()
+    return meta_as_on(Chip(*CHIPS[gpu], RATES[gpu].memory), lambda kernel, grid, args, kwargs: None)
+
+
+def count(
+    model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None
+) -> Counted:
+    """A step of the model as it is. size: bytes of the workspace. gpu: whose kernels ckptkern's ops run; None: PyTorch's ops."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device=META)
-    with prepared(model, variant) as training, fused_attention(), workspace(size), Answers(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        training = stack.enter_context(prepared(model, variant))
+        if variant.is_ours:
+            stack.enter_context(on(gpu))
+        for context in (fused_attention(), workspace(size), Answers(), warnings.catch_warnings()):
+            stack.enter_context(context)
         warnings.simplefilter("ignore")
         layers = layers_of(model)[1]
         ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
@@ -213,15 +233,15 @@ def depths(first: Sequence[int], unit: int) -> tuple[list[int], list[tuple[list[
 
 
 def count_all(
-    model: nn.Module, first: Sequence[int], variant: Variant, batch: int, tokens: int, size: int
+    model: nn.Module, first: Sequence[int], variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None
 ) -> Counted:
     """A step of the model with all its layers."""
     base, more = depths(first, variant.every)
     with only(model, base):
-        found = less = count(model, variant, batch, tokens, size)
+        found = less = count(model, variant, batch, tokens, size, gpu)
     for some, times in more:
         with only(model, [*base, *some]):
-            found = found.plus(times, count(model, variant, batch, tokens, size), less)
+            found = found.plus(times, count(model, variant, batch, tokens, size, gpu), less)
     return found
 
 
