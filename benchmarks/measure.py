@@ -358,7 +358,8 @@ def _measure(
             continue
         watch = watched([row], emit) if cuda else contextlib.nullcontext()
         size = getattr(make, "workspace", None)
-        with seeded(), unmoved(model), watch, bounded(size):  # no variant checks or times the batch statistics that another one moved
+        # no variant checks or times the batch statistics that another one moved
+        with seeded(), unmoved(model), watch, bounded(size):
             step = _ready(item, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)

@@ -319,7 +319,7 @@ def test_variants_within_a_workspace_say_so_and_take_less(bench, file, tmp_path,
     """In one folder beside those of another run, of which none is measured again."""
     arguments = [*what.format(file).split(), "--modes=full"]
     before = bench(*arguments).rows
-    status, rows, printed = bench(*arguments, "--workspace=256KiB", "--resume")
+    status, rows, _ = bench(*arguments, "--workspace=256KiB", "--resume")
     assert status == 0
     assert before.items() <= rows.items()
     assert "| ckptkern full, 256 KiB |" in (tmp_path / "out" / "report.md").read_text()

@@ -18,8 +18,10 @@ from ckptkern.__main__ import main
 from ckptkern.memory import peak_memory
 from ckptkern.planning.live import gradients_as_there
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytest.importorskip("rich")
+
+from transformers import CONFIG_MAPPING
 
 from benchmarks.gpu import variants as gpu_variants
 from ckptkern.tools import estimate
@@ -51,7 +53,11 @@ LORA = models.LoRA(4, torch.float32)
 @pytest.fixture(scope="module")
 def on_meta(config):
     """(is_ours, adapters) -> the model."""
-    made = {(ours, lora): models.built(config, torch.float32, "meta", lora) for ours in (False, True) for lora in (None, LORA)}
+    made = {
+        (ours, lora): models.built(config, torch.float32, "meta", lora)
+        for ours in (False, True)
+        for lora in (None, LORA)
+    }
     for lora in (None, LORA):
         models.convert_like_narrow(made[True, lora], lora)
     return made
@@ -121,7 +127,7 @@ def test_counted_peaks_are_those_of_an_h200(name):
     """With its workspace and ckptkern's kernels, in bfloat16: those that benchmarks/results/h200 has."""
     pytest.importorskip("triton")
     model = next(one for one in gpu_variants.ON_GPU if one.name == name)
-    config = transformers.CONFIG_MAPPING[model.kind](**model.shape)
+    config = CONFIG_MAPPING[model.kind](**model.shape)
     made = {ours: models.built(config, torch.bfloat16, "meta") for ours in (False, True)}
     models.convert_like_narrow(made[True])
     first = models.kinds_of(made[False])
@@ -244,11 +250,16 @@ def test_the_command_with_adapters(tmp_path, capsys):
     """One answer over checkpointing and over Liger; gradients and states are those of the adapters."""
     file_of(tmp_path, LLAMA)
     table = tmp_path / "rows.csv"
-    given = "--tokens 128 --lora 4 --layers 2 --variants checkpoint,checkpoint-chunks,checkpoint-liger,ckptkern-full".split()
-    assert main(["estimate", str(tmp_path), *given, "--csv", str(table)]) == 0
+    keys = "checkpoint,checkpoint-chunks,checkpoint-liger,ckptkern-full"
+    given = ["--tokens=128", "--lora=4", "--layers=2", f"--variants={keys}", f"--csv={table}"]
+    assert main(["estimate", str(tmp_path), *given]) == 0
     text = capsys.readouterr().out
     assert "LoRA of rank 4 in bfloat16: 0.0 million train" in text
-    for line in ("over checkpointing, with", "over checkpointing, Liger, with", "LlamaDecoderLayer by transformer_layer"):
+    for line in (
+        "over checkpointing, with",
+        "over checkpointing, Liger, with",
+        "LlamaDecoderLayer by transformer_layer",
+    ):
         assert text.count(line) == 1
     assert text.splitlines()[-3:] == estimate.EVIDENCE.splitlines()
     (row, *_) = csv.DictReader(table.read_text().splitlines())
@@ -272,7 +283,11 @@ def test_the_command_with_adapters(tmp_path, capsys):
         (LLAMA, ("--tokens", "0"), "--tokens: wanted a positive number but got 0"),
         (LLAMA, ("--lora", "0"), "--lora: wanted a positive number but got 0"),
         (LLAMA, ("--lora-targets", "q_proj"), "--lora-targets and --lora-dtype go with --lora"),
-        (LLAMA, ("--lora", "4", "--lora-targets", "c_attn"), "--lora-targets: no linear layer .* but q_proj, k_proj, v_proj, "),
+        (
+            LLAMA,
+            ("--lora", "4", "--lora-targets", "c_attn"),
+            "--lora-targets: no linear layer .* but q_proj, k_proj, v_proj, ",
+        ),
     ],
 )
 def test_what_it_refuses(fields, options, message, tmp_path, capsys):

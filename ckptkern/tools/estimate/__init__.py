@@ -194,7 +194,8 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
         if args.lora_targets or args.lora_dtype:
             raise ValueError("--lora-targets and --lora-dtype go with --lora, the adapters' rank")
         return None
-    return LoRA(args.lora, DTYPES[args.lora_dtype or args.dtype], args.lora_targets and tuple(args.lora_targets.split(",")))
+    targets = tuple(args.lora_targets.split(",")) if args.lora_targets else None
+    return LoRA(args.lora, DTYPES[args.lora_dtype or args.dtype], targets)
 
 
 def set_layers(config: Any, layers: str) -> None:

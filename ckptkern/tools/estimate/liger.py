@@ -111,7 +111,7 @@ def fits(layers: nn.ModuleList) -> bool:
 
 
 def is_gated(module: nn.Module) -> bool:
-    return PROJECTIONS <= module._modules.keys()
+    return PROJECTIONS.issubset(module._modules)
 
 
 @contextlib.contextmanager

@@ -89,10 +89,13 @@ def adapt(model: nn.Module, lora: LoRA) -> nn.Module:
 
     name, layers = layers_of(model.requires_grad_(False))
     linear = {path: one for path, one in layers.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
-    taken = [path for path in linear if lora.targets is None or f".{path}".endswith(tuple(f".{t}" for t in lora.targets))]
+    ends = tuple(f".{target}" for target in lora.targets or ())
+    taken = [path for path in linear if lora.targets is None or f".{path}".endswith(ends)]
     if not taken:
         known = dict.fromkeys(path.rpartition(".")[2] for path in linear)
-        raise ValueError(f"--lora-targets: no linear layer of {name} is of these names, but {', '.join(known) or 'none'}")
+        raise ValueError(
+            f"--lora-targets: no linear layer of {name} is of these names, but {', '.join(known) or 'none'}"
+        )
     for path in taken:
         owner, _, last = path.rpartition(".")
         setattr(layers.get_submodule(owner), last, Adapter(linear[path], lora))
@@ -168,7 +171,7 @@ def convert_like_narrow(real: nn.Module, lora: LoRA | None = None) -> Conversion
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """For narrow matmuls: on a busy machine of two cores their threads wait for each other, and convert took 30 times as long."""
+    """Runs narrow matmuls in one thread: on two busy cores threads wait for each other, and convert took 30 times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

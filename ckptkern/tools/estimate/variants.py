@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ... import ops
 from ...conversion.groups import group_layers
 from ...conversion.report import Row
-from ...ops.dispatch.choices import workspace
 from ...extras import missing
+from ...ops.dispatch.choices import workspace
 from ...planning.live import Step, step_of
 from ...planning.timing import RATES
 from ..compiling import Chip, meta_as_on
@@ -34,8 +34,8 @@ CHUNKS = 16  # of the loss in chunks
 
 
 class Counted(NamedTuple):
-    """A step: bytes at its peak until the backward of layers begins, in that, and after it; bytes between forward and backward;
-    FLOPs of matmuls. Each of them grows by the same with each layer, which the highest of the three peaks does not."""
+    """Holds a step's bytes at the peaks until the backward of layers begins, in it, and after it, its bytes between forward and
+    backward, and FLOPs of matmuls. Each grows by the same with each layer; the highest of the peaks need not."""
 
     before: float
     layers: float
@@ -189,10 +189,9 @@ def on(gpu: str | None) -> contextlib.AbstractContextManager:
     return meta_as_on(Chip(*CHIPS[gpu], RATES[gpu].memory), lambda kernel, grid, args, kwargs: None)
 
 
-def count(
-    model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None
-) -> Counted:
-    """A step of the model as it is. size: bytes of the workspace. gpu: whose kernels ckptkern's ops run; None: PyTorch's ops."""
+def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None) -> Counted:
+    """Counts a step of the model as it is. size: bytes of the workspace. gpu: whose kernels ckptkern's ops allocate as; None:
+    PyTorch's ops, which have all matmuls."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device=META)
     with contextlib.ExitStack() as stack:
         training = stack.enter_context(prepared(model, variant))
@@ -204,15 +203,17 @@ def count(
         layers = layers_of(model)[1]
         ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
         step = step_of(training, (ids,), {}, ends, META, all_there=True)
-    return Counted(*peaks_of(step, len(ends) - 1), next(one.start for one in step.stretches if one.backward), step.live.flops)
+    saved = next(one.start for one in step.stretches if one.backward)
+    return Counted(*peaks_of(step, len(ends) - 1), saved, step.live.flops)
 
 
 def peaks_of(step: Step, last: int) -> tuple[int, int, int]:
-    """Returns the peaks before, in and after the backward of layers. last: the place of the last layer; the first one's is 0."""
+    """Returns the peaks before, in and after the backward of layers. last: the place of the last layer; 0: of the first, which
+    may have none."""
+    heights = [one.highest for one in step.stretches]
     backward = [i for i, one in enumerate(step.stretches) if one.backward and one.segment is not None]
     begin = next(i for i in backward if step.stretches[i].segment == last)
-    end = max(i for i in backward if step.stretches[i].segment == 0) + 1
-    heights = [one.highest for one in step.stretches]
+    end = max((i + 1 for i in backward if step.stretches[i].segment == 0), default=len(heights))
     return max(heights[:begin]), max(heights[begin:end]), max(heights[end:], default=0)
 
 
