@@ -15,7 +15,7 @@ import torch
 
 import ckptkern
 from ckptkern.__main__ import main
-from ckptkern.memory import peak_memory
+from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.planning.live import gradients_as_there
 
 pytest.importorskip("transformers")
@@ -25,8 +25,8 @@ from transformers import CONFIG_MAPPING
 
 from benchmarks.gpu import variants as gpu_variants
 from ckptkern.tools import estimate
+from ckptkern.tools.estimate import liger, variants
 from ckptkern.tools.estimate import model as models
-from ckptkern.tools.estimate import variants
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/results.csv"
 TOKENS, WORKSPACE = 256, 2**20
@@ -70,12 +70,17 @@ def with_peft(model):
     return peft.inject_adapter_in_model(given, model).train()
 
 
+def quiet(monkeypatch):
+    """Liger's kernels launch nothing."""
+    kernel = importlib.import_module("liger_kernel.ops.rms_norm")._rms_norm_forward_kernel
+    monkeypatch.setattr(type(kernel), "run", lambda self, *args, **kwargs: None)
+
+
 @contextlib.contextmanager
 def as_liger(model, monkeypatch):
     """Liger's own modules and functions, whose kernels launch nothing."""
     patching = pytest.importorskip("liger_kernel.transformers.monkey_patch")
-    kernel = importlib.import_module("liger_kernel.ops.rms_norm")._rms_norm_forward_kernel
-    monkeypatch.setattr(type(kernel), "run", lambda self, *args, **kwargs: None)
+    quiet(monkeypatch)
     with mock.patch.dict(vars(sys.modules[type(model).__module__])):
         patching._apply_liger_kernel_to_instance(model=model)
         yield lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -113,6 +118,46 @@ def test_counted_peaks_are_measured_ones(key, lora, config, on_meta, monkeypatch
             step(ids).backward()
     assert abs(counted.peak - peak.bytes) < 0.05 * peak.bytes
     assert not models.original_of(on_meta[True, lora])
+
+
+def heads(x):
+    return (x * 1).transpose(1, 2)
+
+
+WEIGHT, TABLE, HEAD = torch.ones(32), torch.ones(1, 64, 32), torch.ones(4000, 32, requires_grad=True)
+FUNCTIONS = {  # ours: the module and the name of Liger's, and a call
+    "RMSNorm": ("rms_norm", "LigerRMSNormFunction", lambda f, x, ours: f(x, WEIGHT, True if ours else 1e-6)),
+    "GatedMLP": ("swiglu", "LigerSiLUMulFunction", lambda f, x, ours: f(x * 1, x * 1)),
+    "Rotary": ("rope", "LigerRopeFunction", lambda f, x, ours: sum(f(heads(x), heads(x), TABLE, TABLE))),
+    "Loss": (
+        "fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction",
+        lambda f, x, ours: f(x.view(256, 32), HEAD, torch.arange(256)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_each_function_allocates_as_liger_s(name, monkeypatch):
+    """In forward and backward. Liger's loss has a chunk's gradients of x beside, on a CPU."""
+    module, function, call = FUNCTIONS[name]
+    theirs = getattr(pytest.importorskip(f"liger_kernel.ops.{module}"), function)
+    quiet(monkeypatch)
+    x, found = torch.ones(1, 64, 4, 32, requires_grad=True), []
+    for one in (getattr(liger, name), theirs):
+
+        def run(one=one):
+            y = call(one.apply, x, one is not theirs)
+            return y[0] if isinstance(y, tuple) else y
+
+        dy = torch.ones_like(run())
+        run().backward(dy)
+        with saved_tensors() as saved:
+            y = run()
+        del y
+        with peak_memory("cpu") as peak:
+            run().backward(dy)
+        found.append((saved.bytes, peak.bytes))
+    assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
 MEASURED = {
