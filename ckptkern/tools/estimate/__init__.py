@@ -66,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a config.json, or a folder that has one")
     parser.add_argument("--tokens", type=int, default=8192, help="length of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--gpu", choices=RATES, default="h100", help="whose memory (default: %(default)s)")
+    parser.add_argument(
+        "--gpu",
+        choices=RATES,
+        default="h100",
+        help="whose memory, and as whose kernels ckptkern's ops allocate (default: %(default)s)",
+    )
     parser.add_argument("--memory", help="of a GPU, such as 80GiB (default: what PyTorch reports of the GPU)")
     parser.add_argument("--layers", default="auto", help="how many the model has (default: auto, the configuration's)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
