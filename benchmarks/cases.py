@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..conversion.protection import seeded, unmoved
+from ..memory import format_size, parse_size
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from .baselines import (
     Function,
@@ -80,6 +81,7 @@ class Case:
     host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
     dtype    None: the device's own, of DTYPES
     given    (device, dtype or None) -> (model, x): what is measured in place of a model of the size and random numbers
+    workspace   bytes, in which variants of ckptkern run that have none of their own; their names then say it
     """
 
     name: str
@@ -94,6 +96,7 @@ class Case:
     host: bool = False
     dtype: torch.dtype | None = None
     given: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]] | None = None
+    workspace: int | None = None
 
 
 class Item(NamedTuple):
@@ -157,8 +160,28 @@ def variants(case: Case) -> dict[str, Maker]:
     found: dict[str, Maker] = {EAGER: eager, CHECKPOINT: functools.partial(_checkpoint, False)}
     for mode in case.modes:
         found[f"ckptkern {mode}".strip()] = lambda model, x, mode=mode: case.ours(model, mode)
-    # last, because a run may end within a case
-    return {**found, **case.baselines, REENTRANT: functools.partial(_checkpoint, True)}
+    found |= case.baselines
+    if case.workspace:
+        found = dict(_within(case.workspace, name, make) for name, make in found.items())
+    return {**found, REENTRANT: functools.partial(_checkpoint, True)}  # last, because a run may end within a case
+
+
+class Within(NamedTuple):
+    """A maker of a variant whose forward and backward run within a workspace, in bytes."""
+
+    workspace: int
+    make: Maker
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Function:
+        return self.make(model, x)
+
+
+def _within(size: int, name: str, make: Maker) -> tuple[str, Maker]:
+    """Returns the name with the size and the maker within it; as they are if not ckptkern's, or with a size of its own."""
+    if not name.startswith("ckptkern") or ", " in name:
+        return name, make
+    text = format_size(size)
+    return f"{name}, {text if parse_size(text) == size else f'{size} bytes'}", Within(size, make)
 
 
 def compiled_variants(case: Case, names: Collection[str]) -> dict[str, Maker]:

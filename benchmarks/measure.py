@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..conversion.protection import seeded, unmoved
 from ..memory import peak_memory, saved_tensors
+from ..ops.dispatch.choices import workspace
 from ..planning.timing import cache_of, captured, copies
 from ..tools.selftest import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
@@ -356,14 +357,16 @@ def _measure(
             emit(row)
             continue
         watch = watched([row], emit) if cuda else contextlib.nullcontext()
-        with seeded(), unmoved(model), watch:  # no variant checks or times the batch statistics that another one moved
+        size = getattr(make, "workspace", None)
+        # no variant checks or times the batch statistics that another one moved
+        with seeded(), unmoved(model), watch, bounded(size):
             step = _ready(item, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)
             if cuda and row.status == "failed":
                 raise_if_lost([row], emit)
         else:
-            rows[name], steps[name] = row, step
+            rows[name], steps[name] = row, functools.partial(_stepped, size, step) if size else step
             emit(dataclasses.replace(row, status="checked"))
     del checker
     model.train()
@@ -387,6 +390,17 @@ def _measure(
         raise_if_lost(others, emit)
     if cuda and not item.case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
         _time_graphs({name: steps[name] for name in times}, rows, rounds, emit)
+
+
+def bounded(size: int | None) -> contextlib.AbstractContextManager:
+    """Returns the workspace of so many bytes; None leaves the one that is set."""
+    return workspace(size) if size else contextlib.nullcontext()
+
+
+def _stepped(size: int, step: Step, index: int) -> None:
+    """Runs a step within a workspace."""
+    with workspace(size):
+        step(index)
 
 
 def _ready(

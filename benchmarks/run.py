@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..ops.dispatch.choices import parse_bytes
 from ..tools import env
 from . import cases, compare, forecast, measure, micro, own, published, report
 
@@ -237,6 +238,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(FLOATS), help="(default: bf16 on a GPU, fp32 on a CPU; --case: the module's)"
     )
     parser.add_argument(
+        "--workspace",
+        metavar="SIZE",
+        help="such as 64MiB, in which ckptkern's variants run; their names then end in it (default: the device's)",
+    )
+    parser.add_argument(
         "--compare",
         type=Path,
         metavar="OLD.csv",
@@ -402,7 +408,11 @@ def main(args: argparse.Namespace) -> int:
     try:
         if args.rounds < 1:
             raise ValueError(f"--rounds: wanted at least 1 but got {args.rounds}")
-        found = with_baselines(chosen(args, device), args.baseline)
+        size = parse_bytes("--workspace", args.workspace)
+        found = [
+            item._replace(case=dataclasses.replace(item.case, workspace=size))
+            for item in with_baselines(chosen(args, device), args.baseline)
+        ]
         old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
     except ValueError as error:
         say(f"ckptkern bench: {error}")
@@ -425,6 +435,7 @@ def run(
     """Measures the items and writes the folder; main's exit status."""
     out = args.out or (OWN_RESULTS if args.op or args.case else DEFAULT_RESULTS) / device_name(device)
     settings = {"rounds": args.rounds, "cases": args.op or args.case or args.cases, "compile": [*compilers]}
+    settings["workspace"] = args.workspace
     found = {"device": device_name(device), "settings": settings, **environment(device)}
     found["warning"] = env.load_warning(1 if device.type == "cuda" else torch.get_num_threads())
     minutes = args.budget_minutes if args.budget_minutes is not None else MINUTES[device.type]

@@ -24,11 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.codegen.sass import ATTENTION, MATMULS
 from ckptkern.benchmarks.cases import DTYPES, Item, Maker
 from ckptkern.memory import saved_tensors
-from ckptkern.ops.attention import core as attention_core
-from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.registration import across as _across
-from ckptkern.ops.registration import functions as _functions
-from ckptkern.tools.compiling import instead_of_launches
+from ckptkern.tools.compiling import meta_as_on
 
 from .rates import GPU
 
@@ -321,20 +317,12 @@ def _without_graph(argument):
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 
-def _always(answer):
-    """A function that holds no argument, as a Mock would."""
-    return lambda *args, **kwargs: answer
-
-
 @contextlib.contextmanager
 def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
     """Inside, meta tensors pass for tensors of that GPU: ops choose backend, tiles and chunks as there. Yields the launches.
 
     kernels: also Triton's, whose arguments the list then holds.
     """
-    from ckptkern import triton_kernels  # noqa: F401  (patched below: has to be there)
-    from ckptkern.triton_kernels import attention, persistent
-
     log: list[Launch] = []
 
     def caught(kernel, grid, args, kwargs) -> None:
@@ -353,19 +341,8 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         log.append(Launch(f"_fused_rms_norm {'x'.join(map(str, x.shape))}", "norm", 0, _touched((x, x, weight))))
         return FusedRMSNorm.apply(x, list(normalized_shape), weight)
 
-    _choices._impl.cache_clear()  # of another GPU
     patches = [
-        instead_of_launches(caught, gpu.arch),
-        mock.patch.object(Tensor, "is_cuda", property(lambda t: t.is_meta), create=True),
-        mock.patch.object(torch.cuda, "get_device_capability", _always(gpu.capability)),
-        mock.patch.object(attention, "shared_memory_of", _always(gpu.block_shared)),
-        mock.patch.object(persistent, "sms_of", _always(gpu.sms)),
-        mock.patch.object(_choices, "_device_reason", _always(None)),
-        mock.patch.object(_choices, "_device_workspace", _always(gpu.memory // 32)),
-        mock.patch.object(attention_core, "_accepts", _always(True)),
-        mock.patch.object(_functions, "DISPATCHED", 0),  # so that op bodies run, not their fakes
-        mock.patch.object(_across, "DISPATCHED", 0),
-        mock.patch.object(_functions, "_OBSERVED", 0),
+        meta_as_on(gpu, caught),
         # waited for at its first use; on meta tensors torch makes a plain tensor of it
         mock.patch.object(_functional_collectives, "_maybe_wrap_tensor", AsyncCollectiveTensor),
         mock.patch.object(F, "scaled_dot_product_attention", sdpa),
@@ -373,7 +350,6 @@ def as_on(gpu: GPU, kernels: bool = True) -> Iterator[list[Launch]]:
         mock.patch.object(F, "dropout", dropout),
     ]
     with contextlib.ExitStack() as stack:
-        stack.callback(_choices._impl.cache_clear)
         for patch in patches:
             stack.enter_context(patch)
         with _Log(log):

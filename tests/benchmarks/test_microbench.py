@@ -1,8 +1,11 @@
 """``python -m ckptkern bench --op``, ``--case`` and ``--compare``."""
 
 import argparse
+import dataclasses
+import functools
 import importlib.util
 import itertools
+import json
 import re
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from ckptkern.benchmarks import baselines, cases, compare, forecast, measure, micro, models, own
 from ckptkern.ops import catalog
+from ckptkern.ops.dispatch.choices import choose_workspace
 
 CPU = torch.device("cpu")
 # Sizes that take no time and that no default has; of tokens 24, in sequences of 12.
@@ -127,6 +131,7 @@ def test_an_op_from_the_command_line(bench, tmp_path):
             "0 s of the budget are left: raise --budget-minutes, or take smaller",
         ),
         ("--op mlp --compare nowhere.csv", "--compare: cannot read nowhere.csv"),
+        ("--op mlp --workspace much", "--workspace: workspace must be a positive number of bytes"),
     ],
 )
 def test_what_is_wrong_is_said(bench, arguments, message, tmp_path):
@@ -259,6 +264,9 @@ class Reads(nn.Linear):
 def reads():
     return Reads(8, 8), torch.randn(4, 8)
 
+def wide():
+    return nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32)), torch.randn(512, 32)
+
 def own_dispatch():
     return nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)), torch.randn(4, 2, 3)
 """
@@ -302,6 +310,52 @@ def test_a_function_of_ones_own_is_a_variant(bench, file):
     assert status == 0
     assert {name: rows[f"your {name}"]["status"] for name in expected} == expected
     assert "FUNCTION must return what is called as the model is, not NoneType" in rows["your nothing"]["note"]
+
+
+@pytest.mark.parametrize(
+    "what", ["--op=mlp --features=32 --hidden=512 --tokens=512", "--case={}:wide", "--cases=^mlp-relu/d128"]
+)
+def test_variants_within_a_workspace_say_so_and_take_less(bench, file, tmp_path, what):
+    """In one folder beside those of another run, of which none is measured again."""
+    arguments = [*what.format(file).split(), "--modes=full"]
+    before = bench(*arguments).rows
+    status, rows, _ = bench(*arguments, "--workspace=256KiB", "--resume")
+    assert status == 0
+    assert before.items() <= rows.items()
+    assert "| ckptkern full, 256 KiB |" in (tmp_path / "out" / "report.md").read_text()
+    assert json.loads((tmp_path / "out" / "env.json").read_text())["settings"]["workspace"] == "256KiB"
+    default, less = (int(rows[f"ckptkern full{size}"]["peak_bytes"]) for size in ("", ", 256 KiB"))
+    assert less < 0.8 * default
+    assert rows.keys() - before.keys() <= {"ckptkern full, 256 KiB", "ckptkern checkpoint, 256 KiB"}
+
+
+def test_a_workspace_is_there_in_forward_and_backward():
+    """Of each variant of ckptkern that has none of its own; PyTorch's and a user's keep the one that is set."""
+    asked = {}
+
+    def asks(name, model, x):
+        def ask(*_):
+            asked[name].append(choose_workspace("here", None, x))
+
+        def function(x):
+            ask()
+            y = model(x)
+            y.register_hook(ask)
+            return y
+
+        asked[name] = []
+        return function
+
+    names = ("ckptkern other", "ckptkern full, 1 MiB", "your own")
+    made = sized("mlp")
+    baselines = {name: functools.partial(asks, name) for name in names}
+    made = made._replace(case=dataclasses.replace(made.case, baselines=baselines, modes=(), workspace=1000001))
+    makers = cases.variants(made.case)
+    assert [*makers][2:5] == ["ckptkern other, 1000001 bytes", *names[1:]]
+    measure.measure(made, makers, CPU, lambda row: None, rounds=1)
+    assert {name: set(sizes) for name, sizes in asked.items() if len(sizes) > 4} == {
+        name: {1000001 if name == names[0] else choose_workspace("here", None, torch.ones(1))} for name in names
+    }
 
 
 def test_what_a_case_needs_is_counted_beforehand(file):

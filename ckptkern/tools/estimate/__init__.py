@@ -8,13 +8,17 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ...extras import missing
-from ...memory import format_size, parse_size, three_digits
-from ...planning.timing import RATES, Rates
+from ...memory import format_size, parse_size
+from ...planning.timing import RATES
+
+if TYPE_CHECKING:
+    from .model import LoRA
 
 HELP = """\
 CONFIG is a config.json of transformers, or a folder that has one. Nothing is
@@ -24,21 +28,33 @@ its layers run there in each variant, and what their ops allocate is counted.
   peak     of a step, above parameters, gradients and optimizer's states
   all      with these, of which each of --ranks GPUs has an equal shard
   saved    what is there between forward and backward
-  time >=  the least that FLOPs of matmuls and bytes of kernels allow on that
-           GPU, with an op of ckptkern as one kernel: estimated, not measured.
-           Real kernels take longer, ckptkern's by more than PyTorch's
+  PFLOP    of the step's matmuls
   longest  tokens of a sequence with which all fits --memory: on the line
            through the peaks of two lengths
 
 "checkpointing" is torch.utils.checkpoint of each layer, as by
 gradient_checkpointing_enable(); "selective" saves the result of
 scaled_dot_product_attention; "chunked loss" has logits in 16 checkpointed
-chunks of tokens; "bounded" stays within --workspace.
+chunks of tokens; "Liger" has the norms, gated MLPs, rotary embedding and fused
+loss of liger_kernel 0.8.5, as they allocate, and only the loss ("Liger's loss")
+where a layer has no gate_proj, up_proj and down_proj, or norms that are not
+RMSNorm; "bounded" stays within --workspace.
+
+--lora R trains low-rank adapters of rank R alone, as peft puts them (LoRA): all
+else is frozen, and has neither gradients nor optimizer's states. They have the
+model's dtype; peft's own, of a 16-bit model, is --lora-dtype float32, which
+autocast computes in 16 bits all the same.
 
     python -m ckptkern estimate config.json --tokens 8192 --gpu h100 --ranks 8
+    python -m ckptkern estimate config.json --tokens 16384 --lora 16
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
-MARKERS = "osD^vP"  # of the variants of PyTorch, and again of ours
+MARKERS = "osD^vP*"  # of the variants of PyTorch, and again of ours
+BASES = ("checkpoint", "checkpoint-liger")
+EVIDENCE = """\
+counted: bytes and matmuls of every op, on tensors without memory
+measured: nothing here; full fine-tuning on an H200 is in docs/figures.md
+neither: time, what a library's kernel takes for itself, the allocator's gaps"""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -50,10 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a config.json, or a folder that has one")
     parser.add_argument("--tokens", type=int, default=8192, help="length of a sequence (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="sequences (default: %(default)s)")
-    parser.add_argument("--gpu", choices=RATES, default="h100", help="whose rates and memory (default: %(default)s)")
+    parser.add_argument(
+        "--gpu",
+        choices=RATES,
+        default="h100",
+        help="whose memory, and as whose kernels ckptkern's ops allocate (default: %(default)s)",
+    )
     parser.add_argument("--memory", help="of a GPU, such as 80GiB (default: what PyTorch reports of the GPU)")
     parser.add_argument("--layers", default="auto", help="how many the model has (default: auto, the configuration's)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument(
+        "--lora-targets", metavar="NAMES", help="by commas, of the linear layers that get one, such as q_proj,v_proj "
+        '(default: all linear layers of the decoder layers, as peft\'s "all-linear")',
+    )  # fmt: skip
+    parser.add_argument("--lora-dtype", choices=DTYPES, help="of the adapters (default: --dtype's)")
     parser.add_argument(
         "--optimizer", choices=STATES, default="adamw", metavar="NAME",
         help="adamw: two states in the parameters' dtype; adamw-8bit: two of a byte; adamw-float32: two and a copy of the "
@@ -68,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--today",
         choices=VARIANTS,
         metavar="VARIANT",
-        help="the one to compare with (default: PyTorch's with the lowest peak)",
+        help="the one to compare with (default: checkpointing, without and with Liger, and the lowest peak)",
     )
     parser.add_argument("--csv", type=Path, help="write a row for each variant to this file")
     parser.add_argument("--picture", type=Path, help="draw matmuls against peak into this file (needs matplotlib)")
@@ -94,7 +121,6 @@ class Line(NamedTuple):
     peak: int
     saved: int
     flops: float
-    seconds: float
     longest: int
     is_more: bool
 
@@ -112,51 +138,69 @@ class Estimate(NamedTuple):
     positions: int | None
 
 
-def states_of(parameters: int, dtype: torch.dtype, optimizer: str, ranks: int) -> States:
-    own = STATES[optimizer]
-    each = (dtype.itemsize, dtype.itemsize, 2 * dtype.itemsize if own is None else own)
-    return States(*(math.ceil(parameters * one / ranks) for one in each))
+def states_of(parameters: Sequence[Tensor], optimizer: str, ranks: int) -> States:
+    """Returns the bytes of each rank's shard. A frozen parameter has neither gradient nor state."""
+    own, trained = STATES[optimizer], [p for p in parameters if p.requires_grad]
+    gradients = sum(p.nbytes for p in trained)
+    states = 2 * gradients if own is None else own * sum(p.numel() for p in trained)
+    return States(*(math.ceil(one / ranks) for one in (sum(p.nbytes for p in parameters), gradients, states)))
 
 
 def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound: int) -> Estimate:
     """Counts each variant."""
-    from .model import built, convert_like_narrow, kinds_of, original_of, read_config
+    from .model import built, convert_like_narrow, kinds_of, layers_of, original_of, read_config
     from .variants import VARIANTS, count_all, longest
 
-    config, rates, dtype = read_config(args.config), RATES[args.gpu], DTYPES[args.dtype]
+    config, dtype, lora = read_config(args.config), DTYPES[args.dtype], lora_of(args)
     set_layers(config, args.layers)
-    eager = built(config, dtype, "meta")
-    first, count = kinds_of(eager), sum(p.numel() for p in eager.parameters())
-    states = states_of(count, dtype, args.optimizer, args.ranks)
+    eager = built(config, dtype, "meta", lora)
+    first, layers = kinds_of(eager), layers_of(eager)[1]
+    states = states_of([*eager.parameters()], args.optimizer, args.ranks)
     ours, replaced = None, []
     if any(VARIANTS[key].is_ours for key in keys):
         told("convert")
-        ours = built(config, dtype, "meta")
-        rows = convert_like_narrow(ours)
+        ours = built(config, dtype, "meta", lora)
+        rows = convert_like_narrow(ours, lora)
         replaced = list(dict.fromkeys((row.kind, row.replaced_by or f"nothing: {row.reason}") for row in rows))
     lines = []
     for key in keys:
         variant = VARIANTS[key]
+        name = variant.named(layers)
         if variant.every > 1 and len(set(first)) > 1:
-            told(f"{variant.name}: left out, because the model has layers of several kinds")
+            told(f"{name}: left out, because the model has layers of several kinds")
             continue
-        told(variant.name)
-        model, size = ours if variant.is_ours else eager, bound if variant.bounded else default_workspace(rates)
+        told(name)
+        model, size = ours if variant.is_ours else eager, bound if variant.bounded else default_workspace(args.gpu)
 
         def peak_of(tokens: int, variant=variant, model=model, size=size) -> float:
-            return count_all(model, first, variant, args.batch, tokens, size).peak
+            return count_all(model, first, variant, args.batch, tokens, size, args.gpu).peak
 
-        found = count_all(model, first, variant, args.batch, args.tokens, size, rates)
+        found = count_all(model, first, variant, args.batch, args.tokens, size, args.gpu)
         most, is_more = longest(peak_of, args.tokens, found.peak, memory - states.all)
-        lines.append(
-            Line(key, variant.name, int(found.peak), int(found.saved), found.flops, found.seconds, most, is_more)
-        )
+        if variant.is_ours:  # matmuls inside a kernel of ours are not seen: PyTorch's ops have them too
+            found = found._replace(flops=count_all(model, first, variant, args.batch, args.tokens, size).flops)
+        lines.append(Line(key, name, int(found.peak), int(found.saved), found.flops, most, is_more))
+    count, trained = (sum(p.numel() for p in eager.parameters() if p.requires_grad >= only) for only in (False, True))
+    adapters = f"LoRA of rank {lora.rank} in {str(lora.dtype)[6:]}: {trained / 1e6:.1f} million train" if lora else ""
     title = [
-        f"{config.model_type}: {count / 1e9:.2f} billion parameters, {len(first)} layers",
+        f"{config.model_type}: {(count - trained if lora else count) / 1e9:.2f} billion parameters, {len(first)} layers",
+        *filter(None, [adapters]),
         f"a step of {args.batch} x {args.tokens:,} tokens in {args.dtype} on an {args.gpu.upper()}",
     ]
     original, positions = original_of(ours) if ours else [], getattr(config, "max_position_embeddings", None)
     return Estimate(title, states, memory, lines, replaced, original, positions)
+
+
+def lora_of(args: argparse.Namespace) -> LoRA | None:
+    """Raises ValueError for a rank that is not positive, and for options of adapters without --lora."""
+    from .model import LoRA
+
+    if args.lora is None:
+        if args.lora_targets or args.lora_dtype:
+            raise ValueError("--lora-targets and --lora-dtype go with --lora, the adapters' rank")
+        return None
+    targets = tuple(args.lora_targets.split(",")) if args.lora_targets else None
+    return LoRA(args.lora, DTYPES[args.lora_dtype or args.dtype], targets)
 
 
 def set_layers(config: Any, layers: str) -> None:
@@ -172,32 +216,29 @@ def set_layers(config: Any, layers: str) -> None:
     config.num_hidden_layers = int(layers)
 
 
-def default_workspace(rates: Rates) -> int:
+def default_workspace(gpu: str) -> int:
     """That of such a GPU."""
-    return rates.memory // 32
+    return RATES[gpu].memory // 32
 
 
 def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def time_of(seconds: float) -> str:
-    return f"{three_digits(seconds)} s" if seconds >= 1 else f"{three_digits(1e3 * seconds)} ms"
-
-
 def compared(found: Estimate, today: str | None) -> list[str]:
-    """Sentences: what ckptkern gains over the variant `today`, or over PyTorch's with the lowest peak."""
-    theirs = [line for line in found.lines if not line.key.startswith("ckptkern") and today in (None, line.key)]
+    """Sentences: what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without ckptkern."""
+    theirs = {line.key: line for line in found.lines if not line.key.startswith("ckptkern")}
     ours = [line for line in found.lines if line.key.startswith("ckptkern")]
-    if not (theirs and ours):
-        return []
-    base = min(theirs, key=lambda line: line.peak)
-    told = [f"over {base.name}, with a peak of {format_size(base.peak)}:"]
-    for line in ours:
-        times = {"peak": line.peak / base.peak, "matmuls": line.flops / base.flops}
-        if base.longest and not line.is_more:
-            times["longest"] = line.longest / base.longest
-        told.append(f"  {line.name:26} " + ", ".join(f"{what} x {ratio:.2f}" for what, ratio in times.items()))
+    lowest = min(theirs, key=lambda key: theirs[key].peak, default="")
+    bases = [theirs[key] for key in ([today] if today else dict.fromkeys((*BASES, lowest))) if key in theirs]
+    told = []
+    for base in bases if ours else ():
+        told.append(f"over {base.name}, with a peak of {format_size(base.peak)}:")
+        for line in ours:
+            times = {"peak": line.peak / base.peak, "matmuls": line.flops / base.flops}
+            if base.longest and not (line.is_more or base.is_more):
+                times["longest"] = line.longest / base.longest
+            told.append(f"  {line.name:26} " + ", ".join(f"{what} x {ratio:.2f}" for what, ratio in times.items()))
     return told
 
 
@@ -212,22 +253,23 @@ def show(found: Estimate, today: str | None) -> None:
     console.print(f"each GPU: {parts}\n{format_size(states.all)} of {format_size(found.memory)} before the step\n")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for name in ("peak", "all", "saved", "PFLOP", "time >=", "longest"):
+    for name in ("peak", "all", "saved", "PFLOP", "longest"):
         table.add_column(name, justify="right", no_wrap=True)
     for line in found.lines:
         more = "> " if line.is_more else ""
         table.add_row(
             line.name, format_size(line.peak), format_size(line.peak + states.all), format_size(line.saved),
-            f"{line.flops / 1e15:.3f}", time_of(line.seconds), f"{more}{line.longest:,}" if line.longest else "none",
+            f"{line.flops / 1e15:.3f}", f"{more}{line.longest:,}" if line.longest else "none",
         )  # fmt: skip
     console.print(table)
     lines = ["", *compared(found, today), ""]
     lines += [f"ckptkern replaces {kind} by {by}" for kind, by in found.replaced]
     lines += [f"{kind} runs its original forward, unfused" for kind in found.original]
+    if hint := found.replaced and missing("triton"):
+        lines.append(f"ckptkern's ops allocate as with PyTorch's ops, not as their kernels: {hint}")
     if found.positions and any(line.longest > found.positions for line in found.lines):
         lines.append(f"the configuration has {found.positions:,} positions: longer sequences need another one")
-    lines.append("bytes and FLOPs are counted; the time is a lower bound: estimated, not measured")
-    console.print("\n".join(lines), soft_wrap=True)
+    console.print("\n".join([*lines, "", EVIDENCE]), soft_wrap=True)
 
 
 def write(found: Estimate, path: Path) -> None:
@@ -271,8 +313,8 @@ def main(args: argparse.Namespace) -> int:
         keys = args.variants.split(",") if args.variants else [key for key in VARIANTS if key not in SLOW]
         if unknown := [key for key in keys if key not in VARIANTS]:
             raise ValueError(f"--variants: {', '.join(unknown)} is none of {', '.join(VARIANTS)}")
-        for name in ("tokens", "batch", "ranks"):
-            if getattr(args, name) < 1:
+        for name in ("tokens", "batch", "ranks", "lora"):
+            if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name}: wanted a positive number but got {getattr(args, name)}")
         found = estimated(
             args, keys, size_of("memory", args.memory, RATES[args.gpu].memory), size_of("workspace", args.workspace, 0)

@@ -14,10 +14,10 @@ import json
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...conversion import Conversion, convert, masks
 from ...conversion.alike import same_inside
@@ -56,7 +56,53 @@ def read_config(path: str) -> Any:
     return config.get_text_config()
 
 
-def built(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
+class LoRA(NamedTuple):
+    """Adapters of this rank and dtype. targets: how the names of the layers end that get one; None: all linear layers."""
+
+    rank: int
+    dtype: torch.dtype
+    targets: tuple[str, ...] | None = None
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer with a low-rank update, in the structure of peft's `lora.Linear` (0.21), which convert reads."""
+
+    def __init__(self, base: nn.Module, lora: LoRA):
+        super().__init__()
+        n, k = base.weight.shape if isinstance(base, nn.Linear) else base.weight.shape[::-1]  # a Conv1D's is transposed
+        like = {"bias": False, "dtype": lora.dtype, "device": base.weight.device}
+        self.base_layer = base
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(k, lora.rank, **like)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(lora.rank, n, **like)})
+        self.scaling = {"default": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        a, b = self.lora_A["default"], self.lora_B["default"]
+        return (y + b(a(x.to(a.weight.dtype))) * self.scaling["default"]).to(y.dtype)
+
+
+def adapt(model: nn.Module, lora: LoRA) -> nn.Module:
+    """Freezes the model and puts adapters around linear layers of its layers, as peft's "all-linear" or target_modules does.
+    Raises ValueError if there is none of these names."""
+    from transformers.pytorch_utils import Conv1D
+
+    name, layers = layers_of(model.requires_grad_(False))
+    linear = {path: one for path, one in layers.named_modules() if isinstance(one, (nn.Linear, Conv1D))}
+    ends = tuple(f".{target}" for target in lora.targets or ())
+    taken = [path for path in linear if lora.targets is None or f".{path}".endswith(ends)]
+    if not taken:
+        known = dict.fromkeys(path.rpartition(".")[2] for path in linear)
+        raise ValueError(
+            f"--lora-targets: no linear layer of {name} is of these names, but {', '.join(known) or 'none'}"
+        )
+    for path in taken:
+        owner, _, last = path.rpartition(".")
+        setattr(layers.get_submodule(owner), last, Adapter(linear[path], lora))
+    return model
+
+
+def built(config: Any, dtype: torch.dtype, device: str, lora: LoRA | None = None) -> nn.Module:
     """The causal language model of a configuration, in training mode, with random parameters. Raises ValueError for others."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -68,7 +114,9 @@ def built(config: Any, dtype: torch.dtype, device: str) -> nn.Module:
     with torch.random.fork_rng([]), torch.device(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        own = copy.deepcopy(config)  # which convert changes
+        model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation="sdpa").train()
+        return adapt(model, lora) if lora else model
 
 
 def layers_of(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -108,16 +156,28 @@ def narrow_config(config: Any, layers: int) -> Any:
     return narrow
 
 
-def convert_like_narrow(real: nn.Module) -> Conversion:
+def convert_like_narrow(real: nn.Module, lora: LoRA | None = None) -> Conversion:
     """Converts a model on the meta device as `convert` converts a narrow one, and returns what that says."""
     first = kinds_of(real)
     dtype = next(real.parameters()).dtype
-    narrow = built(narrow_config(real.config, max(2, 1 + max(first))), dtype, "cpu")
+    narrow = built(narrow_config(real.config, max(2, 1 + max(first))), dtype, "cpu", lora)
     ids = torch.arange(TOKENS)[None]
-    conversion = convert(narrow, input_ids=ids, labels=ids, use_cache=False)
+    with one_thread():
+        conversion = convert(narrow, input_ids=ids, labels=ids, use_cache=False)
     masks.adopt(real)
     bind(narrow, real, first)
     return conversion
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs narrow matmuls in one thread: on two busy cores threads wait for each other, and convert took 30 times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def bind(narrow: nn.Module, real: nn.Module, first: Sequence[int]) -> None:
@@ -168,8 +228,10 @@ def watch_anew(model: nn.Module) -> None:
 
 
 def original_of(model: nn.Module) -> list[str]:
-    """Classes of the modules whose original forward ran in training since they were converted."""
-    return list(dict.fromkeys(type(one.module).__name__ for one in forwards_of(model) if one.calls["original"]))
+    """Classes of the modules whose original forward ran in training since they were converted, also as a checkpoint that was no
+    part of the conversion."""
+    ran = (one for one in forwards_of(model) if one.calls["original"] or one.differs)
+    return list(dict.fromkeys(type(one.module).__name__ for one in ran))
 
 
 @contextlib.contextmanager

@@ -21,9 +21,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from ... import ops
 from ...conversion.groups import group_layers
 from ...conversion.report import Row
+from ...extras import missing
 from ...ops.dispatch.choices import workspace
-from ...planning.live import step_of
-from ...planning.timing import Rates, estimated
+from ...planning.live import Step, step_of
+from ...planning.timing import RATES
+from ..compiling import Chip, meta_as_on
+from . import liger
 from .model import forwards_of, layers_of, only
 
 META = torch.device("meta")
@@ -31,12 +34,18 @@ CHUNKS = 16  # of the loss in chunks
 
 
 class Counted(NamedTuple):
-    """A step: bytes at its peak, and between forward and backward; FLOPs of matmuls; seconds by a roofline."""
+    """Holds a step's bytes at the peaks until the backward of layers begins, in it, and after it, its bytes between forward and
+    backward, and FLOPs of matmuls. Each grows by the same with each layer; the highest of the peaks need not."""
 
-    peak: float
+    before: float
+    layers: float
+    after: float
     saved: float
     flops: float
-    seconds: float
+
+    @property
+    def peak(self) -> float:
+        return max(self.before, self.layers, self.after)
 
     def plus(self, times: float, more: Counted, less: Counted) -> Counted:
         return Counted(*(a + times * (b - c) for a, b, c in zip(self, more, less, strict=True)))
@@ -45,7 +54,8 @@ class Counted(NamedTuple):
 class Variant(NamedTuple):
     """name: as tables say it. is_ours: on the converted model. recompute: its mode. bounded: within the bounded workspace.
     every: layers that are one region. checkpoints: torch's activation checkpoints around layers. saves_attention: selective
-    ones, that save the result of attention. chunks: the loss in checkpointed chunks of tokens."""
+    ones, that save the result of attention. chunks: the loss in checkpointed chunks of tokens. liger: Liger's kernels and
+    loss."""
 
     name: str
     is_ours: bool = False
@@ -55,6 +65,11 @@ class Variant(NamedTuple):
     checkpoints: bool = False
     saves_attention: bool = False
     chunks: bool = False
+    liger: bool = False
+
+    def named(self, layers: nn.ModuleList) -> str:
+        """Its name, which says so if only the loss is Liger's."""
+        return f"{self.name}'s loss" if self.liger and not liger.fits(layers) else self.name
 
 
 VARIANTS = {
@@ -63,6 +78,8 @@ VARIANTS = {
     "sac": Variant("selective checkpointing", checkpoints=True, saves_attention=True),
     "checkpoint-chunks": Variant("checkpointing, chunked loss", checkpoints=True, chunks=True),
     "sac-chunks": Variant("selective, chunked loss", checkpoints=True, saves_attention=True, chunks=True),
+    "liger": Variant("Liger", liger=True),
+    "checkpoint-liger": Variant("checkpointing, Liger", checkpoints=True, liger=True),
     "ckptkern": Variant("ckptkern, default", True),
     "ckptkern-full": Variant('ckptkern, "full"', True, "full"),
     "ckptkern-bounded": Variant('ckptkern, "full", bounded', True, "full", True),
@@ -120,20 +137,23 @@ def checkpointed(layers: nn.ModuleList, saves_attention: bool) -> Iterator[None]
 class Training(nn.Module):
     """A model and its loss of token ids, which are the labels too."""
 
-    def __init__(self, model: nn.Module, chunks: int):
+    def __init__(self, model: nn.Module, variant: Variant):
         super().__init__()
-        self.model, self.chunks = model, chunks
+        self.model, self.variant = model, variant
 
     def forward(self, ids: Tensor) -> Tensor:
-        if self.chunks == 1:
+        if not (self.variant.chunks or self.variant.liger):
             return self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         targets, head = ids[:, 1:].flatten(), self.model.get_output_embeddings()
+        if self.variant.liger:  # of all tokens: the last of each sequence has a label that does not count
+            return liger.Loss.apply(hidden.flatten(0, 1), head.weight, F.pad(ids[:, 1:], (0, 1), value=-100).flatten())
+        hidden = hidden[:, :-1].flatten(0, 1)
 
         def part(hidden: Tensor, target: Tensor) -> Tensor:
             return F.cross_entropy(head(hidden).float(), target, reduction="sum")
 
-        parts = zip(hidden.chunk(self.chunks), targets.chunk(self.chunks), strict=True)
+        parts = zip(hidden.chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
         return sum(checkpoint(part, *one, use_reentrant=False) for one in parts) / len(targets)
 
 
@@ -144,6 +164,8 @@ def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
     with contextlib.ExitStack() as stack:
         if variant.checkpoints:
             stack.enter_context(checkpointed(layers, variant.saves_attention))
+        if variant.liger:
+            stack.enter_context(liger.patched(model, layers))
         forwards = list(forwards_of(model))
         for forward in forwards:
             forward.recompute = variant.recompute
@@ -151,29 +173,48 @@ def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
             rows = [Row(f"{name}.{i}", type(layer).__name__, "converted") for i, layer in enumerate(layers)]
             group_layers(model, rows, variant.every)
         try:
-            yield Training(model, CHUNKS if variant.chunks else 1)
+            yield Training(model, variant)
         finally:
             for forward in forwards:
                 forward.group = None
 
 
-def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, rates: Rates | None) -> Counted:
-    """A step of the model as it is. size: bytes of the workspace. rates: None leaves the time out."""
+CHIPS = {"h200": (90, 132, 232448), "h100": (90, 132, 232448), "a100": (80, 108, 166912)}
+
+
+def on(gpu: str | None) -> contextlib.AbstractContextManager:
+    """Lets ckptkern's ops allocate as their kernels on this GPU do; without one, or without Triton, as with PyTorch's ops."""
+    if gpu is None or missing("triton"):
+        return contextlib.nullcontext()
+    return meta_as_on(Chip(*CHIPS[gpu], RATES[gpu].memory), lambda kernel, grid, args, kwargs: None)
+
+
+def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None) -> Counted:
+    """Counts a step of the model as it is. size: bytes of the workspace. gpu: whose kernels ckptkern's ops allocate as; None:
+    PyTorch's ops, which have all matmuls."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device=META)
-    with prepared(model, variant) as training, fused_attention(), workspace(size), Answers(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack:
+        training = stack.enter_context(prepared(model, variant))
+        if variant.is_ours:
+            stack.enter_context(on(gpu))
+        for context in (fused_attention(), workspace(size), Answers(), warnings.catch_warnings()):
+            stack.enter_context(context)
         warnings.simplefilter("ignore")
-        step = step_of(training, (ids,), {}, [], META, all_there=True)
+        layers = layers_of(model)[1]
+        ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
+        step = step_of(training, (ids,), {}, ends, META, all_there=True)
+    saved = next(one.start for one in step.stretches if one.backward)
+    return Counted(*peaks_of(step, len(ends) - 1), saved, step.live.flops)
 
-        def run() -> None:
-            training.zero_grad(set_to_none=True)
-            training(ids).backward()
 
-        with workspace(
-            max(size, rates.memory) if rates else size
-        ):  # an op counts as one launch: chunks only take longer to count
-            seconds = estimated(run, rates) if rates else 0.0
-    backward = step.stretches[-1]
-    return Counted(step.peak, backward.start, step.live.flops, seconds)
+def peaks_of(step: Step, last: int) -> tuple[int, int, int]:
+    """Returns the peaks before, in and after the backward of layers. last: the place of the last layer; 0: of the first, which
+    may have none."""
+    heights = [one.highest for one in step.stretches]
+    backward = [i for i, one in enumerate(step.stretches) if one.backward and one.segment is not None]
+    begin = next(i for i in backward if step.stretches[i].segment == last)
+    end = max((i + 1 for i in backward if step.stretches[i].segment == 0), default=len(heights))
+    return max(heights[:begin]), max(heights[begin:end]), max(heights[end:], default=0)
 
 
 def depths(first: Sequence[int], unit: int) -> tuple[list[int], list[tuple[list[int], float]]]:
@@ -193,21 +234,15 @@ def depths(first: Sequence[int], unit: int) -> tuple[list[int], list[tuple[list[
 
 
 def count_all(
-    model: nn.Module,
-    first: Sequence[int],
-    variant: Variant,
-    batch: int,
-    tokens: int,
-    size: int,
-    rates: Rates | None = None,
+    model: nn.Module, first: Sequence[int], variant: Variant, batch: int, tokens: int, size: int, gpu: str | None = None
 ) -> Counted:
     """A step of the model with all its layers."""
     base, more = depths(first, variant.every)
     with only(model, base):
-        found = less = count(model, variant, batch, tokens, size, rates)
+        found = less = count(model, variant, batch, tokens, size, gpu)
     for some, times in more:
         with only(model, [*base, *some]):
-            found = found.plus(times, count(model, variant, batch, tokens, size, rates), less)
+            found = found.plus(times, count(model, variant, batch, tokens, size, gpu), less)
     return found
 
 
