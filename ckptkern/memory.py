@@ -44,6 +44,15 @@ def parse_size(text: str) -> int | None:
     return size if size >= 0 else None
 
 
+def bytes_of(value: object) -> int | None:
+    """Returns the bytes of a number such as 2**30 or 1e9, or of a size such as "64MiB"; None if it is neither, or negative."""
+    if isinstance(value, str):
+        return parse_size(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
 def format_size(size: int) -> str:
     """Formats bytes in the largest binary unit that gives a number of at least 1: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB"):
@@ -250,6 +259,19 @@ class Timeline:
 _MARK = "ckptkern.memory: "
 
 
+def _device(name: str, device: torch.device | str) -> torch.device:
+    """Returns the device. Raises ValueError for one without an allocator that can be read, or that is not there."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: wanted a cuda or cpu device but got {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"{name}: torch finds no CUDA device here. Pass 'cpu' for a step on the CPU; if there is a GPU, install a torch "
+            "that is built for CUDA"
+        )
+    return device
+
+
 @contextlib.contextmanager
 def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
     """Records the allocated memory on ``device`` over time inside the block.
@@ -265,9 +287,7 @@ def memory_timeline(device: torch.device | str) -> Iterator[Timeline]:
     block down, so use its milliseconds only as an order of events. Raises ValueError for any other device: a meta
     tensor has no memory.
     """
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"memory_timeline: wanted a cuda or cpu device but got {device}")
+    device = _device("memory_timeline", device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below that it writes to stderr for every profile
     timeline, on = Timeline(), torch.profiler.ProfilerActivity
     activities = [on.CPU, on.CUDA] if device.type == "cuda" else [on.CPU]
@@ -302,7 +322,7 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
     libraries, or frees of memory that was allocated before the block. The profiler slows the block down, so do not
     measure time inside. Raises ValueError for any other device: a meta tensor has no memory.
     """
-    device = torch.device(device)
+    device = _device("peak_memory", device)
     peak = Peak()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -311,12 +331,10 @@ def peak_memory(device: torch.device | str) -> Iterator[Peak]:
         yield peak
         torch.cuda.synchronize(device)
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
-    elif device.type == "cpu":
+    else:
         with memory_timeline(device) as timeline:
             yield peak
         peak.bytes = max(timeline.peak, 0)
-    else:
-        raise ValueError(f"peak_memory: wanted a cuda or cpu device but got {device}")
 
 
 def free_memory(device: torch.device | str) -> int:
@@ -325,11 +343,9 @@ def free_memory(device: torch.device | str) -> int:
     CUDA: the driver's free memory and the unused memory of the caching allocator, fragments included. CPU: Linux's
     MemAvailable. Raises ValueError for any other device.
     """
-    device = torch.device(device)
+    device = _device("free_memory", device)
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    if device.type == "cpu":
-        with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))
-    raise ValueError(f"free_memory: wanted a cuda or cpu device but got {device}")
+    with open("/proc/meminfo") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable:"))

@@ -29,6 +29,7 @@ from .heads import Heads, Losses, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
+from .refused import check_step
 from .report import NOTHING, Conversion, Row
 from .saved import saved_by, saved_by_all, saved_bytes
 from .selection import Which, check_names, matches, selected
@@ -406,7 +407,8 @@ def convert(
     compiled or that FullyShardedDataParallel already took (convert first), unknown recompute modes and another `otherwise`. An
     error of the model's own call is its own.
     """
-    recompute = checked_modes(model, recompute)
+    check_step("convert", model, example_inputs, example_kwargs)
+    recompute = checked_modes(recompute)
     check_options(model, workspace, otherwise, every, example_kwargs)
     check_names(model, include, exclude)
     revert(model)
@@ -447,12 +449,8 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
     return Conversion(rows, before, after, regions)
 
 
-def checked_modes(model: nn.Module, recompute: str | tuple[str, str]) -> str | tuple[str, str]:
-    """recompute, as a pair only of two modes. Raises TypeError or ValueError for a model or mode that convert does not take."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: model must be a torch.nn.Module, not {type(model).__name__}")
-    if hasattr(model, "_orig_mod"):
-        raise ValueError("convert: the model is compiled: convert first, then compile")
+def checked_modes(recompute: str | tuple[str, str]) -> str | tuple[str, str]:
+    """Returns recompute, as a pair only of two modes. Raises ValueError for a mode that there is not."""
     if not isinstance(recompute, (tuple, list)):
         check_mode("convert", recompute)
         return recompute

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
+LISTS = (nn.ModuleList, nn.ModuleDict)
+SHOWN = 4  # lists that a message names
+
 Which = str | type | Callable[[str, nn.Module], bool]
 
 
@@ -28,15 +31,24 @@ def matches(which: Which | Iterable[Which] | None, name: str, module: nn.Module)
 
 
 def check_names(model: nn.Module, include, exclude) -> None:
-    """Raises ValueError for a name of these that no module has."""
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    """Raises ValueError for a name of these that no module has, and for one to include that only lists of modules have."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lists = [f"{name}.*" for name, module in modules.items() if name and isinstance(module, LISTS) and len(module)]
+    where = f"; its lists of layers are {', '.join(map(repr, lists[:SHOWN]))}" if lists else ""
     for option, which in (("include", include), ("exclude", exclude)):
         for one in several(which):
-            if isinstance(one, str) and not fnmatch.filter(names, one):
-                close = difflib.get_close_matches(one, names, 1, 0.0)
+            if not isinstance(one, str):
+                continue
+            found = fnmatch.filter(modules, one)
+            if not found:
+                close = difflib.get_close_matches(one, modules, 1, 0.0)
                 raise ValueError(
-                    f"convert: {option}={one!r} is the name of no module of {type(model).__name__}"
+                    f"convert: {option}={one!r} is the name of no module of {type(model).__name__}{where}"
                     + (f"; the most like it is {close[0]!r}" if close and close[0] else "")
+                )
+            if option == "include" and all(isinstance(modules[name], LISTS) for name in found):
+                raise ValueError(
+                    f"convert: include={one!r} names a list, which has no forward. Its members are {found[0] + '.*'!r}"
                 )
 
 

@@ -200,7 +200,7 @@ def certify(
     Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
     wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
-    check_step("certify", model, example_inputs or example_kwargs)
+    check_step("certify", model, example_inputs, example_kwargs)
     is_converted = bool(replaced_by(model))
     eager = revert(copied(model))
     is_random = random(eager.train(), example_inputs, example_kwargs)

@@ -92,13 +92,13 @@ def frontier(
     Raises errors.BudgetError with the `least` for the first size if that does not fit, ValueError for a bad multiple or limit,
     and what `plan` raises.
     """
-    limit_bytes = bytes_of(budget)
+    limit_bytes = bytes_of("frontier", "budget", budget)
     for name, value in (("multiple", multiple), ("limit", multiple if limit is None else limit)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
     first = min(multiple, limit or multiple)
     args, kwargs = arguments_of(make_inputs(first))
-    check_model("frontier", model, args or kwargs)
+    check_model("frontier", model, args, kwargs)
     had_none = not segments_of(model)
     try:
         with progress("frontier") as shown:
@@ -141,7 +141,8 @@ def search(
         least = tried[first]
         known = f"takes {memory.format_size(int(least))}" if math.isfinite(least) else "does not fit the device"
         raise BudgetError(
-            f'frontier: wanted a step of at most {memory.format_size(budget)}, but size {first} {known} with all at "full"',
+            f'frontier: wanted a step of at most {memory.format_size(budget)}, but size {first} {known} with all at "full". '
+            "Take that budget, a smaller multiple=, or fewer samples",
             int(least) if math.isfinite(least) else 0,
         )
     fits, fails = first, None if limit is None else limit + multiple

@@ -68,7 +68,7 @@ class Plan:
         """Chooses for another budget, from the same measurements, and applies the choice. A plan by peak measures a step of
         each choice that is new, and smaller workspaces when they may be of use. Raises BudgetError if no choice meets the
         budget; the model is then as before."""
-        budget = bytes_of(budget)
+        budget = bytes_of("plan", "budget", budget)
         if self._search is None:
             chosen = by_saved(self.table, budget)
         else:
@@ -275,11 +275,12 @@ class Example:
         return Choices(found, self.step, self.group) if found.peak(full) < LOWER * table.peak(full) else None
 
 
-def bytes_of(budget: int | str) -> int:
-    size = memory.parse_size(budget) if isinstance(budget, str) else budget
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+def bytes_of(op: str, name: str, budget: float | str) -> int:
+    """Returns a bound in bytes. Raises ValueError for what is none."""
+    size = memory.bytes_of(budget)
+    if size is None:
         raise ValueError(
-            f"plan: budget must be a number of bytes, or a size such as '10GiB' or '512MiB', not {budget!r}"
+            f"{op}: {name} must be a number of bytes, or a size such as '10GiB' or '512MiB', not {budget!r}"
         )
     return size
 
@@ -376,7 +377,7 @@ def plan(
     Raises errors.BudgetError with the `least` that would do; ImportError without SciPy; ValueError for both budgets, a model
     that is compiled, sharded or wrapped by DDP or, with neither, on the meta device; RuntimeError on all ranks if one failed.
     """
-    check_model("plan", model, example_inputs or example_kwargs)
+    check_model("plan", model, example_inputs, example_kwargs)
     check_keywords("plan", plan, model, example_kwargs)
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
@@ -384,7 +385,8 @@ def plan(
     if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
     given, by_peak = (saved, False) if budget is None else (budget, True)
-    limit, rates = math.inf if given is None else bytes_of(given), rates_of(device, model)
+    bound = math.inf if given is None else bytes_of("plan", "saved" if budget is None else "budget", given)
+    limit, rates = bound, rates_of(device, model)
     example = Example(model, example_inputs, example_kwargs, group, loss)
     had_none = not segments_of(model)
     try:
@@ -398,5 +400,5 @@ def plan(
             revert(model)
         raise
     if adapt:
-        made.follow(math.inf if given is None else bytes_of(given))
+        made.follow(bound)
     return made

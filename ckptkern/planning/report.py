@@ -186,7 +186,7 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     Raises TypeError if model is no nn.Module or there are no inputs, ValueError for a model that is sharded or returns several
     scalars.
     """
-    check_model("report", model, example_inputs or example_kwargs)
+    check_model("report", model, example_inputs, example_kwargs)
     had_none = not segments_of(model)
     try:
         with progress("report") as shown:

@@ -12,7 +12,7 @@ from ..memory import format_size
 from ..ops.dispatch.checks import MODES
 from .agree import largest_of
 from .live import Step
-from .solve import by_saved
+from .solve import LESS, by_saved
 from .table import Table
 
 TRIES = 6  # steps that are measured for a budget and a workspace, at most
@@ -104,10 +104,12 @@ class Choices:
             self.measured(self.lowest())
         if tried := [list(one) for one, peak in self.peaks.items() if peak <= budget]:
             return min(tried, key=self.table.cost_of)
-        least = min(self.peaks.values())
+        lowest = min(self.peaks, key=lambda key: self.peaks[key])
+        least, largest = self.peaks[lowest], next(iter(self.steps[lowest].standing()), None)
+        stands = "" if largest is None else f", of which {format_size(largest.bytes)} are {largest.what}"
         raise BudgetError(
             f"plan: wanted a step of at most {format_size(budget)} ({budget} bytes), but the least that one of "
-            f"the choices allocates at its peak is {format_size(least)} ({least} bytes)",
+            f"the choices allocates at its peak is {format_size(least)} ({least} bytes){stands}. {LESS}",
             least,
         )
 

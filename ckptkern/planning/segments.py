@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import nn as drop_ins
+from ..conversion import refused
 from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.blocks import Cuts, by_module, recorded
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
@@ -194,25 +195,22 @@ def blocks_of(
     return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
 
-def check_model(op: str, model: nn.Module, inputs: object) -> None:
-    """Raises TypeError and ValueError for what cannot be measured."""
-    check_step(op, model, inputs)
+def check_model(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError, ValueError and RuntimeError for what cannot be measured."""
+    check_step(op, model, args, kwargs)
     if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
         raise ValueError(
             f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
         )
 
 
-def check_step(op: str, model: nn.Module, inputs: object) -> None:
-    """Raises TypeError and ValueError for a model of which no step can run by itself."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
-    if not inputs:
+def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError, ValueError and RuntimeError for a model of which no step can run by itself."""
+    refused.check_step(op, model, args, kwargs)
+    if not (args or kwargs):
         raise TypeError(
             f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"
         )
-    if hasattr(model, "_orig_mod"):
-        raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"{op}: a forward without its backward would leave DistributedDataParallel waiting: {op} first, then wrap"

@@ -33,6 +33,9 @@ class Group(NamedTuple):
     shared: list[dict[tuple, int]]
 
 
+LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.offload()]"
+
+
 def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int) -> list[int]:
     """The place of each region's strategy. costs[s][w], held[s][w]: of region s in strategy w. Raises BudgetError with the
     least that would do."""
@@ -49,7 +52,7 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
         return chosen
     raise BudgetError(
         f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the regions "
-        f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them",
+        f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them. {LESS}",
         least,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -78,7 +79,19 @@ def checkpoint(
     return _checkpoint(function, args, kwargs, *options)
 
 
+def refuse_value(name: str, call: str, value: object) -> NoReturn:
+    """Raises TypeError for what stands in a function's place. call: how it is meant."""
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise TypeError(
+        f"ckptkern.{name}: wanted a function, but got {kind}. Pass the layer itself, which backward calls again: {call} and "
+        f"not {name}(layer(x))"
+    )
+
+
 def _decorated(options: tuple, function: Callable) -> Callable:
+    if not callable(function):
+        refuse_value("checkpointed", "checkpointed(layer)(x)", function)
+
     @functools.wraps(function)
     def call(*args, **kwargs):
         return _checkpoint(function, args, kwargs, *options)
@@ -90,6 +103,8 @@ def _checkpoint(
     function, args, kwargs, use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop,
     respect_saved_tensors_hooks,
 ):  # fmt: skip
+    if not callable(function):
+        refuse_value("checkpoint", "checkpoint(layer, x)", function)
     if use_reentrant:
         raise ValueError(
             "ckptkern.checkpoint: use_reentrant=True is not supported. Leave it out: this is the non-reentrant variant, "

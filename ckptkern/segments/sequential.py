@@ -21,6 +21,7 @@ from .checkpoint import checkpoint
 __all__ = ["Part", "checkpoint_sequential", "run", "split"]
 
 OPTIONS = {name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY}
+_ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
 Segments = int | str | Callable[[str, Callable], bool]
 
 
@@ -58,6 +59,9 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     Raises ValueError for more segments than layers, a pattern that matches no layer, a bound that a single segment
     already exceeds, and a bound without an input.
     """
+    if isinstance(functions, Tensor) or not hasattr(functions, "__len__"):
+        found = _ORDER if isinstance(functions, Tensor) else type(functions).__name__
+        raise TypeError(f"segments: wanted an nn.Sequential or a list of layers, but got {found}")
     names, layers = _named(functions)
     count = len(layers)
     if isinstance(segments, str) and segments == "sqrt":
@@ -86,7 +90,7 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
     else:
         raise ValueError(
             "segments must be a number of segments, 'sqrt', 'every k', a size like '2GiB', a name pattern or a callable "
-            f"but is {segments!r}"
+            f"but is {_ORDER if isinstance(segments, Tensor) else repr(segments)}"
         )
     if not any(chosen):
         wanted = (

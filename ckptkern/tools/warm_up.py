@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ..conversion.protection import no_trace
+from ..conversion.refused import check_tensors
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
@@ -162,16 +162,15 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
 
     example_inputs, example_kwargs: a call of the model. Returns a WarmUp.
     Raises TypeError if model is not an nn.Module; ValueError for missing inputs, parameters of lazy modules, an output
-    without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError while a CUDA graph is captured, or
-    if forward itself changed a parameter in place; what the model raises.
+    without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError in inference mode, while a CUDA graph is
+    captured, or if forward itself changed a parameter in place; what the model raises.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"warm_up: model must be a torch.nn.Module, not {type(model).__name__}")
+    check_tensors("warm_up", model, example_inputs, example_kwargs)
     if not example_inputs and not example_kwargs:
         raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
     check_not_fsdp1(model, "warm_up")
-    if any(is_lazy(one) for one in (*model.parameters(), *model.buffers())):
-        raise ValueError("warm_up: a lazy module has no parameters yet; run the model once first")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
     # DistributedDataParallel's own attributes go with its reducer, which counts the step

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import eager
 from ...errors import DtypeError
-from ...memory import parse_size
+from ...memory import bytes_of
 from ...state import Observed, observe
 from . import implementations as _impls
 from . import tuned as _tuned
@@ -430,13 +430,11 @@ def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 
     return max(least, 4 * summed) if x.is_cpu else default_workspace(x.device.type, x.device.index)
 
 
-def parse_bytes(op: str, value: int | str | None) -> int | None:
-    """workspace in bytes: an int, or a string such as "64MiB"; None stays None."""
+def parse_bytes(op: str, value: float | str | None) -> int | None:
+    """Returns workspace in bytes: of a number, or a string such as "64MiB"; None stays None."""
     if value is None:
         return None
-    size = value
-    if isinstance(value, str):
-        size = parse_size(value)
-    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+    size = bytes_of(value)
+    if size:
         return size
     raise ValueError(f"{op}: workspace must be a positive number of bytes or a string like '64MiB', not {value!r}")
