@@ -73,7 +73,7 @@ CALLS = {
         lambda: plan(saved=10), ckptkern.errors.BudgetError, r"Take that budget, fewer tokens or samples, or .*offload\(\)",
     ),
     "checkpoint(layer(x))": (
-        lambda: ckptkern.checkpoint(LINEAR(X)), TypeError, r"a tensor of shape \(2, 4, 16\)\. .*: checkpoint\(layer, x\) and not",
+        lambda: ckptkern.checkpoint(LINEAR(X)), TypeError, r"of shape \(2, 4, 16\)\. .*: checkpoint\(layer, x\) and not",
     ),
     "checkpointed(layer(x))": (lambda: ckptkern.checkpointed(LINEAR(X)), TypeError, r"checkpointed\(layer\)\(x\) and not"),
     "checkpoint_sequential(x, 2, layers)": (
