@@ -393,9 +393,10 @@ def convert(
     pass, the head's too: an int or a string such as "64MiB". None: that of ckptkern.workspace in the call, or the device's.
     include, exclude: names with wildcards ("model.layers.*"), classes, functions of (name, module), or several of these: what
     may be converted, and what may not, with all that is inside.
-    otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op: "checkpoint" runs it as an
-    activation checkpoint where that saves less, so that the model saves no more than under gradient checkpointing; what is
-    fused inside runs in mode "none" in the recompute. "leave" leaves it, with what is fused inside.
+    otherwise: what becomes of a layer, a member of a list of modules, that is not one fused op, and of blocks of convolutions:
+    "checkpoint" runs it as an activation checkpoint where that saves less, so that a transformer saves no more than under
+    gradient checkpointing; what is fused inside runs in mode "none" in the recompute. Which blocks those are, of lists and of
+    convolutions, what they save decides. "leave" leaves it, with what is fused inside.
     every: how many layers in a row, members of a list, are one region, which saves the first one's input and recomputes the
     others' in backward, for one more forward pass (`Conversion.groups`). A layer that takes something else than what the layer
     before it returned begins a region. Layers run one by one under torch.compile, TensorParallel and fully_shard.
@@ -404,8 +405,8 @@ def convert(
     is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
 
     Raises TypeError if model is no nn.Module or a keyword is of neither convert nor its forward; ValueError for a model that is
-    compiled or that FullyShardedDataParallel already took (convert first), unknown recompute modes and another `otherwise`. An
-    error of the model's own call is its own.
+    compiled, lazy or wrapped by DataParallel, or that FullyShardedDataParallel already took (convert first), names of no module,
+    unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is its own.
     """
     check_step("convert", model, example_inputs, example_kwargs)
     recompute = checked_modes(recompute)

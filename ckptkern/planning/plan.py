@@ -347,8 +347,8 @@ def plan(
         plan = ckptkern.plan(model, input_ids, labels=input_ids, budget="20GiB")
         print(plan)
 
-    Regions are modules of ckptkern.nn and what convert made; a model without any is converted first. Members of lists of
-    layers that have no region inside may become activation checkpoints (ckptkern.checkpoint). The strategies of a
+    Regions are modules of ckptkern.nn and what convert made; a model without any is converted first. Blocks of
+    convolutions and members of lists without a region inside may become activation checkpoints. The strategies of a
     region are its modes; those of a layer also a mode for each sublayer, such as "full/none"; and each of them with
     what is saved going to one of `stores`.
 

@@ -171,7 +171,7 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
         report.figure("report.png")
 
     Regions are modules of ckptkern.nn and what convert made. A model without any is converted, and afterwards reverted: the
-    model is as before in any case. Members of lists of layers without a region inside are shown as activation checkpoints.
+    model is as before in any case. Blocks without a region inside are shown as the checkpoints that convert may make of them.
 
     Saved bytes are counted, and exact, on any device. Times are medians of one region of each kind, run alone in turns with
     its other modes, on the input that it has in the model. matmuls: torch's FlopCounterMode. Memory over the step: what the
