@@ -405,8 +405,9 @@ def convert(
     is gathered while it is checked. It must be the model whose forward the training calls. Its shards are afterwards as before.
 
     Raises TypeError if model is no nn.Module or a keyword is of neither convert nor its forward; ValueError for a model that is
-    compiled, lazy or wrapped by DataParallel, or that FullyShardedDataParallel already took (convert first), names of no module,
-    unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is its own.
+    compiled, lazy or wrapped by DataParallel, or that FullyShardedDataParallel already took (convert first), a name of no
+    module, unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is
+    its own.
     """
     check_step("convert", model, example_inputs, example_kwargs)
     recompute = checked_modes(recompute)
