@@ -108,6 +108,7 @@ def test_counted_peaks_are_measured_ones(key, lora, config, on_meta, monkeypatch
     if variant.is_ours:
         ckptkern.convert(real, input_ids=ids[:, :8], labels=ids[:, :8], use_cache=False)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(models.one_thread())  # each has buffers of its own in the attention of a CPU
         step = stack.enter_context(as_liger(real, monkeypatch)) if variant.liger else None
         training = stack.enter_context(variants.prepared(real, variant._replace(liger=False)))
         stack.enter_context(gradients_as_there(training, all_there=True))
