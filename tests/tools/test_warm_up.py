@@ -237,6 +237,9 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ckptkern.warm_up(nn.Linear(4, 4), torch.randn(3, 4)).count == 0
 
 
+GROUPS = []
+
+
 def test_a_model_in_distributed_data_parallel(tmp_path) -> None:
     """Its reducer sees a whole step, and its next steps go on."""
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -250,6 +253,8 @@ def test_a_model_in_distributed_data_parallel(tmp_path) -> None:
             model(x).sum().backward()
         assert torch.allclose(model.module.weight.grad, x.sum(0).expand(4, 4))
     finally:
+        # with the last reference torch joins a thread that may wait for the GIL, which the joining thread holds
+        GROUPS.append(torch.distributed.group.WORLD)
         torch.distributed.destroy_process_group()
 
 
