@@ -46,6 +46,12 @@ def convert(**options):
     return ckptkern.convert(Model(), X, **options)
 
 
+def converted():
+    model = Model()
+    ckptkern.convert(model, X)
+    return model
+
+
 def plan(model=None, *given, **options):
     pytest.importorskip("scipy")
     return ckptkern.plan(model or Model(), *(given or (X,)), **options)
@@ -92,6 +98,9 @@ CALLS = {
     ),
     "exclude of another model": (lambda: convert(exclude="transformer.h.*"), ValueError, r"lists of layers are 'layers\.\*'"),
     "include of a list": (lambda: convert(include="layers"), ValueError, r"names a list, .* Its members are 'layers\.\*'"),
+    "inputs on another device, as a replica of DataParallel has": (
+        lambda: converted()(X.to("meta")), RuntimeError, r"is on meta but .* is on cpu\. .*\.DistributedDataParallel",
+    ),
     "plan's include": (lambda: plan(saved="1GiB", include="transformer.h.*"), ValueError, r"lists of layers are 'layers\.\*'"),
 }  # fmt: skip
 

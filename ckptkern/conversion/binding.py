@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
-from ..errors import DtypeError, ShapeError
+from ..errors import DeviceError, DtypeError, ShapeError
 from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
 from ..ops.dispatch.choices import autocast_dtype
@@ -254,6 +254,11 @@ class Fused(Forward):
         except (ShapeError, DtypeError) as refusal:  # what the module takes in another way than the op, or not at all
             why = str(refusal)
             return self.unfused(lambda: why, args, kwargs)
+        except DeviceError as refusal:
+            raise DeviceError(
+                f"{refusal}. Move the model and its inputs to one device. Replicas of nn.DataParallel share what convert set: "
+                "train with torch.nn.parallel.DistributedDataParallel"
+            ) from None
         if trains:
             self.count("fused")
         return y
