@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 def strategies(layers: int) -> dict[str, int | str]:
     counts = [n for n in range(2, layers + 1) if layers % n == 0]
-    return {"eager": 1, **{str(n): n for n in counts}, "sqrt": "sqrt", "every 2": "every 2", "every 1": "every 1"}
+    return {"eager": 1, **{str(n): n for n in counts}, "sqrt": "sqrt", "every 1": "every 1"}
 
 
 def run(device: torch.device, width: int, rows: int, rounds: int) -> list[dict[str, object]]:
