@@ -13,7 +13,7 @@ from ..segments.decisions import decides
 from .binding import General, without_caches
 from .calls import Call
 from .check import TOLERANCE, difference, random_parameters, results, wide
-from .protection import seeded, unmoved
+from .protection import drawn_elsewhere, seeded, unmoved
 from .report import Row
 from .saved import saved_bytes
 from .sharding import holds_sharded
@@ -41,20 +41,19 @@ def is_layer(name: str, module: nn.Module) -> bool:
 
 
 def held_by(module: nn.Module) -> list[tuple[str, int]]:
-    """The names and lengths of the lists, dicts and sets that modules inside hold."""
-    return [
-        (name, len(value))
-        for m in module.modules()
-        for name, value in m.__dict__.items()
-        if type(value) in (list, dict, set)
-    ]
+    """The names and lengths of the lists, dicts and sets that modules inside hold, and the names and ids of tensors in tuples:
+    a state that the next call reads, which a recompute would find changed."""
+    held = [item for m in module.modules() for item in m.__dict__.items()]
+    found = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
+    tuples = [(name, leaf) for name, value in held if type(value) is tuple for leaf in leaves_of(value)]
+    return found + [(name, id(leaf)) for name, leaf in tuples if isinstance(leaf, Tensor)]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
     """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
     if holds_sharded(module):  # a forward that no backward follows would leave their state open
         return General(module, recompute)
-    args, kwargs = without_caches(*call)
+    args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
     try:
         with unmoved(module), torch.no_grad():
             module.train()
@@ -78,7 +77,7 @@ class Around:
     def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
         """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
         and with the same random parameters each time; the buffers and plain attributes that it leaves). Raises Unreadable if
-        it fills containers, which a recompute would fill again."""
+        it fills containers, which a recompute would fill again, or draws random numbers elsewhere than in torch."""
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
@@ -87,11 +86,16 @@ class Around:
 
         with seeded(), unmoved(self.module), random_parameters(self.module):
             self.module.train()
-            call, before = mapped(wide, self.call), held_by(self.module)
+            call, before, states = mapped(wide, self.call), held_by(self.module), drawn_elsewhere()
             trained = [p for p in self.module.parameters() if p.requires_grad]
             found = results(outputs, leaves_of(call), [self.x], trained)
             if filled := dict(set(held_by(self.module)) - set(before)):
                 raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
+            if states != drawn_elsewhere():
+                raise Unreadable(
+                    "no activation checkpoint either: its forward draws from Python's or NumPy's random numbers, and a "
+                    "recompute draws others. Draw from torch's"
+                )
             left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
             return found, [*left, *settings(self.module)]
 

@@ -319,7 +319,8 @@ def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
 
 
 def calls_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
-    """Returns the first call of each module with which one of these begins, in a forward of the model in evaluation."""
+    """Returns the first call of each module with which one of these begins, in a training forward of the model without
+    gradients: some branches are called in training alone."""
     found: dict[nn.Module, Call] = {}
     if not cuts:
         return found
@@ -331,6 +332,6 @@ def calls_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], cuts: Sequen
         for module in {cut.begins for cut in cuts}:
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         with seeded(), unmoved(model), torch.no_grad():
-            model.eval()
+            model.train()
             model(*args, **kwargs)
     return found

@@ -260,7 +260,7 @@ class _Conversion:
         try:
             row.error = error_of(made, calls)
         except Unreadable as problem:
-            row.reason += f"; {problem}"
+            row.reason = f"{why}; {problem}" if why else str(problem)
             return Found([row])
         row.replaced_by = "checkpoint"
         return Found([row], lambda: self.bind(row, made, without_caches(*calls[0])))

@@ -74,6 +74,13 @@ def seeded() -> Iterator[None]:
             numpy.set_state(numpys)
 
 
+def drawn_elsewhere() -> tuple:
+    """Returns the states of Python's and NumPy's global generators, which a recompute does not turn back."""
+    numpy = sys.modules.get("numpy.random")
+    _, keys, place, *_ = ((), (), 0) if numpy is None else numpy.get_state()
+    return random.getstate(), list(keys), place
+
+
 def restorer_of(generator: object) -> Callable[[], None] | None:
     """Returns what gives a generator its present state back; None for other objects."""
     numpy: Any = sys.modules.get("numpy.random")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 
 import pytest
 import torch
@@ -202,3 +203,35 @@ def test_a_plan_finds_the_blocks():
     assert memory_of(model, call)[0] == plan.saved
     report = ckptkern.report(Listed().to("meta"), x=torch.randn(2, 16, 32, 32, device="meta"))
     assert report.totals["full"] < 0.2 * report.totals["eager PyTorch"]
+
+
+class Sampling(Block):
+    """It draws from Python's generator, which no recompute turns back."""
+
+    def forward(self, x):
+        return super().forward(x * random.random())
+
+
+class Auxiliary(Listed):
+    """Some blocks run in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.more = nn.ModuleList(Block(16) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.more if self.training else ():
+            x = x + block(x)
+        return super().forward(x)
+
+
+def test_blocks_of_training_alone_and_of_other_generators():
+    model = nn.Sequential(*(Sampling(8) for _ in range(4)))
+    conversion = ckptkern.convert(model, images(8)["x"])
+    assert not conversion.converted
+    assert "Python's or NumPy's random numbers" in str(conversion)
+    model = Auxiliary()
+    eager, converted = copy.deepcopy(model), ckptkern.convert(model, **images(16)).converted
+    assert [row.name for row in converted if row.name.startswith("more")] == ["more.0", "more.1"]
+    call = images(16)
+    torch.testing.assert_close(step(model, call), step(eager, call), **TOLERANCE)
