@@ -77,7 +77,7 @@ class Around:
     def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
         """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
         and with the same random parameters each time; the buffers and plain attributes that it leaves). Raises Unreadable if
-        it fills containers, which a recompute would fill again, or draws random numbers elsewhere than in torch."""
+        it fills containers, which a recompute would fill again, or samples elsewhere than in torch."""
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
@@ -94,7 +94,7 @@ class Around:
             if states != drawn_elsewhere():
                 raise Unreadable(
                     "no activation checkpoint either: its forward draws from Python's or NumPy's random numbers, and a "
-                    "recompute draws others. Draw from torch's"
+                    "recompute samples others. Draw from torch's"
                 )
             left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
             return found, [*left, *settings(self.module)]
