@@ -121,6 +121,7 @@ def _expert_kernel(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, in
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"}
 OVERWRITES = {"copy_", "zero_", "fill_", "_foreach_copy_"}  # their first argument is not read
 REDUCTIONS = {"sum", "mean", "amax"}
+CORES = ("cudnn", "flash", "efficient")  # torch's of attention
 
 
 # What a CUDA device has a kernel for and meta tensors have not, or not on every release: what it returns.
@@ -187,8 +188,10 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
         place = [a.name for a in func._schema.arguments].index("is_causal")
         causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
         flops = 2 * (5 if direction == "backward" else 2) * math.prod(shape)
-        return Launch(f"torch core {direction}", "core", flops, moved, shape, bool(causal))
-    formula = flop_registry.get(getattr(aten, name.removesuffix("_"), None))
+        kernel = next(one for one in CORES if one in name)
+        return Launch(f"torch core {kernel} {direction}", "core", flops, moved, shape, bool(causal))
+    matmul = "addmm" if name == "_addmm_activation" else name.removesuffix("_")  # torch has no formula of the first
+    formula = flop_registry.get(getattr(aten, matmul, None))
     operands = [
         a for a in args if isinstance(a, Tensor)
     ]  # an out_dtype among the arguments is unknown to torch's formulas

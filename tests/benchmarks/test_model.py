@@ -475,8 +475,8 @@ def test_the_gpu_decides_cores_and_chunks(outcome):
     launched, *_ = outcome
     for gpu in ("h200", "a100"):
         layer = launched[f"{gpu} gpt_layer/d1024x16384-s2048 ckptkern selective"]
-        assert "torch core forward" in layer["forward"]
-        assert "torch core backward" in layer["backward"]
+        assert "torch core cudnn forward" in layer["forward"]
+        assert "torch core cudnn backward" in layer["backward"]
         own = launched[f"{gpu} gpt_layer/d1024x16384-s2048 own core, selective"]
         assert {"attn_fwd", "attn_dkdv", "attn_dq"} <= {*own["forward"], *own["backward"]}
     dropout = launched["h200 attention-dropout/d1024x16384-s2048 ckptkern full"]

@@ -133,47 +133,19 @@ def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
-def default_impl(
-    op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int, few: bool = False
-) -> str:
-    """The implementation where nothing was tuned."""
-    if backend == "eager":
-        return backend
-    return _impls.default_impl(op, capability_of(device_type, index), dtype.itemsize, size, few)
-
-
-def few_rows(backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> int:
-    """The most rows that have an implementation of their own (`_impls.few_rows`); 0 where PyTorch ops run."""
-    return 0 if backend == "eager" else _impls.few_rows(capability_of(device_type, index), dtype.itemsize, size)
-
-
-def candidates(backend: str, device_type: str, index: int | None, dtype: torch.dtype) -> tuple[str, ...]:
-    """The implementations that such a call may take on this device."""
-    capability = (0, 0) if backend == "eager" else capability_of(device_type, index)
-    return _impls.candidates(backend, dtype, capability)
-
-
-candidates._dynamo_marked_constant = True  # as _constant_device_reason
+def default_impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
+    """The implementation on a device where kernels run and nothing was tuned."""
+    return _impls.default_impl(op, capability_of(device_type, index), dtype, size)
 
 
 @functools.cache
-def _impl(
-    op: str, backend: str, device_type: str, index: int | None, dtype: torch.dtype, size: int
-) -> tuple[int, str, str]:
-    """(the most rows that are few, the implementation of few rows, that of more), from the table that `python -m
-    ckptkern autotune` wrote on this machine, else from ours."""
-
-    def of(few: bool) -> str:
-        tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size, few))
-        if tuned in candidates(backend, device_type, index, dtype):
-            return tuned
-        return default_impl(op, backend, device_type, index, dtype, size, few)
-
-    rows = few_rows(backend, device_type, index, dtype, size)
-    return rows, of(few=rows > 0), of(few=False)
+def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
+    """From the table that `python -m ckptkern autotune` wrote on this machine, else by our rule."""
+    tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
+    return tuned or default_impl(op, device_type, index, dtype, size)
 
 
-def _constant_impl(*key) -> tuple[int, str, str]:
+def _constant_impl(*key) -> str:
     return _impl(*key)
 
 
@@ -190,27 +162,23 @@ def surely(comparison: bool) -> bool:
     return statically_known_true(comparison)
 
 
-def choose_impl(
-    op: str, x: Tensor, features: int, hidden: int, out: int, *, elements: int | None = None, name: str | None = None
-) -> str:
+def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, name: str | None = None) -> str:
     """The implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` gives.
 
-    features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. elements: of that input,
-    if it is not x. name: what the table calls the op, if it is another one. Under backend("triton") no library's matmul stands
-    in for a kernel.
+    features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. name: what the table calls
+    the op, if it is another one. Under backend("triton") no library's matmul stands in for a kernel.
     """
     if _choice.seen is not None:
         _choice.seen.append((name or op, features, hidden, out, x.dtype))
     backend = choose_backend(op, x)
     if backend == "eager":
         return backend
-    if _choice.impl and _choice.impl in candidates(backend, x.device.type, x.device.index, x.dtype):
+    if _choice.impl in _impls.candidates(backend):
         return _choice.impl
+    if kernels_alone():
+        return "triton"
     size = _impls.size_class(max(features, out))
-    rows, few, impl = _constant_impl(name or op, backend, x.device.type, x.device.index, x.dtype, size)
-    if few != impl and surely((x.numel() if elements is None else elements) <= rows * features):
-        impl = few
-    return "triton" if impl == "library" and kernels_alone() else impl
+    return _constant_impl(name or op, x.device.type, x.device.index, x.dtype, size)
 
 
 @contextmanager
@@ -256,7 +224,7 @@ def primitives(name: str) -> Any:
         return eager
     from ... import triton_kernels
 
-    return _impls.of_kernels(name, triton_kernels)
+    return _impls.OF_KERNELS[name](triton_kernels)
 
 
 def matmul_precision(x: Tensor) -> str:

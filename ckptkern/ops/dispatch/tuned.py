@@ -17,9 +17,8 @@ import torch
 
 from .implementations import IMPLS, SIZES
 
-FORMAT = 3  # 1 had no tiles, 2 one row for few and many rows
-ROWS = ("many", "few")
-Table = dict[tuple[str, str, int, bool], str]  # op, dtype, place of the size in SIZES, are rows few -> implementation
+FORMAT = 4  # 2 had tiles, 3 a row for few and one for many rows
+Table = dict[tuple[str, str, int], str]  # op, dtype, place of the size in SIZES -> implementation
 
 
 def folder() -> Path:
@@ -66,8 +65,7 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
         if known:
             came = {name: data["machine"][name] for name in wanted}
             table = {
-                (row["op"], row["dtype"], SIZES.index(row["features"]), bool(ROWS.index(row["rows"]))): row["impl"]
-                for row in data["impls"]
+                (row["op"], row["dtype"], SIZES.index(row["features"])): row["impl"] for row in data["impls"]
             }
         if not all(isinstance(impl, str) for impl in table.values()):
             raise TypeError("an implementation that is not a string")

@@ -84,7 +84,7 @@ def gather(
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
     name, sizes = "mlp" if gate_weight is None else "gated_mlp", (features, up_weight.shape[0], down_weight.shape[0])
-    impl = choose_impl(op, probe, *sizes, elements=x.numel(), name=name)
+    impl = choose_impl(op, probe, *sizes, name=name)
     o = MLPOptions(
         gated=gate_weight is not None, activation=activation, dropout_p=float(dropout_p), first_column=0,
         recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import eager
 from ...frozen import Frozen
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
+from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks
 from ..registration.needs import needed
@@ -255,8 +255,9 @@ def linear_stack(
         check_weight(op, f"weights[{i}]", w, b, x, features, "input" if i == 0 else f"weights[{i - 1}]'s output")
         features = w.shape[0]
     x = cast_input(op, x, *weights)
+    impl = choose_impl(op, x, max(max(w.shape) for w in weights), 0, features)
     options = LinearStackOptions(
-        activation=activation, recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
+        activation=activation, recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(x),
         workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)), layers=len(weights),
     )  # fmt: skip
     return _apply(options, x, *weights, *biases)

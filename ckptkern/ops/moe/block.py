@@ -21,7 +21,6 @@ from ..dispatch.checks import (
     check_weight,
 )
 from ..dispatch.choices import (
-    choose_backend,
     choose_impl,
     choose_mode,
     choose_workspace,
@@ -206,12 +205,9 @@ def gather(
         **{f"shared_{name}": one for name, one in shared.items()}, **updates, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
-    if kind:
-        sizes = features, shared_up_weight.shape[0], features
-        name = "gated_mlp" if kind == "gated" else "mlp"
-        impl = choose_impl(op, probe, *sizes, elements=x.numel(), name=name)
-    else:
-        impl = choose_backend(op, probe)
+    hidden = shared_up_weight.shape[0] if kind else down_weight.shape[2]
+    name = {"gated": "gated_mlp", "plain": "mlp"}.get(kind, "moe_mlp")
+    impl = choose_impl(op, probe, features, hidden, features, name=name)
     o = MoEOptions(
         activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
         recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),

@@ -1,0 +1,171 @@
+"""Which kernels a layer's training step runs on a GPU: ours by name, torch's core of attention, and matmuls of libraries.
+
+    python -m benchmarks.dev.routes [--only WORD] [--out FILE]
+
+Traced on meta tensors that pass for tensors of the GPU (`benchmarks.model.trace`), with torch's own answers of what its kernels
+accept taken as yes; nothing is compiled. `benchmarks/results/routes.csv` holds the table, and a test holds that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ckptkern
+from benchmarks.model import rates, trace
+
+PATH = Path(__file__).parents[1] / "results" / "routes.csv"
+COLUMNS = ("layer", "dtype", "gpu", "matmuls", "torch", "ours")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ARCHITECTURES = (80, 90, 100, 120)  # of the last nothing was measured or read
+TOKENS = 4096
+
+Layer = Callable[[Callable[..., Tensor], Tensor], Any]  # parameter(*shape), x -> the result
+
+
+def _norms(parameter: Callable[..., Tensor], d: int, norm: str, **options: Any) -> dict[str, Any]:
+    return {"norm": norm, "norm_weight": parameter(d), "norm_bias": parameter(d) if norm == "layer" else None, **options}
+
+
+def _projections(parameter: Callable[..., Tensor], d: int, kv: int, bias: bool) -> dict[str, Any]:
+    widths = (d, kv, kv)
+    return {
+        "qkv_weight": tuple(parameter(n, d) for n in widths), "out_weight": parameter(d, d),
+        "qkv_bias": tuple(parameter(n) for n in widths) if bias else None, "out_bias": parameter(d) if bias else None,
+    }  # fmt: skip
+
+
+def llama(parameter: Callable[..., Tensor], x: Tensor, heads: int, kv_heads: int, hidden: int) -> Tensor:
+    (S, d), D = x.shape[1:], x.shape[2] // heads
+    tables = tuple(torch.empty(S, D, dtype=x.dtype, device=x.device) for _ in "cs")
+    attention = dict(
+        _projections(parameter, d, kv_heads * D, False), num_heads=heads, num_kv_heads=kv_heads, rotary=tables,
+        is_causal=True, residual=True, **_norms(parameter, d, "rms"),
+    )  # fmt: skip
+    mlp = dict(
+        gate_weight=parameter(hidden, d), up_weight=parameter(hidden, d), up_bias=None, down_weight=parameter(d, hidden),
+        down_bias=None, activation="silu", **_norms(parameter, d, "rms"),
+    )  # fmt: skip
+    return ckptkern.transformer_layer(x, attention, mlp)
+
+
+def encoder(
+    parameter: Callable[..., Tensor], x: Tensor, heads: int, dropout_p: float, norm_first: bool, padded: bool
+) -> Tensor:
+    """BERT's and ViT's: all projections have biases."""
+    (B, S, d) = x.shape
+    mask = torch.empty((B, S), dtype=torch.bool, device=x.device) if padded else None
+    attention = dict(
+        _projections(parameter, d, d, True), num_heads=heads, key_padding_mask=mask, dropout_p=dropout_p, residual=True,
+        **_norms(parameter, d, "layer", norm_first=norm_first),
+    )  # fmt: skip
+    mlp = dict(
+        up_weight=parameter(4 * d, d), up_bias=parameter(4 * d), down_weight=parameter(d, 4 * d), down_bias=parameter(d),
+        **_norms(parameter, d, "layer", norm_first=norm_first),
+    )  # fmt: skip
+    return ckptkern.transformer_layer(x, attention, mlp)
+
+
+def qwen3_moe(parameter: Callable[..., Tensor], x: Tensor, experts: int = 128, hidden: int = 768) -> Tensor:
+    (S, d), D = x.shape[1:], 128
+    tables = tuple(torch.empty(S, D, dtype=x.dtype, device=x.device) for _ in "cs")
+    q, kv = 32 * D, 4 * D
+    attention = dict(
+        qkv_weight=(parameter(q, d), parameter(kv, d), parameter(kv, d)), qkv_bias=None, out_weight=parameter(d, q),
+        out_bias=None, num_heads=32, num_kv_heads=4, rotary=tables, is_causal=True, residual=True,
+        qk_norm=(parameter(D), parameter(D)), qk_norm_kind="rms", **_norms(parameter, d, "rms"),
+    )  # fmt: skip
+    moe = dict(
+        router_weight=parameter(experts, d), gate_up_weight=parameter(experts, 2 * hidden, d),
+        down_weight=parameter(experts, d, hidden), top_k=8, **_norms(parameter, d, "rms"),
+    )  # fmt: skip
+    return ckptkern.transformer_layer(x, attention, moe)[0]
+
+
+# name -> (features, sequence length, the layer)
+LAYERS: dict[str, tuple[int, int, Layer]] = {
+    "Llama-1B": (2048, 2048, functools.partial(llama, heads=32, kv_heads=8, hidden=8192)),
+    "Llama-8B": (4096, 2048, functools.partial(llama, heads=32, kv_heads=8, hidden=14336)),
+    "BERT": (768, 512, functools.partial(encoder, heads=12, dropout_p=0.0, norm_first=False, padded=False)),
+    "BERT, padded": (768, 512, functools.partial(encoder, heads=12, dropout_p=0.0, norm_first=False, padded=True)),
+    "BERT, dropout": (768, 512, functools.partial(encoder, heads=12, dropout_p=0.1, norm_first=False, padded=True)),
+    "ViT-L/384": (1024, 577, functools.partial(encoder, heads=16, dropout_p=0.0, norm_first=True, padded=False)),
+    "Qwen3-MoE": (2048, 2048, qwen3_moe),
+}  # fmt: skip
+
+
+def gpu_of(arch: int) -> rates.GPU:
+    """Rates of the H200, which no route depends on, as that architecture."""
+    return dataclasses.replace(rates.GPUS["h200"], name=f"sm_{arch}", arch=arch)
+
+
+def step(name: str, dtype: torch.dtype, arch: int) -> list[trace.Launch]:
+    """The launches of a step, forward and backward, of the layer at the ops' default modes."""
+    features, length, layer = LAYERS[name]
+    batch = TOKENS // length
+    with torch.device("meta"):
+        x = torch.empty((batch, length, features), dtype=dtype, requires_grad=True)
+
+    def parameter(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+    with trace.as_on(gpu_of(arch)) as log:
+        y = layer(parameter, x)
+        y.backward(torch.empty_like(y))
+        return list(log)
+
+
+def row_of(name: str, dtype: str, arch: int) -> dict[str, str]:
+    """A row of the table: how many matmuls libraries run, which cores are torch's, which of our kernels run and how often."""
+    matmuls, torchs, ours = 0, collections.Counter(), collections.Counter()
+    for launch in step(name, DTYPES[dtype], arch):
+        if launch.caught is not None:
+            ours[launch.name] += 1
+        elif launch.kind == "core":
+            torchs[launch.name.removeprefix("torch core ")] += 1
+        elif launch.kind == "matmul":
+            grouped = launch.name.startswith("_grouped_mm")
+            torchs["grouped_mm"] += grouped
+            matmuls += not grouped
+
+    def text(found: collections.Counter) -> str:
+        return " ".join(f"{key.replace(' ', '_')}:{count}" for key, count in sorted(found.items()) if count)
+
+    return dict(zip(COLUMNS, (name, dtype, f"sm_{arch}", str(matmuls), text(torchs), text(ours)), strict=True))
+
+
+def rows(only: str = "") -> Iterator[dict[str, str]]:
+    for name in LAYERS:
+        if only.lower() in name.lower():
+            for dtype in DTYPES:
+                for arch in ARCHITECTURES:
+                    yield row_of(name, dtype, arch)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.routes", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", metavar="WORD", help="layers whose names have this in them")
+    parser.add_argument("--out", type=Path, help=f"the CSV to write (default: the terminal; the held one is {PATH.name})")
+    args = parser.parse_args(argv)
+    found = list(rows(args.only))
+    if not found:
+        parser.error(f"--only: {args.only!r} is in no name of a layer; they are {', '.join(LAYERS)}")
+    file = args.out.open("w", newline="") if args.out else sys.stdout
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
