@@ -1,6 +1,7 @@
 """Which kernels a layer's training step runs on a GPU: ours by name, torch's core of attention, and matmuls of libraries.
 
     python -m benchmarks.dev.routes [--only WORD] [--out FILE]
+    python -m benchmarks.dev.routes --launches      of a Llama-1B step, at seven shapes
 
 Traced on meta tensors that pass for tensors of the GPU (`benchmarks.model.trace`), with torch's own answers of what its kernels
 accept taken as yes; nothing is compiled. `benchmarks/results/routes.csv` holds the table, and a test holds that.
@@ -23,6 +24,7 @@ from torch import Tensor
 
 import ckptkern
 from benchmarks.model import rates, trace
+from ckptkern.tools.compiling import specialize
 
 PATH = Path(__file__).parents[1] / "results" / "routes.csv"
 COLUMNS = ("layer", "dtype", "gpu", "matmuls", "torch", "ours")
@@ -34,7 +36,12 @@ Layer = Callable[[Callable[..., Tensor], Tensor], Any]  # parameter(*shape), x -
 
 
 def _norms(parameter: Callable[..., Tensor], d: int, norm: str, **options: Any) -> dict[str, Any]:
-    return {"norm": norm, "norm_weight": parameter(d), "norm_bias": parameter(d) if norm == "layer" else None, **options}
+    return {
+        "norm": norm,
+        "norm_weight": parameter(d),
+        "norm_bias": parameter(d) if norm == "layer" else None,
+        **options,
+    }
 
 
 def _projections(parameter: Callable[..., Tensor], d: int, kv: int, bias: bool) -> dict[str, Any]:
@@ -109,12 +116,9 @@ def gpu_of(arch: int) -> rates.GPU:
     return dataclasses.replace(rates.GPUS["h200"], name=f"sm_{arch}", arch=arch)
 
 
-def step(name: str, dtype: torch.dtype, arch: int) -> list[trace.Launch]:
-    """The launches of a step, forward and backward, of the layer at the ops' default modes."""
-    features, length, layer = LAYERS[name]
-    batch = TOKENS // length
-    with torch.device("meta"):
-        x = torch.empty((batch, length, features), dtype=dtype, requires_grad=True)
+def step(layer: Layer, shape: tuple[int, int, int], dtype: torch.dtype, arch: int) -> list[trace.Launch]:
+    """The launches of a step, forward and backward, of a layer of x of this shape, at the ops' default modes."""
+    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
     def parameter(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -125,10 +129,38 @@ def step(name: str, dtype: torch.dtype, arch: int) -> list[trace.Launch]:
         return list(log)
 
 
+# Of a Llama-1B step: batch and length, as batches of texts have them.
+SHAPES = ((4, 2048), (2, 4096), (8, 1024), (1, 8192), (4, 1000), (3, 777), (1, 333))
+DEPTH, VOCABULARY = 16, 128256
+
+
+def head(parameter: Callable[..., Tensor], x: Tensor) -> Tensor:
+    targets = torch.empty(x.shape[:2], dtype=torch.int64, device=x.device)
+    return ckptkern.linear_cross_entropy(x, parameter(VOCABULARY, x.shape[2]), targets)
+
+
+def launches(arch: int = 90) -> Iterator[dict[str, int]]:
+    """For each of SHAPES: the launches of a Llama-1B step, those of our kernels, and those of these that Triton compiles there
+    and had not for a shape before."""
+    width, _, layer = LAYERS["Llama-1B"]
+    known: set[str] = set()
+    for batch, length in SHAPES:
+        of_layer, of_head = (step(one, (batch, length, width), torch.bfloat16, arch) for one in (layer, head))
+        caught = [one.caught for one in (*of_layer, *of_head) if one.caught is not None]
+        keys = {specialize(one.kernel, one.args, one.kwargs, arch).key for one in caught}
+        ours = [sum(one.caught is not None for one in part) for part in (of_layer, of_head)]
+        yield {
+            "batch": batch, "length": length, "launches": DEPTH * len(of_layer) + len(of_head),
+            "ours": DEPTH * ours[0] + ours[1], "compiled": len(keys - known),
+        }  # fmt: skip
+        known |= keys
+
+
 def row_of(name: str, dtype: str, arch: int) -> dict[str, str]:
     """A row of the table: how many matmuls libraries run, which cores are torch's, which of our kernels run and how often."""
     matmuls, torchs, ours = 0, collections.Counter(), collections.Counter()
-    for launch in step(name, DTYPES[dtype], arch):
+    width, length, layer = LAYERS[name]
+    for launch in step(layer, (TOKENS // length, length, width), DTYPES[dtype], arch):
         if launch.caught is not None:
             ours[launch.name] += 1
         elif launch.kind == "core":
@@ -155,13 +187,18 @@ def rows(only: str = "") -> Iterator[dict[str, str]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.routes", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", metavar="WORD", help="layers whose names have this in them")
-    parser.add_argument("--out", type=Path, help=f"the CSV to write (default: the terminal; the held one is {PATH.name})")
+    parser.add_argument(
+        "--out", type=Path, help=f"the CSV to write (default: the terminal; the held one is {PATH.name})"
+    )
+    parser.add_argument(
+        "--launches", action="store_true", help="print the launches and compilations of a Llama-1B step instead"
+    )
     args = parser.parse_args(argv)
-    found = list(rows(args.only))
+    found = list(launches() if args.launches else rows(args.only))
     if not found:
         parser.error(f"--only: {args.only!r} is in no name of a layer; they are {', '.join(LAYERS)}")
     file = args.out.open("w", newline="") if args.out else sys.stdout
-    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(found)
     return 0
