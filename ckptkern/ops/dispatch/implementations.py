@@ -124,24 +124,16 @@ def size_text(place: int) -> str:
     return f"up to {SIZES[place]} features" if SIZES[place] < 2**62 else f"more than {SIZES[place - 1]} features"
 
 
-# What runs in benchmarks/results have shown, where it is not what `default_impl` would say: (op, compute capability) -> (the
-# implementation, up to how many features). On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of
-# 1,024 and 2,048 features, 0.81 at "full". MLPs by kernels took 1.25 of eager's at "full", of 1,024 features: more than
-# torch.utils.checkpoint's 1.20, and than the 1.15 to 1.19 that libraries took of 4,096.
+# What runs under benchmarks/results have shown to take less time than libraries: (op, compute capability) -> (implementation, up
+# to how many features, in 16 bits). On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024
+# and 2,048 features (0.62 and 0.81 at "full"). MLPs by kernels took 1.25 of eager's at "full", of 1,024 features, where
+# torch.utils.checkpoint took 1.20: they are not here.
 MEASURED = {("moe_mlp", (9, 0)): ("triton", 2048)}
-TILED = ((8, 0), (9, 0))  # compute capabilities that the kernels' tiles were chosen for
-NARROW = 256
 
 
 def default_impl(op: str, capability: tuple[int, int], dtype: torch.dtype, size: int) -> str:
-    """The implementation where nothing was tuned: what was measured, else libraries, which are tuned for every GPU, dtype and
-    size, but for
-
-    - NARROW layers in 16 bits: over K features an element of h is 2 K FLOPs and 2 bytes, so a matmul takes longer in memory
-      than on tensor cores below a GPU's balance (an H200's ceilings: 798 TFLOP/s, 4.3 TB/s, K = 187), where a kernel with
-      the epilogue saves passes over h.
-    """
-    impl, most = MEASURED.get((op, capability), ("", 0))
-    if impl and dtype.itemsize == 2 and SIZES[size] <= most:
-        return impl
-    return "triton" if SIZES[size] <= NARROW and dtype.itemsize == 2 and capability in TILED else "library"
+    """The implementation where nothing was tuned: what was measured to take less time there, else libraries, which their makers
+    tune for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute. What libraries
+    have no route for takes the kernels: chains of narrow layers, and experts where grouped_mm has no fast path (`grouped`)."""
+    impl, features = MEASURED.get((op, capability), ("library", 0))
+    return impl if SIZES[size] <= features and dtype.itemsize == 2 else "library"
