@@ -22,9 +22,10 @@ import triton
 import triton.language as tl
 
 from .elementwise import row_sums
-from .tile import cast, launch, rows_of, upcast
+from .norm import programs
+from .tile import arch_of, cast, launch, rows_of, upcast
 
-HEADS = 8
+HEADS, WARPS = 8, 4  # of a program
 
 
 class HeadTile(NamedTuple):
@@ -35,7 +36,7 @@ class HeadTile(NamedTuple):
     BLOCK_REST: int
 
     def launch_options(self) -> dict:
-        return {**self._asdict(), "HEADS": HEADS, "num_warps": 4, "enable_fp_fusion": False}
+        return {**self._asdict(), "HEADS": HEADS, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def head_tile(D: int, R: int) -> HeadTile:
@@ -179,75 +180,85 @@ def _heads_fwd_kernel(
         y_rows += stride_yh
 
 
-@triton.jit(do_not_specialize=["tokens", "S", "H"])
+@triton.jit(do_not_specialize=["tokens", "S", "H", "tiles"])
 def _heads_bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, dbias_ptr, tokens, S, H,
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, dbias_ptr, tokens, S, H, tiles,
     stride_dyb, stride_dys, stride_dyh, stride_xb, stride_xs, stride_xh,
     stride_cosb, stride_coss, stride_sinb, stride_sins, stride_dxb, stride_dxs, stride_dxh,
     eps, KIND: tl.constexpr, OWN_ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes one row of dweight_ptr and dbias_ptr [programs, D]; with OWN_ROWS one for each of its heads, of
-    [programs along tokens, H, D]."""
-    t = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
-    mask_t = t < tokens
-    dy_rows = token_rows(t, S, stride_dyb, stride_dys)
-    x_rows = token_rows(t, S, stride_xb, stride_xs)
-    dx_rows = token_rows(t, S, stride_dxb, stride_dxs)
-    if R > 0:
-        cos_rows = token_rows(t, S, stride_cosb, stride_coss)
-        sin_rows = token_rows(t, S, stride_sinb, stride_sins)
-        cos_a, cos_b, _ = load_parts(cos_ptr, cos_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
-        sin_a, sin_b, _ = load_parts(sin_ptr, sin_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
+    """Each program walks `tiles` tiles of tokens, and writes one row of dweight_ptr and dbias_ptr [programs, D]; with OWN_ROWS,
+    where it has one tile, a row for each of its heads, of [programs along tokens, H, D]."""
     dweight_a = tl.zeros((BLOCK_S, BLOCK_HALF if R > 0 else 1), dtype=tl.float32)
     dweight_b = dweight_a
     dweight_rest = tl.zeros((BLOCK_S, BLOCK_REST if R < D else 1), dtype=tl.float32)
     dbias_a, dbias_b, dbias_rest = dweight_a, dweight_b, dweight_rest
     same_row = tl.zeros((BLOCK_S,), dtype=tl.int64)  # the weight once a token: a row alone is read 2 bytes at a time
     first = tl.program_id(1) * HEADS
-    dy_rows += first.to(tl.int64) * stride_dyh
-    x_rows += first.to(tl.int64) * stride_xh
-    dx_rows += first.to(tl.int64) * stride_dxh
-    for head in range(first, tl.minimum(first + HEADS, H)):
-        a, b, rest = load_parts(dy_ptr, dy_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+    for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
+        t = tile * BLOCK_S + tl.arange(0, BLOCK_S)
+        mask_t = t < tokens
+        dy_rows = token_rows(t, S, stride_dyb, stride_dys)
+        x_rows = token_rows(t, S, stride_xb, stride_xs)
+        dx_rows = token_rows(t, S, stride_dxb, stride_dxs)
         if R > 0:
-            a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
-        if weight_ptr is not None:
-            x_a, x_b, x_rest = load_parts(x_ptr, x_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-            h_a, h_b, h_rest, r = normalized_parts(x_a, x_b, x_rest, mask_t, eps, D, R, KIND)
-            row = same_row
-            if OWN_ROWS:
-                row += head * D
-                partial = (tl.program_id(0).to(tl.int64) * H + head) * D
-                if dweight_ptr is not None:
-                    store_sums(
-                        dweight_ptr, partial, a * h_a, b * h_b, rest * h_rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
-                    )
-                if dbias_ptr is not None:
-                    store_sums(dbias_ptr, partial, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-            else:
-                if dweight_ptr is not None:
-                    dweight_a += a * h_a
-                    dweight_b += b * h_b
-                    dweight_rest += rest * h_rest
-                if dbias_ptr is not None:
-                    dbias_a += a
-                    dbias_b += b
-                    dbias_rest += rest
-            weight_a, weight_b, weight_rest = load_parts(
-                weight_ptr, row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
-            )
-            a, b, rest = a * weight_a, b * weight_b, rest * weight_rest
-            along = tl.sum(a * h_a, axis=1) + tl.sum(b * h_b, axis=1) + tl.sum(rest * h_rest, axis=1)
-            along = (along / D)[:, None]
-            if KIND == "layer":
-                mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(rest, axis=1)) / D)[:, None]
-                a, b, rest = a - mean, b - mean, rest - mean
-            a, b, rest = (a - h_a * along) * r, (b - h_b * along) * r, (rest - h_rest * along) * r
-        store_parts(dx_ptr, dx_rows, mask_t, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-        dy_rows += stride_dyh
-        x_rows += stride_xh
-        dx_rows += stride_dxh
+            cos_rows = token_rows(t, S, stride_cosb, stride_coss)
+            sin_rows = token_rows(t, S, stride_sinb, stride_sins)
+            cos_a, cos_b, _ = load_parts(cos_ptr, cos_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
+            sin_a, sin_b, _ = load_parts(sin_ptr, sin_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
+        dy_rows += first.to(tl.int64) * stride_dyh
+        x_rows += first.to(tl.int64) * stride_xh
+        dx_rows += first.to(tl.int64) * stride_dxh
+        for head in range(first, tl.minimum(first + HEADS, H)):
+            a, b, rest = load_parts(dy_ptr, dy_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+            if R > 0:
+                a, b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+            if weight_ptr is not None:
+                x_a, x_b, x_rest = load_parts(x_ptr, x_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+                h_a, h_b, h_rest, r = normalized_parts(x_a, x_b, x_rest, mask_t, eps, D, R, KIND)
+                row = same_row
+                if OWN_ROWS:
+                    row += head * D
+                    partial = (tl.program_id(0).to(tl.int64) * H + head) * D
+                    if dweight_ptr is not None:
+                        store_sums(
+                            dweight_ptr,
+                            partial,
+                            a * h_a,
+                            b * h_b,
+                            rest * h_rest,
+                            D,
+                            R,
+                            INTERLEAVED,
+                            BLOCK_HALF,
+                            BLOCK_REST,
+                        )
+                    if dbias_ptr is not None:
+                        store_sums(dbias_ptr, partial, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+                else:
+                    if dweight_ptr is not None:
+                        dweight_a += a * h_a
+                        dweight_b += b * h_b
+                        dweight_rest += rest * h_rest
+                    if dbias_ptr is not None:
+                        dbias_a += a
+                        dbias_b += b
+                        dbias_rest += rest
+                weight_a, weight_b, weight_rest = load_parts(
+                    weight_ptr, row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
+                )
+                a, b, rest = a * weight_a, b * weight_b, rest * weight_rest
+                along = tl.sum(a * h_a, axis=1) + tl.sum(b * h_b, axis=1) + tl.sum(rest * h_rest, axis=1)
+                along = (along / D)[:, None]
+                if KIND == "layer":
+                    mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(rest, axis=1)) / D)[:, None]
+                    a, b, rest = a - mean, b - mean, rest - mean
+                a, b, rest = (a - h_a * along) * r, (b - h_b * along) * r, (rest - h_rest * along) * r
+            store_parts(dx_ptr, dx_rows, mask_t, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
+            dy_rows += stride_dyh
+            x_rows += stride_xh
+            dx_rows += stride_dxh
     if not OWN_ROWS:
         partial = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * D
         if dweight_ptr is not None:
@@ -314,7 +325,11 @@ def heads_bwd(
     x, weight = (None, None) if weight is None else (rows_of(x), weight.contiguous())
     cos, sin, angle_strides, R = _angles(cos, sin, B, S)
     tile = head_tile(D, R) if D else None
-    grid = (triton.cdiv(B * S, tile.BLOCK_S), triton.cdiv(H, HEADS)) if D else (0, 0)
+    tiles = triton.cdiv(B * S, tile.BLOCK_S) if D else 0
+    along_heads, per_program = triton.cdiv(H, HEADS), 1
+    if (need_dweight or need_dbias) and not has_own_rows(weight):  # else what is summed has more columns, or nothing is
+        per_program = max(triton.cdiv(tiles * along_heads, programs(arch_of(dy), WARPS)), 1)
+    grid = triton.cdiv(tiles, per_program), along_heads
     shape = (grid[0], H, D) if has_own_rows(weight) else (grid[0] * grid[1], D)
     dweight, dbias = (
         torch.empty(shape, dtype=torch.float32, device=dy.device) if need else None
@@ -322,8 +337,8 @@ def heads_bwd(
     )
     if dy.numel():
         launch(
-            _heads_bwd_kernel, grid, dy, x, weight, cos, sin, dx, dweight, dbias, B * S, S, H, *dy.stride()[:3],
+            _heads_bwd_kernel, grid, dy, x, weight, cos, sin, dx, dweight, dbias, B * S, S, H, per_program, *dy.stride()[:3],
             *((0, 0, 0) if x is None else x.stride()[:3]), *angle_strides, *dx.stride()[:3], eps, KIND=kind,
-            OWN_ROWS=has_own_rows(weight), D=D, R=R, INTERLEAVED=interleaved, **tile.launch_options(),
+            OWN_ROWS=has_own_rows(weight), D=D, R=R, INTERLEAVED=interleaved, maxnreg=128, **tile.launch_options(),
         )  # fmt: skip
     return dx, *row_sums((dweight, dbias), (need_dweight, need_dbias))

@@ -10,6 +10,7 @@ from support.drop_ins import pairwise
 from support.kernel_cases import DTYPES, assert_equal, check_results
 
 from ckptkern import eager
+from ckptkern.tools.compiling import instead_of_launches
 from ckptkern.triton_kernels import norm, rotary
 
 EPS = 1e-5
@@ -308,3 +309,17 @@ def test_out_of_another_shape_raises(device):
         for run in (heads.forward, heads.backward):
             with pytest.raises(ValueError, match="out must have shape"):
                 run("triton", t, out=out)
+
+
+@pytest.mark.parametrize("weight", ["one", "of each head", "none"])
+def test_sums_of_heads_have_a_partial_row_for_each_program(weight):
+    """Of 16,384 tokens on sm_90. Every tile of tokens is a program where each head has a weight, or nothing is summed."""
+    dy = torch.empty(2, 8192, 32, 128, dtype=BF16, device="meta")
+    w = None if weight == "none" else torch.empty((128,) if weight == "one" else (32, 128), device="meta")
+    grids = []
+    with instead_of_launches(lambda kernel, grid, args, kwargs: grids.append(grid), 90):
+        rotary.heads_bwd(dy, dy, w, EPS, None, None, need_dweight=w is not None)
+    tiles, heads = 16384 // rotary.head_tile(128, 0).BLOCK_S, 32 // rotary.HEADS
+    most = norm.programs(90, rotary.WARPS) if weight == "one" else tiles * heads
+    assert 0.9 * most < grids[0][0] * grids[0][1] <= most
+    assert grids[0][1] == heads
