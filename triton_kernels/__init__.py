@@ -8,7 +8,7 @@ experts_tiles.py and experts_backward.py). Kernels import nothing of ckptkern bu
 
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd
 from .cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_saved_bwd, slice_count
-from .elementwise import act_bwd, act_fwd, dropout
+from .elementwise import act_bwd, act_fwd, dropout, relu_bits
 from .experts import (
     experts_act_grad,
     experts_bwd,
@@ -30,5 +30,5 @@ __all__ = [
     "experts_dw", "experts_fwd", "experts_gemm", "experts_sums", "gated_act_grad",
     "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
     "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
-    "pack_stack", "slice_count", "stack_bwd", "stack_fwd", "stack_width",
+    "pack_stack", "relu_bits", "slice_count", "stack_bwd", "stack_fwd", "stack_width",
 ]  # fmt: skip

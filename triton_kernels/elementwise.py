@@ -202,6 +202,19 @@ def _act_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["M"])
+def _relu_bits_kernel(h_rows, bits_rows, M, N, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Bit j of byte i: is h[m, 8 i + j] not 0? NaN counts as passed, as in torch."""
+    N = multiple(N, UNIT)
+    pid_m, pid_n = block_of(N, BLOCK_N)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = upcast(load_tile(h_rows, offs_m, offs_n, (offs_m < M)[:, None] & (offs_n < N)[None, :]))
+    offs_byte = pid_n * (BLOCK_N // 8) + tl.arange(0, BLOCK_N // 8)
+    mask_byte = (offs_m < M)[:, None] & (offs_byte < tl.cdiv(N, 8))[None, :]
+    store_tile(bits_rows, offs_m, offs_byte, mask_byte, pack_bits(~(h <= 0.0), BLOCK_M, BLOCK_N))
+
+
+@triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
     dy_rows, saved_rows, dz_rows, db_ptr, M, N,
     ACT: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -322,6 +335,16 @@ def act_fwd(z, u, activation: str):
             _act_fwd_kernel, grid_of_blocks(M, N, blocks), matrix(z), matrix(u), matrix(h), M, N, ACT=activation, **blocks
         )  # fmt: skip
     return h
+
+
+def relu_bits(h):
+    """relu's mask as `act_bwd` takes it, uint8 [M, ceil(N/8)], from z or h = relu(z) [M, N]."""
+    M, N = h.shape
+    h, blocks = rows_of(h), blocks_of(h)
+    bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=h.device)
+    if M and N:
+        launch(_relu_bits_kernel, grid_of_blocks(M, N, blocks), matrix(h), matrix(bits), M, N, **blocks)
+    return bits
 
 
 def act_bwd(dy, saved, activation: str, *, bits: bool = False, db: bool = False):

@@ -321,6 +321,10 @@ def _launch_act_fwd(case: Case, given: Inputs):
     return given.backend.act_fwd(z, u, case.activation)
 
 
+def _launch_relu_bits(case: Case, given: Inputs):
+    return given.backend.relu_bits(_matrix(case, given))
+
+
 def _launch_act_bwd(case: Case, given: Inputs):
     dy = _matrix(case, given)
     if case.activation == "relu":
@@ -478,6 +482,7 @@ OPS = {
     "stack_bwd": _launch_stack_bwd,
     **{launcher.name: launch_gemm for launcher in LAUNCHERS.values() if launcher.matmul},
     "act_fwd": _launch_act_fwd,
+    "relu_bits": _launch_relu_bits,
     "act_bwd": _launch_act_bwd,
     "hidden_grad": _launch_hidden_grad,
     "gated_hidden_grad": _launch_gated_hidden_grad,

@@ -35,6 +35,7 @@ from .elementwise import (
     column_sum,
     dropout,
     reference_dropout,
+    relu_bits,
     wide_of,
 )
 from .experts import (
@@ -63,6 +64,6 @@ __all__ = [
     "experts_bwd", "experts_combine", "experts_dw", "experts_fwd", "experts_gemm", "experts_sums", "flash_on_cpu",
     "gated_act_grad", "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear",
     "linear_bwd", "linear_fwd", "mlp_bwd", "mm", "norm_bwd", "norm_fwd", "pack_bits",
-    "pack_stack", "readable", "reference_dropout", "route", "sink_gradient", "slice_count", "stack_bwd", "stack_fwd",
+    "pack_stack", "readable", "reference_dropout", "relu_bits", "route", "sink_gradient", "slice_count", "stack_bwd", "stack_fwd",
     "stack_width", "unpack_bits", "upcast_matmul", "upcasts", "wide_of", "with_sinks",
 ]  # fmt: skip

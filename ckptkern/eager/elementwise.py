@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import state as _state  # noqa: F401  (loads the extension that defines ckptkern::keep_mask)
-from ..bits import unpack_bits
+from ..bits import pack_bits, unpack_bits
 from ..subclasses import own_dispatch
 
 _aten = torch.ops.aten
@@ -156,6 +156,10 @@ def column_sum_if(dz: Tensor, wanted: bool | torch.dtype) -> Tensor | None:
 
 def act_fwd(z, u, activation):
     return act(z, activation) if u is None else act(z, activation) * u
+
+
+def relu_bits(h):
+    return pack_bits(~(h <= 0))
 
 
 def act_bwd(dy, saved, activation, *, bits=False, db=False):

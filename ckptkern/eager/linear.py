@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..bits import pack_bits
 from ..results import HiddenGradient, LinearForward
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if, relu_bits
 
 
 @functools.cache
@@ -49,7 +48,7 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
 def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
     z = linear(x, w, b)
     h = apply_dropout(act(z, activation), dropout, row_base)
-    return LinearForward(h, z if save_z else None, pack_bits(~(z <= 0)) if save_bits else None)
+    return LinearForward(h, z if save_z else None, relu_bits(z) if save_bits else None)
 
 
 def linear_bwd(x, w, b, dh, activation, precision, *, db=False):

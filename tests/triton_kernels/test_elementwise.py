@@ -1,8 +1,11 @@
 """Activations over the whole range of each dtype; relu's backward from z, y and bits."""
 
+import math
+
 import pytest
 import torch
 import triton
+from support.cases import every_other
 from support.kernel_cases import ACTIVATIONS, DTYPES
 
 from ckptkern import eager, triton_kernels
@@ -200,3 +203,19 @@ def test_sums_of_rows_are_rounded_once(monkeypatch, shape, wanted, device):
         expected = partial.double().sum(0).to(torch.float32 if dtype is True else dtype)
         assert total.dtype == expected.dtype
         assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 40), (33, 77), (0, 8), (5, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relus_bits(dtype, shape, device):
+    """Those of z and of relu(z); NaN has passed and -0.0 has not; a row's last byte is filled with zeros."""
+    z = torch.randn(shape, device=device).to(dtype)
+    for place, value in enumerate((math.nan, -0.0, 0.0, math.inf, -math.inf)[: z.numel()]):
+        z.view(-1)[place * 7 % z.numel()] = value
+    expected = eager.pack_bits(~(z <= 0))
+    for h in (z, torch.relu(z), every_other(z)):
+        bits = triton_kernels.relu_bits(h)
+        assert torch.equal(bits, expected)
+        assert bits.dtype == torch.uint8
+    dy = torch.randn(shape, device=device).to(dtype)
+    assert torch.equal(triton_kernels.act_bwd(dy, expected, "relu", bits=True)[0], torch.where(z <= 0, 0, dy))

@@ -49,16 +49,13 @@ class Library(Kernels):
     def linear_fwd(
         self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
     ):
-        if b is not None and not (save_z or save_bits) and activation in EPILOGUES and x.is_cuda:
-            h = torch._addmm_activation(b, x, w.t(), use_gelu=EPILOGUES[activation])  # on a CPU its gelu is erf's
-            return LinearForward(self.apply_dropout(h, dropout, row_base), None, None)
-        if save_bits:  # no elementwise kernel packs them
-            return self.kernels.linear_fwd(
-                x, w, b, activation, precision, dropout=dropout, row_base=row_base, save_z=save_z, save_bits=True
-            )
-        z = self.linear(x, w, b)
-        h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
-        return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, None)
+        if b is not None and not save_z and activation in EPILOGUES and x.is_cuda:  # on a CPU its gelu is erf's
+            z, h = None, torch._addmm_activation(b, x, w.t(), use_gelu=EPILOGUES[activation])
+        else:
+            z = self.linear(x, w, b)
+            h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
+        bits = self.kernels.relu_bits(h) if save_bits else None
+        return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, bits)
 
     def mlp_bwd(
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
