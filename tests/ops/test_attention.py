@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import (
+    Watch,
     assert_as_exact,
     assert_same_within_rounding,
     clone,
@@ -186,3 +187,34 @@ def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
         (groups,) = {getattr(one, "groups", one) for one in seen}
         found.append(groups)
     assert list(dict.fromkeys(found)) == [1, 2, 4]
+
+
+class Addmms(Watch):
+    """Is each result that addmm writes to contiguous?"""
+
+    def __init__(self):
+        super().__init__()
+        self.contiguous: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.addmm.out:
+            self.contiguous.append(kwargs["out"].is_contiguous())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "groups of heads"])
+@pytest.mark.parametrize("crosses", [False, True])
+def test_biases_are_added_into_contiguous_rows(crosses, workspace):
+    """Into columns of wider rows ATen would copy a bias before cuBLASLt's matmul, which would read it again."""
+    d, H, H_kv, D = 32, 4, 2, 8
+    x, memory = torch.randn(2, 5, d), torch.randn(2, 7, d)
+    widths = (H * D, H_kv * D, H_kv * D)
+    weights, biases = [torch.randn(n, d) for n in widths], [torch.randn(n, requires_grad=True) for n in widths]
+    more = {"key_value": memory} if crosses else {"gate_weight": torch.randn(H, d), "gate_bias": torch.randn(H)}
+    with Addmms() as found:
+        y = ckptkern.attention_block(
+            x, tuple(weights), tuple(biases), torch.randn(d, H * D), None, H, H_kv, workspace=workspace, **more
+        )
+        y.sum().backward()
+    assert all(found.contiguous)
+    assert len(found.contiguous) >= 2 * (3 + (not crosses))

@@ -160,8 +160,7 @@ class AttentionSublayer(AttentionForward):
             self.gate(dqkv).copy_(dgate)
         H_kv, group = o.num_kv_heads, o.num_heads // o.num_kv_heads
         if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
-            by_kv_head = self.in_samples(dqkv)[..., : (o.num_heads + 2 * H_kv) * self.D]
-            by_kv_head = by_kv_head.unflatten(-1, (H_kv, group + 2, self.D))
+            by_kv_head = self.in_samples(self.parts(dqkv)[0][1]).unflatten(-1, (H_kv, group + 2, self.D))
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return [d for _, d in self.parts(dqkv)]
 

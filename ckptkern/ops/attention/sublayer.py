@@ -4,6 +4,7 @@ and what is around it (`_half`). `attention_block` and `transformer_layer` are m
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +25,6 @@ from .tensors import (
     AttentionTensors,
     Projection,
     batch_and_rows,
-    gate_columns,
     has_gate,
     head_dim,
     in_group,
@@ -32,7 +32,6 @@ from .tensors import (
     over_all_heads,
     projected_shape,
     projections,
-    query_columns,
     split_gate,
     split_heads,
     split_query,
@@ -152,22 +151,13 @@ class AttentionForward(Sublayer):
 
     # -- forward
 
-    def blocks(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of x and rows of key_value in qkv, which has `projected_shape`; twice all rows without a key_value."""
-        if self.key_value is None:
-            return qkv, qkv
-        rows, width = self.x.shape[0], query_columns(self.t, self.o) + gate_columns(self.t)
-        of_key_value = qkv[rows * width :].view(self.key_value.shape[0], 2 * self.o.num_kv_heads * self.D)
-        return qkv[: rows * width].view(rows, width), of_key_value
-
-    def parts(self, qkv: Tensor) -> Iterator[tuple[Projection, Tensor]]:
-        """Every projection with its result in qkv, or its gradient in dqkv: [rows, outputs]."""
-        starts = [0, 0]
-        for part in self.projections:
-            block, width = self.blocks(qkv)[part.of_key_value], part.weight.shape[0]
-            start = starts[part.of_key_value]
-            yield part, block[:, start : start + width]
-            starts[part.of_key_value] += width
+    def parts(self, qkv: Tensor) -> list[tuple[Projection, Tensor]]:
+        """Every projection with its result in qkv, or its gradient in dqkv: a block [rows, outputs] each. cuBLASLt adds a bias
+        in its epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
+        rows = [self.key_value.shape[0] if part.of_key_value else self.x.shape[0] for part in self.projections]
+        widths = [part.weight.shape[0] for part in self.projections]
+        blocks = qkv.split([n * width for n, width in zip(rows, widths, strict=True)])
+        return [(part, one.view(n, -1)) for part, one, n in zip(self.projections, blocks, rows, strict=True)]
 
     def held_inputs(self) -> Tensor | None:
         """h, if it fits the workspace beside a group."""
@@ -202,12 +192,12 @@ class AttentionForward(Sublayer):
 
     def split(self, qkv: Tensor, index: int = 0, count: int = 1) -> tuple[Tensor, ...]:
         """q, k and v [B, S, heads, D] of the projections; of the heads of group `index` of `count`."""
-        if self.key_value is None:
-            return split_heads(self.in_samples(qkv), self.o, self.D, index, count)
-        own, kv = self.blocks(qkv)
-        kv = kv.view(self.B, key_rows(self.S, self.t), 2 * self.o.num_kv_heads, self.D)
-        q, _ = split_query(self.in_samples(own), self.o, self.D)
-        return in_group((q, *kv.split(self.o.num_kv_heads, 2)), index, count)
+        first, *others = [rows for part, rows in self.parts(qkv) if part.letter != "g"]
+        if not others:
+            return split_heads(self.in_samples(first), self.o, self.D, index, count)
+        q, _ = split_query(self.in_samples(first), self.o, self.D)
+        kv = [rows.view(self.B, key_rows(self.S, self.t), -1, self.D).split(self.o.num_kv_heads, 2) for rows in others]
+        return in_group((q, *itertools.chain(*kv)), index, count)
 
     def in_samples(self, rows: Tensor) -> Tensor:
         """[tokens, N] -> [B, S, N]."""
@@ -215,7 +205,10 @@ class AttentionForward(Sublayer):
 
     def gate(self, qkv: Tensor, index: int = 0, count: int = 1) -> Tensor | None:
         """The gate [B, S, heads, D or 1] of the projections, if there is one; of the heads of group `index` of `count`."""
-        return split_gate(self.in_samples(self.blocks(qkv)[0]), self.t, self.o, index, count)
+        if not self.gated:
+            return None
+        _, rows = self.parts(qkv)[0 if self.o.gate_in_query else -1]
+        return split_gate(self.in_samples(rows), self.t, self.o, index, count)
 
     def rotates(self) -> bool:
         """Is there a norm or a rotation between the projections and the core?"""

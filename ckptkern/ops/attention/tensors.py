@@ -186,12 +186,9 @@ def key_rows(S: int, t: AttentionTensors) -> int:
     return S if t.key_value is None else t.key_value.shape[-2]
 
 
-def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[int, ...]:
-    """Of the projections' buffer: [B S, (H + 2 H_kv) D + gate]; or, because a key_value has other rows, [B S (H D + gate) +
-    B S_k 2 H_kv D]."""
+def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[int]:
+    """Of the projections' buffer, a block of rows for each: [B S (H D + gate) + B S_k 2 H_kv D]."""
     own, kv = query_columns(t, o) + gate_columns(t), 2 * o.num_kv_heads * head_dim(t, o)
-    if t.key_value is None:
-        return B * S, own + kv
     return (B * (S * own + key_rows(S, t) * kv),)
 
 
