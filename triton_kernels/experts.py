@@ -7,7 +7,8 @@
               dw[e] = [dg|du]^T x[t],  dwd[e] = dy[t]^T (s h) over the rows of e
 
 A tile of rows is of one expert. How many tiles there are only the device knows, but never more than cdiv(R, BLOCK_M) + min(E,
-R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read.
+R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read,
+but by elementwise passes, which write what they read of them to the same rows.
 Sums over j ascend, in float32; forward and recompute add up a matmul in one order, so that a recomputed g has the bits of the
 first.
 """
@@ -279,15 +280,13 @@ def experts_hidden_grad(gu, dh, s, groups, activation: str, *, hs=True, dgu=True
     """The outputs of `experts_bwd` from gu [R, 2 N] and dh [R, N], not yet weighted: one pass, for a library's matmuls. s h is
     written over dh; dgu over gu if `over_gu`."""
     R, N = dh.shape
-    gu, dh, s = rows_of(gu), rows_of(dh), s.contiguous()
-    order, _, offs = dense_groups(groups)
-    blocks = blocks_of(dh)
+    gu, dh, s, blocks = rows_of(gu), rows_of(dh), s.contiguous(), blocks_of(dh)
     grads = None if not dgu else gu if over_gu else torch.empty_like(gu, memory_format=torch.contiguous_format)
     partial = torch.empty((triton.cdiv(N, blocks["BLOCK_N"]), R), dtype=torch.float32, device=dh.device) if ds else None
     if R and N:
         launch(
             _experts_hidden_grad_kernel, grid_of_blocks(R, N, blocks), matrix(gu), matrix(dh), s, matrix(dh if hs else None),
-            matrix(grads), partial, order, offs, R, offs.numel() - 1, N, ACT=activation, **blocks,
+            matrix(grads), partial, groups.order.contiguous(), R, N, ACT=activation, **blocks,
         )  # fmt: skip
     return dh if hs else None, grads, _of_pairs(partial, s, groups)
 

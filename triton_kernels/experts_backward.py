@@ -120,9 +120,9 @@ def _experts_act_grad_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["R", "E"])
+@triton.jit(do_not_specialize=["R"])
 def _experts_hidden_grad_kernel(
-    gu_rows, dh_rows, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, R, E, N,
+    gu_rows, dh_rows, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, R, N,
     ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """gu [R, 2 N], dh [R, N] -> s h [R, N], which may lie over dh, dgu [R, 2 N], which may lie over gu, ds [slices, R].
@@ -132,7 +132,6 @@ def _experts_hidden_grad_kernel(
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
     rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = tl.where(rows < tl.load(offs_ptr + E), rows, R)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < R)[:, None] & (offs_n < N)[None, :]
     g = load_tile(gu_rows, rows, offs_n, mask)

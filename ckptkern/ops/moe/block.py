@@ -21,7 +21,6 @@ from ..dispatch.checks import (
     check_weight,
 )
 from ..dispatch.choices import (
-    choose_backend,
     choose_impl,
     choose_mode,
     choose_workspace,
@@ -206,12 +205,12 @@ def gather(
         **{f"shared_{name}": one for name, one in shared.items()}, **updates, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
-    if kind:
-        sizes = features, shared_up_weight.shape[0], features
-        name = "gated_mlp" if kind == "gated" else "mlp"
-        impl = choose_impl(op, probe, *sizes, elements=x.numel(), name=name)
-    else:
-        impl = choose_backend(op, probe)
+    sizes = (
+        features,
+        down_weight.shape[2],
+        features,
+    )  # of the experts, which run most matmuls; the shared expert's follow
+    impl = choose_impl(op, probe, *sizes, elements=x.numel(), name="moe_mlp")
     o = MoEOptions(
         activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
         recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
