@@ -233,7 +233,8 @@ TAKEN = {
 }  # fmt: skip
 NOT_TAKEN = {
     "float16": (ROWS.half(),), "float32": (STACK.float(),), "transposed rows": (torch.zeros(16, 40, dtype=BF16).mT,),
-    "every other column": (torch.zeros(40, 32, dtype=BF16)[:, ::2],), "expanded rows": (ROWS[:1].expand(40, 16),), "no features": (ROWS[:, :0],),
+    "every other column": (torch.zeros(40, 32, dtype=BF16)[:, ::2],),
+    "expanded rows": (ROWS[:1].expand(40, 16),), "no features": (ROWS[:, :0],),
     "12 features": (torch.zeros(40, 16, dtype=BF16)[:, :12],), "a stride of 20": (torch.zeros(40, 20, dtype=BF16)[:, :16],),
     "another address": (torch.zeros(40, 24, dtype=BF16)[:, 4:20],), "12 rows of a matrix": (STACK[:, :12],),
     "matrices 4 elements off": (torch.zeros(2000, dtype=BF16).as_strided((3, 24, 16), (388, 16, 1)),),
