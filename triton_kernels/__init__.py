@@ -16,6 +16,7 @@ from .experts import (
     experts_dw,
     experts_fwd,
     experts_gemm,
+    experts_hidden_grad,
     experts_sums,
 )
 from .linear import act_grad, hidden_grad, linear_bwd, linear_fwd
@@ -27,7 +28,7 @@ from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 __all__ = [
     "act_bwd", "act_fwd", "act_grad", "attn_bwd", "attn_delta", "attn_dmask", "attn_fwd", "cross_entropy_bwd",
     "cross_entropy_fwd", "cross_entropy_saved_bwd", "dropout", "experts_act_grad", "experts_bwd", "experts_combine",
-    "experts_dw", "experts_fwd", "experts_gemm", "experts_sums", "gated_act_grad",
+    "experts_dw", "experts_fwd", "experts_gemm", "experts_hidden_grad", "experts_sums", "gated_act_grad",
     "gated_bwd", "gated_fwd", "gated_hidden_grad", "heads_bwd", "heads_fwd", "hidden_grad", "linear_bwd",
     "linear_fwd", "mlp_bwd", "norm_bwd", "norm_fwd",
     "pack_stack", "relu_bits", "slice_count", "stack_bwd", "stack_fwd", "stack_width",

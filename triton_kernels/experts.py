@@ -7,7 +7,8 @@
               dw[e] = [dg|du]^T x[t],  dwd[e] = dy[t]^T (s h) over the rows of e
 
 A tile of rows is of one expert. How many tiles there are only the device knows, but never more than cdiv(R, BLOCK_M) + min(E,
-R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read.
+R): so many programs are launched, and those that are left over leave at once. Rows beyond offs[E] are neither written nor read,
+but by elementwise passes, which write what they read of them to the same rows.
 Sums over j ascend, in float32; forward and recompute add up a matmul in one order, so that a recomputed g has the bits of the
 first.
 """
@@ -18,11 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise import store_tile
+from .elementwise import blocks_of, grid_of_blocks, store_tile
 from .experts_backward import (
     _experts_act_grad_kernel,
     _experts_bwd_kernel,
     _experts_dw_kernel,
+    _experts_hidden_grad_kernel,
     _experts_sums_kernel,
 )
 from .experts_tiles import dense_groups, expert_tile, grid_of_tiles, of_expert, stacked, tile_of, tiles_of
@@ -274,13 +276,32 @@ def experts_act_grad(
     return h, grads, _of_pairs(partial, s, groups)
 
 
-def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False) -> None:
-    """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once; added to out's own if `add`.
+def experts_hidden_grad(gu, dh, s, groups, activation: str, *, hs=True, dgu=True, ds=True, over_gu=False):
+    """The outputs of `experts_bwd` from gu [R, 2 N] and dh [R, N], not yet weighted: one pass, for a library's matmuls. s h is
+    written over dh; dgu over gu if `over_gu`."""
+    R, N = dh.shape
+    gu, dh, s = rows_of(gu), rows_of(dh), s.contiguous()
+    blocks = blocks_of(dh) | {"BLOCK_M": 16}  # with 32 rows of three tiles, gelu spills on sm_80
+    grads = None if not dgu else gu if over_gu else torch.empty_like(gu, memory_format=torch.contiguous_format)
+    partial = torch.empty((triton.cdiv(N, blocks["BLOCK_N"]), R), dtype=torch.float32, device=dh.device) if ds else None
+    if R and N:
+        launch(
+            _experts_hidden_grad_kernel, grid_of_blocks(R, N, blocks), matrix(gu), matrix(dh), s, matrix(dh if hs else None),
+            matrix(grads), partial, groups.order.contiguous(), R, N, ACT=activation, **blocks,
+        )  # fmt: skip
+    return dh if hs else None, grads, _of_pairs(partial, s, groups)
 
-    gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. An expert without rows gets zeros.
+
+def experts_dw(a, b, groups, precision: str, out, *, gathered: str):
+    """out[e] [M, N] = sum over the rows of e of a^T b, in float32, rounded once -> out. An expert without rows gets zeros.
+
+    gathered: "a" [T, M] and b [R, N], or "b" [T, N] and a [R, M]. out: the tensor [E, M, N] that it is added to, or the dtype
+    of a new one.
     """
+    a, b, add = rows_of(a), rows_of(b), isinstance(out, torch.Tensor)
+    if not add:
+        out = torch.empty((groups.offs.numel() - 1, a.shape[1], b.shape[1]), dtype=out, device=a.device)
     E, M, N = out.shape
-    a, b = rows_of(a), rows_of(b)
     order, _, offs = dense_groups(groups)
     if E and M and N:
         tile = tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
@@ -289,6 +310,7 @@ def experts_dw(a, b, groups, precision: str, out, *, gathered: str, add=False) -
             stacked(out), order, offs, M, N,
             TOP_K=groups.top_k, GATHER_A=gathered == "a", ADD=add, PRECISION=precision, **tile.launch_options(),
         )  # fmt: skip
+    return out
 
 
 def experts_sums(a, s, groups, *, gathered: bool):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .elementwise import act, act_grad, load_tile, store_tile
+from .elementwise import act, act_grad, block_of, load_tile, store_tile
 from .experts_tiles import expert_tile, of_expert
 from .linear import preact_tile
 from .tile import by_slices, cast, dot, gemm_tile, multiple, rows_inside, upcast
@@ -118,6 +118,28 @@ def _experts_act_grad_kernel(
         (acc,), pid_n * BLOCK_N, _experts_act_grad_store,
         (s, gu_rows, added_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["R"])
+def _experts_hidden_grad_kernel(
+    gu_rows, dh_rows, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, R, N,
+    ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """gu [R, 2 N], dh [R, N] -> s h [R, N], which may lie over dh, dgu [R, 2 N], which may lie over gu, ds [slices, R].
+
+    A program reads all that it writes over before it writes.
+    """
+    N = multiple(N, UNIT)
+    pid_m, pid_n = block_of(N, BLOCK_N)
+    rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < R)[:, None] & (offs_n < N)[None, :]
+    g = load_tile(gu_rows, rows, offs_n, mask)
+    u = load_tile(gu_rows, rows, offs_n + N, mask)
+    dh = upcast(load_tile(dh_rows, rows, offs_n, mask))
+    pairs = tl.load(order_ptr + rows, mask=rows < R, other=0)
+    s = tl.load(s_ptr + pairs, mask=rows < R, other=0.0).to(tl.float32)
+    experts_grad_store(g, u, dh, pid_n * BLOCK_N, s, hs_rows, dgu_rows, ds_ptr, rows, R, N, ACT)
 
 
 @triton.jit

@@ -49,12 +49,17 @@ def _dw(case, given):
     groups, x, w, _, wd, _ = _given(case, given)
     R, precision = groups.order.numel(), precision_of(case)
     if case.activation == "gate_up":
-        out = given(*w.shape, dtype=w.dtype)
-        given.backend.experts_dw(given(R, w.shape[1], dtype=x.dtype), x, groups, precision, out, gathered="b")
-    else:
-        hs, out = given(R, wd.shape[2], dtype=x.dtype), given(*wd.shape, dtype=given.dtype("float32"))
-        given.backend.experts_dw(x, hs, groups, precision, out, gathered="a", add=True)
-    return out
+        dgu = given(R, w.shape[1], dtype=x.dtype)
+        return given.backend.experts_dw(dgu, x, groups, precision, w.dtype, gathered="b")
+    hs, out = given(R, wd.shape[2], dtype=x.dtype), given(*wd.shape, dtype=given.dtype("float32"))
+    return given.backend.experts_dw(x, hs, groups, precision, out, gathered="a")
+
+
+def _hidden_grad(case, given):
+    groups, _, w, _, wd, s = _given(case, given)
+    gu, dh = (given(groups.order.numel(), width, dtype=w.dtype) for width in (w.shape[1], wd.shape[2]))
+    wanted = dict.fromkeys(("hs", "ds"), case.extras) | {"over_gu": not case.extras}
+    return given.backend.experts_hidden_grad(gu, dh, s, groups, case.activation, **wanted)
 
 
 def _combine(case, given):
@@ -78,6 +83,7 @@ LAUNCHES = {
     "experts_act_grad": _act_grad,
     "experts_gemm": _product,
     "experts_dw": _dw,
+    "experts_hidden_grad": _hidden_grad,
     "experts_combine": _combine,
     "experts_sums": _sums,
 }

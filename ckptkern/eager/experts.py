@@ -53,6 +53,11 @@ def _tokens(groups: Groups) -> Tensor:
     return groups.order // max(groups.top_k, 1)
 
 
+def gather_rows(x: Tensor, groups: Groups) -> Tensor:
+    """Returns a token's row of x [T, d] for each token-expert pair, in the experts' order: [R, d]."""
+    return x[_tokens(groups)]
+
+
 def _gate_up_of(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Callable[[int, slice], Tensor]:
     """(expert, its rows) -> [g | u] of these rows. One expert after another, so that what is larger than a result is small."""
     tokens = _tokens(groups)
@@ -72,24 +77,41 @@ def experts_fwd(x, w, b, groups, activation, precision, *, save_gu=False):
 
 
 def experts_bwd(x, w, b, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
-    return _gradients(_gate_up_of(x, w, b, groups), dy, wd, s, groups, activation, hs, dgu, ds)
+    dh_of = _dh_of(dy, wd, groups, None)
+    return _gradients(_gate_up_of(x, w, b, groups), dh_of, dy, wd.shape[2], s, groups, activation, hs, dgu, ds)
 
 
 def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True, added=None):
-    return _gradients(lambda expert, rows: gu[rows], dy, wd, s, groups, activation, hs, dgu, ds, added)
+    dh_of = _dh_of(dy, wd, groups, added)
+    return _gradients(lambda expert, rows: gu[rows], dh_of, dy, wd.shape[2], s, groups, activation, hs, dgu, ds)
 
 
-def _gradients(gate_up, dy, wd, s, groups, activation, hs, dgu, ds, added=None):
-    R, N, wide, tokens = groups.order.numel(), wd.shape[2], wide_of(dy.dtype), _tokens(groups)
-    weighted, grads = dy.new_zeros((R, N)) if hs else None, dy.new_zeros((R, 2 * N)) if dgu else None
-    of_rows = dy.new_zeros(R, dtype=wide) if ds else None
+def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=True, over_gu=False):
+    """The results are new tensors here, whatever a kernel may write over."""
+    own = (lambda expert, rows: gu[rows]), (lambda expert, rows: dh[rows])
+    return _gradients(*own, dh, dh.shape[1], s, groups, activation, hs, dgu, ds)
+
+
+def _dh_of(dy: Tensor, wd: Tensor, groups: Groups, added: Tensor | None) -> Callable[[int, slice], Tensor]:
+    """(expert, its rows) -> the gradient of these rows' h, not yet weighted."""
+    tokens = _tokens(groups)
+
+    def dh_of(expert: int, rows: slice) -> Tensor:
+        dh = mm(dy[tokens[rows]], wd[expert])
+        return dh if added is None else dh.add_(added[rows])
+
+    return dh_of
+
+
+def _gradients(gate_up, dh_of, like, N, s, groups, activation, hs, dgu, ds):
+    R, wide = groups.order.numel(), wide_of(like.dtype)
+    weighted, grads = like.new_zeros((R, N)) if hs else None, like.new_zeros((R, 2 * N)) if dgu else None
+    of_rows = like.new_zeros(R, dtype=wide) if ds else None
     weights = s.reshape(-1)[groups.order].to(wide)[:, None]
     for expert, rows in _each(groups):
         g, u = gate_up(expert, rows).chunk(2, 1)
         a = act(g, activation)
-        h, dh = a * u, mm(dy[tokens[rows]], wd[expert])
-        if added is not None:
-            dh += added[rows]
+        h, dh = a * u, dh_of(expert, rows)
         if ds:
             of_rows[rows] = (dh.to(wide) * h.to(wide)).sum(1)
         if hs:
@@ -120,10 +142,10 @@ def experts_combine(y, s, groups):
     return total.to(y.dtype)
 
 
-def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
-    tokens = _tokens(groups)
+def experts_dw(a, b, groups, precision, out, *, gathered):
+    tokens, add = _tokens(groups), isinstance(out, Tensor)
     if not add:
-        out.zero_()
+        out = a.new_zeros((groups.offs.numel() - 1, a.shape[1], b.shape[1]), dtype=out)
     for expert, rows in _each(groups):
         left, right = (t[tokens[rows]] if gathered == side else t[rows] for side, t in (("a", a), ("b", b)))
         if add:  # a CPU has no such matmul
@@ -132,6 +154,7 @@ def experts_dw(a, b, groups, precision, out, *, gathered, add=False):
             out[expert].addmm_(left.t(), right)
         else:
             out[expert] += torch.mm(left.t(), right)
+    return out
 
 
 def experts_sums(a, s, groups, *, gathered):

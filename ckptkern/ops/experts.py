@@ -13,7 +13,7 @@ from .. import eager
 from ..errors import DtypeError, ShapeError
 from ..frozen import Frozen
 from .dispatch.checks import check_input, check_options, check_tensor
-from .dispatch.choices import cast_input, choose_backend, choose_mode, choose_workspace, matmul_precision, primitives
+from .dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from .registration.delayed import Sum
 from .registration.functions import build
 from .registration.gradients import by_chunks, main_grad_of, token_chunks
@@ -37,16 +37,17 @@ class _WeightSum(Sum):
 
     def __init__(self, p, weight: Tensor, chunks: int, precision: str):
         self.p, self.weight, self.precision, self.main = p, weight, precision, main_grad_of(weight)
-        self.adds, self.out = self.main is not None or chunks > 1, None  # made when it is first added to
+        self.chunks, self.out = chunks, None  # made when it is first added to
 
     def matmul(self, a: Tensor, b: Tensor, groups: eager.Groups, gathered: str) -> None:
-        if self.out is None and self.main is not None:
-            self.out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
-        elif self.out is None and self.adds:
-            self.out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.weight.dtype))
-        elif self.out is None:
-            self.out = self.weight.new_empty(self.weight.shape)
-        self.p.experts_dw(a, b, groups, self.precision, self.out, gathered=gathered, add=self.adds)
+        out = self.out
+        if out is None and self.main is not None:
+            out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
+        elif out is None and self.chunks > 1:
+            out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.weight.dtype))
+        elif out is None:
+            out = self.weight.dtype
+        self.out = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
 
     def total(self) -> Tensor | None:
         if self.main is None:
@@ -113,7 +114,7 @@ class ExpertsBranch:
         p, o, update = self.p, self.o, self.updates.get("gate_up")
         if update is None:
             return p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=True)[1]
-        rows = of_rows(x, groups)
+        rows = eager.gather_rows(x, groups)
         return update.add(p, p.experts_gemm(rows, self.w, self.b, groups, o.precision, transposed=True), rows, groups)
 
     def forward(self, x: Tensor, s: Tensor, groups: eager.Groups, gu: Tensor | None = None) -> dict[str, Tensor]:
@@ -182,7 +183,7 @@ class ExpertsBranch:
         read = wanted["dgu"] or wanted["ds"] or names_of("down")[0] in sums.need
         if "down" not in self.updates or not read:
             return None
-        return self.updates["down"].inner_gradient(self.p, of_rows(dy, groups), groups)
+        return self.updates["down"].inner_gradient(self.p, eager.gather_rows(dy, groups), groups)
 
     def add_update_of_down(
         self, dy: Tensor, du: Tensor | None, hs: Tensor | None, groups: eager.Groups, sums: ExpertsSums
@@ -202,7 +203,9 @@ class ExpertsBranch:
         if update is None or sums.need.isdisjoint(("x", a, b)):
             return None
         if b in sums.need:
-            sums.weights[b].add(dgu, update.inner(self.p, of_rows(x, groups), groups), in_order_of_rows(groups), "a")
+            sums.weights[b].add(
+                dgu, update.inner(self.p, eager.gather_rows(x, groups), groups), in_order_of_rows(groups), "a"
+            )
         if sums.need.isdisjoint(("x", a)):
             return None
         du = update.inner_gradient(self.p, dgu, groups)
@@ -229,11 +232,6 @@ class ExpertsBranch:
         gu = self.gate_up(x, groups) if gu is None else gu
         added = None if du is None else self.updates["down"].input_gradient(p, du, groups)
         return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, added=added, **wanted)
-
-
-def of_rows(x: Tensor, groups: eager.Groups) -> Tensor:
-    """A token's row of x for each token-expert pair, in the experts' order."""
-    return x[groups.order // max(groups.top_k, 1)]
 
 
 def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype, updates: Mapping[str, Any]) -> int:
@@ -390,7 +388,8 @@ def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace)
     updates, numbers = gather_lora(op, x, lora, {"gate_up": ("gate_up", w), "down": ("down", wd)}, LAYERS)
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
-        activation=activation, recompute=choose_mode(recompute), backend=choose_backend(op, x), precision=matmul_precision(x),
+        activation=activation, recompute=choose_mode(recompute),
+        backend=choose_impl(op, x, x.shape[-1], wd.shape[2], x.shape[-1], name="moe_mlp"), precision=matmul_precision(x),
         workspace=choose_workspace(op, workspace, x, w.numel()), experts_lora=numbers[::2],
     )  # fmt: skip
     return _apply(options, x, index, s, w, b, wd, bd, *updates.values())

@@ -93,7 +93,7 @@ def of_model(target: str, dtypes: Sequence[torch.dtype] = ()) -> list[tuple]:
             copy.deepcopy(model).train()(*given, **named)
     finally:
         choice.seen = None
-    found = dict.fromkeys((*sizes, one) for *sizes, ran in seen for one in dtypes or (ran,))
+    found = dict.fromkeys((*sizes, one) for *sizes, ran in seen if sizes[0] in OPS for one in dtypes or (ran,))
     if not found:
         raise ValueError(
             f"{target}: the forward runs no fused MLP or linear layer; pass a model of ckptkern.nn, or convert it first"

@@ -214,6 +214,20 @@ OPS = [
         (values("[moe_block-down_bias", "[moe_block-gate_up_bias"),),
     ),
     Fault(
+        "experts: an expert without rows has the gradient that torch's kernel leaves it",
+        "ckptkern/ops/dispatch/grouped.py",
+        "«dw.masked_fill_((groups.offs[1:] == groups.offs[:-1])[:, None, None], 0)»",
+        "pass",
+        ("tests/ops/test_grouped.py",),
+    ),
+    Fault(
+        "experts: gradients beside a recomputed [g | u] are not written over it",
+        "ckptkern/ops/dispatch/grouped.py",
+        "**wanted, over_gu=«True»",
+        "False",
+        ("tests/ops/test_grouped.py -k workspace",),
+    ),
+    Fault(
         "loss: class weights of the first chunk for all",
         "ckptkern/ops/cross_entropy/op.py",
         "grads.needs_bias, slice(«o.vocab_start + start, o.vocab_start + stop»)",

@@ -262,6 +262,18 @@ class Watch(TorchDispatchMode):
         return out
 
 
+class NoSync(Watch):
+    """Raises where a value, or a shape that depends on values, would have to come from the device."""
+
+    SYNCS = ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.removeprefix("aten::") not in self.SYNCS, func
+        if func is torch.ops.aten.index.Tensor:
+            assert not any(one is not None and one.dtype == torch.bool for one in args[1])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def with_copies(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Lets a CPU multiply every 16-bit type through float32 copies, or none, whatever this processor multiplies."""
     for module in ("eager.linear", "ops.registration.gradients"):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from support.cases import Watch
+from support.cases import NoSync
 from support.kernel_cases import DTYPES, Tails, check_like_eager
 from torch import Tensor
 
@@ -136,18 +136,6 @@ def layer(device: str, tokens: int, features: int, hidden: int, dtype: torch.dty
         return y, *torch.autograd.grad(y, leaves, dy)
 
     return step, index
-
-
-class NoSync(Watch):
-    """Raises where a value, or a shape that depends on values, would have to come from the device."""
-
-    SYNCS = ("item", "is_nonzero", "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name.removeprefix("aten::") not in self.SYNCS, func
-        if func is torch.ops.aten.index.Tensor:
-            assert not any(one is not None and one.dtype == torch.bool for one in args[1])
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def test_nothing_waits_for_the_host(monkeypatch):

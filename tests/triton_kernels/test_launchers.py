@@ -51,7 +51,14 @@ def attention(op: str, kind: str, dtype: str = "bfloat16") -> AttentionCase:
 
 
 # Results are written over inputs, which then cannot be expanded, or have columns with strides.
-IN_PLACE = {"heads_fwd", "heads_bwd", "experts_dw", "cross_entropy_bwd", "cross_entropy_saved_bwd"}
+IN_PLACE = {
+    "heads_fwd",
+    "heads_bwd",
+    "experts_dw",
+    "experts_hidden_grad",
+    "cross_entropy_bwd",
+    "cross_entropy_saved_bwd",
+}
 # Options of core attention in pairs: test_attention.py. Here those that bring tensors of their own.
 ATTENTION = [attention("attn_fwd_delta", kind) for kind in ("bool", "varlen")]
 ATTENTION += [attention("attn_bwd", "additive"), attention("attn_dmask", "")]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ... import eager
 from ...results import GatedForward, LinearForward
+from .grouped import GroupedExperts
 
 
 class Kernels:
@@ -43,7 +44,7 @@ class Kernels:
 EPILOGUES = {"relu": False, "gelu_tanh": True}
 
 
-class Library(Kernels):
+class Library(GroupedExperts, Kernels):
     """cuBLAS's matmuls, and elementwise kernels between them."""
 
     def linear_fwd(

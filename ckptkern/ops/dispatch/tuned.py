@@ -64,9 +64,7 @@ def read(file: Path, wanted: dict[str, str]) -> Table:
         known, came, table = data["format"] == FORMAT, {}, {}
         if known:
             came = {name: data["machine"][name] for name in wanted}
-            table = {
-                (row["op"], row["dtype"], SIZES.index(row["features"])): row["impl"] for row in data["impls"]
-            }
+            table = {(row["op"], row["dtype"], SIZES.index(row["features"])): row["impl"] for row in data["impls"]}
         if not all(isinstance(impl, str) for impl in table.values()):
             raise TypeError("an implementation that is not a string")
     except (KeyError, TypeError, AttributeError, ValueError) as error:

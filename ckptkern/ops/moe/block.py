@@ -205,9 +205,8 @@ def gather(
         **{f"shared_{name}": one for name, one in shared.items()}, **updates, **tensors,
     )  # fmt: skip
     probe = x.new_empty(0, dtype=dtype)
-    hidden = shared_up_weight.shape[0] if kind else down_weight.shape[2]
-    name = {"gated": "gated_mlp", "plain": "mlp"}.get(kind, "moe_mlp")
-    impl = choose_impl(op, probe, features, hidden, features, name=name)
+    # of the experts, which run most matmuls; the shared expert's follow
+    impl = choose_impl(op, probe, features, down_weight.shape[2], features, name="moe_mlp")
     o = MoEOptions(
         activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
         recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
