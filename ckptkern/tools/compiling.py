@@ -92,10 +92,8 @@ def catch_launches(call: Callable, arch: int) -> list[tuple]:
 
 def source_of(one: Specialized):
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    source = GluonASTSource if one.kernel.is_gluon() else ASTSource
-    return source(one.kernel, one.signature, one.constexprs, one.attrs)
+    return ASTSource(one.kernel, one.signature, one.constexprs, one.attrs)
 
 
 @dataclasses.dataclass(frozen=True)

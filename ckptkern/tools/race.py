@@ -133,7 +133,7 @@ def operands_of(problem: Problem, device: torch.device) -> Operands:
 
 @dataclass
 class Timed:
-    """Forward and backward by an implementation, on its operands in turns. It runs once when it is made; calling it gives ms."""
+    """Forward and backward by an implementation, on its operands in turns: once when it is made; calling it gives ms."""
 
     problem: Problem
     impl: str
@@ -154,15 +154,12 @@ class Timed:
         return 1e3 * self.clock(lambda: self.once)
 
 
-def measure(problem: Problem, device: torch.device, patience: float, timer: Callable[..., Any] = Timed) -> Outcome:
-    """Times the implementations that pass the check, in turns, for `patience` seconds and ENOUGH rounds. timer: what Timed is."""
+def measure(problem: Problem, device: torch.device, patience: float, timer=Timed) -> Outcome:
+    """Times the implementations that pass the check, in turns, for `patience` seconds or ENOUGH rounds. timer: as Timed."""
     clock, steps = Clock(device), {}
-    outcome = Outcome(
-        problem, _choices.default_impl(problem.op, device.type, device.index, problem.dtype, problem.size)
-    )
-    rows = (
-        max(CHECKED_ROWS, CHECKED_RESULTS // (problem.hidden or problem.out)) if device.type == "cuda" else CHECKED_ROWS
-    )
+    default = _choices.default_impl(problem.op, device.type, device.index, problem.dtype, problem.size)
+    outcome = Outcome(problem, default)
+    rows = max(CHECKED_ROWS, CHECKED_RESULTS // (problem.hidden or problem.out))
     fault = checker(problem, tensors_of(problem, device, min(problem.tokens, rows)))
     operands = functools.cache(lambda: operands_of(problem, device))
 
@@ -180,7 +177,8 @@ def measure(problem: Problem, device: torch.device, patience: float, timer: Call
             return run()
         except Exception as error:
             outcome.wrong[impl] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]
-            steps.pop(impl, None), outcome.ms.pop(impl, None)
+            steps.pop(impl, None)
+            outcome.ms.pop(impl, None)
             return None
 
     for impl in _impls.candidates(problem.backend(device)):
