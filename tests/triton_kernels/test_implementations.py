@@ -119,11 +119,12 @@ def test_workspace_bounds_the_library_too(name, hidden, device):
 @pytest.mark.parametrize("activation", _impls.EPILOGUES)
 def test_the_librarys_epilogue(activation, device, monkeypatch):
     """torch's runs where neither z nor its signs are saved, on a GPU alone: on a CPU its GELU is erf's."""
-    own, calls = getattr(F, activation.partition("_")[0]), []
+    calls = []
 
     def of_a_gpu(b, x, wt, *, use_gelu):
         calls.append(use_gelu)
-        return own(torch.addmm(b, x, wt), **({"approximate": "tanh"} if use_gelu else {}))
+        z = torch.addmm(b, x, wt)
+        return F.gelu(z, approximate="tanh") if use_gelu else F.relu(z)
 
     monkeypatch.setattr(torch, "_addmm_activation", of_a_gpu)
     library = _choices.primitives("library")
