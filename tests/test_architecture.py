@@ -346,7 +346,7 @@ def test_wheel_installs_nothing_at_top_level(tree):
 
 
 # how a launcher runs, which no reference implementation has
-LAUNCH = {"tile", "tiles", "blocks", "block_m", "programs", "persistent", "variant"}
+LAUNCH = {"tile", "tiles", "blocks", "block_m", "programs"}
 
 
 def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_of_its_name():

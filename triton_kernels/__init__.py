@@ -1,9 +1,9 @@
 """Triton kernels of ckptkern: the launchers of each file mirror the functions of the same name in `ckptkern.eager`.
 
-Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.py (dropout masks), persistent.py (matmuls
-by TMA), linear.py (Linear + activation), mlp.py (MLP and gated MLP), stack.py (narrow chains), norm.py, rotary.py,
-attention.py (with attention_scores.py and attention_backward.py), cross_entropy.py (the LM head and its loss), experts.py (with
-experts_tiles.py and experts_backward.py). Kernels import nothing of ckptkern but `results`, what launchers return.
+Reading order: tile.py (tiles, dot, cast), elementwise.py (activations), philox.py (dropout masks), linear.py (Linear +
+activation), mlp.py (MLP and gated MLP), stack.py (narrow chains), norm.py, rotary.py, attention.py (with attention_scores.py
+and attention_backward.py), cross_entropy.py (the LM head and its loss), experts.py (with experts_tiles.py and
+experts_backward.py). Kernels import nothing of ckptkern but `results`, what launchers return.
 """
 
 from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd

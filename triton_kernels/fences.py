@@ -62,6 +62,6 @@ class FencedFunction(JITFunction):
 
 
 def fence_launches_of(kernel) -> None:
-    """Makes a kernel a `FencedFunction`. Interpreted kernels and Gluon kernels, which load by TMA, stay as they are."""
+    """Makes a kernel a `FencedFunction`. Interpreted kernels stay as they are."""
     if type(kernel) is JITFunction:
         kernel.__class__ = FencedFunction

@@ -28,7 +28,6 @@ from .elementwise import (
     store_tile,
 )  # fmt: skip
 from .elementwise import act_grad as act_grad_of
-from .persistent import launch_gemm, tma_gemm_tile
 from .philox import apply_dropout, dropout_mask, placed, times
 from .tile import (
     arch_of,
@@ -38,7 +37,6 @@ from .tile import (
     launch,
     matrix,
     multiple,
-    place_of_tile,
     program_tile,
     rows_of,
     slice_offsets,
@@ -134,24 +132,6 @@ def _linear_fwd_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
-def _linear_fwd_persistent_kernel(
-    x_desc, w_desc, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    N = multiple(N, UNIT)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
-        pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
-        m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tma_gemm_tile(x_desc, w_desc, m0, n0, K, True, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-        by_slices(
-            (acc,), n0, _linear_fwd_store,
-            (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["M"])
 def _linear_bwd_kernel(
     x_rows, w_rows, b_ptr, dh_rows, dz_rows, db_ptr, M, N, K,
@@ -184,25 +164,6 @@ def _act_grad_kernel(
         (acc,), pid_n * BLOCK_N, _act_grad_store,
         (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
-def _act_grad_persistent_kernel(
-    dy_desc, w_desc, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """As `_act_grad_kernel`."""
-    N = multiple(N, UNIT)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
-        pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
-        m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tma_gemm_tile(dy_desc, w_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-        by_slices(
-            (acc,), n0, _act_grad_store,
-            (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -244,36 +205,34 @@ def linear_fwd(
     row_base=0,
     save_z=False,
     save_bits=False,
-    persistent=False,
-    variant="",
     tile=None,
 ):
     """h = dropout(act(x w^T + b)) -> LinearForward.
 
     x [M, K], w [N, K], b [N] or None, all of one dtype. dropout = (state, threshold, scale, col_base).
-    persistent, variant: see `tile_for`.
     """
-    M, N = x.shape[0], w.shape[0]
+    (M, K), N = x.shape, w.shape[0]
     x, w, b = rows_of(x), rows_of(w), rows_of(b)
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h, persistent=persistent, variant=variant)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, h)
     z = torch.empty_like(h) if save_z else None
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if save_bits else None
     if M and N:
-        launch_gemm(
-            (_linear_fwd_kernel, _linear_fwd_persistent_kernel), tile, x, w, b, matrix(h), matrix(z), matrix(bits),
-            *placed(dropout, row_base), activation=activation, precision=precision, transposed=True,
+        launch(
+            _linear_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(h), matrix(z), matrix(bits),
+            *placed(dropout, row_base), M, N, K,
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return LinearForward(h, z, bits)
 
 
-def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, variant="", tile=None):
+def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=None):
     """dz = dh * act'(x w^T + b) [M, N], and db = sum of dz's rows ([N] of the dtype that `db` is, True: float32; None unless
     asked for)."""
     M, K = x.shape
     N = w.shape[0]
     x, w, b, dh = rows_of(x), rows_of(w), rows_of(b), rows_of(dh)
-    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, dh, variant=variant)
+    tile = tile or tile_for("linear", arch_of(x), M, N, x, w, dh)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
@@ -286,23 +245,24 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, varian
 
 def act_grad(
     dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
-    db=False, persistent=False, variant="", tile=None,
+    db=False, tile=None,
 ):  # fmt: skip
     """One step back through a chain: dz = dropout'(dy w) * act'(z) -> HiddenGradient.
 
     dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes
     h = dropout(act(z)) into z's own memory, for a z that is workspace.
     """
-    M, N = dy.shape[0], w.shape[1]
+    (M, K), N = dy.shape, w.shape[1]
     dy, w, z = rows_of(dy), rows_of(w), rows_of(z)
-    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z, persistent=persistent, variant=variant)
+    tile = tile or tile_for("act_grad", arch_of(dy), M, N, dy, w, z)
     dz = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     h = (z if h_over_z else torch.empty_like(dz)) if save_h else None
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
-        launch_gemm(
-            (_act_grad_kernel, _act_grad_persistent_kernel), tile, dy, w, matrix(z), matrix(h), matrix(dz), partial,
-            *placed(dropout, row_base), activation=activation, precision=precision, transposed=False,
+        launch(
+            _act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(w), matrix(z), matrix(h), matrix(dz), partial,
+            *placed(dropout, row_base), M, N, K,
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 

@@ -4,9 +4,8 @@
     gated MLP  g = x wg^T + bg;  u = x wu^T + bu;  h = dropout(act(g) u);  y = h wd^T + bd
     backward   dh = dy w2;  MLP: dz = dh' act'(z)   gated: dg = dh' u act'(g), du = dh' act(g)   (dh' = dropout'(dh))
 
-The dual-matmul kernels form z (or g, u) and dh of one tile side by side and write h and dz once; the other implementation
-(`linear_fwd` of z, then `linear.act_grad`) reads z back once more but runs wider tiles. The matmuls that remain
-(y, dW1, dW2, dx) are plain and go to cuBLAS.
+The dual-matmul kernels form z (or g, u) and dh of one tile side by side and write h and dz once; `gated_act_grad` forms dh
+alone, from g and u that forward saved. The matmuls that remain (y, dW1, dW2, dx) are plain and go to cuBLAS.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from .linear import (
     partial_rows,
     preact_tile,
 )  # fmt: skip
-from .persistent import launch_gemm, tma_gemm_tile
 from .philox import apply_dropout, dropout_mask, placed, times
 from .tile import (
     arch_of,
@@ -45,7 +43,6 @@ from .tile import (
     launch,
     matrix,
     multiple,
-    place_of_tile,
     program_tile,
     rows_of,
     slice_offsets,
@@ -205,25 +202,6 @@ def _gated_act_grad_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
-def _gated_act_grad_persistent_kernel(
-    dy_desc, wd_desc, g_rows, u_rows, results, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """As `_gated_act_grad_kernel`."""
-    N = multiple(N, UNIT)
-    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
-        pid_m, pid_n = place_of_tile(tile, M, N, BLOCK_M, BLOCK_N)
-        m0, n0 = pid_m * BLOCK_M, pid_n * BLOCK_N
-        acc = tma_gemm_tile(dy_desc, wd_desc, m0, n0, K, False, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-        by_slices(
-            (acc,), n0, _gated_act_grad_store,
-            (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["M"])
 def _gated_hidden_grad_kernel(
     dh_rows, g_rows, u_rows, results, M, N,
@@ -243,13 +221,13 @@ def _gated_hidden_grad_kernel(
 
 def mlp_bwd(
     x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False,
-    variant="", tile=None,
+    tile=None,
 ):  # fmt: skip
     """The dual matmul. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N] -> HiddenGradient."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
     x, w1, b1, dy, w2 = map(rows_of, (x, w1, b1, dy, w2))
-    tile = tile or tile_for("dual", arch_of(x), M, N, x, w1, dy, w2, variant=variant)
+    tile = tile or tile_for("dual", arch_of(x), M, N, x, w1, dy, w2)
     dz = torch.empty((M, N), dtype=x.dtype, device=x.device)
     h = torch.empty_like(dz) if save_h else None
     partial = partial_rows(M, N, tile, x) if db else None
@@ -265,7 +243,7 @@ def mlp_bwd(
 
 
 def gated_fwd(
-    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_gu=False, variant="",
+    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_gu=False,
     tile=None,
 ):  # fmt: skip
     """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> GatedForward."""
@@ -273,7 +251,7 @@ def gated_fwd(
     N = wg.shape[0]
     x, wg, bg, wu, bu = map(rows_of, (x, wg, bg, wu, bu))
     h = torch.empty((M, N), dtype=x.dtype, device=x.device)
-    tile = tile or tile_for("dual", arch_of(x), M, N, x, wg, wu, h, variant=variant)
+    tile = tile or tile_for("dual", arch_of(x), M, N, x, wg, wu, h)
     g, u = (torch.empty_like(h), torch.empty_like(h)) if save_gu else (None, None)
     if M and N:
         launch(
@@ -286,13 +264,13 @@ def gated_fwd(
 
 def gated_bwd(
     x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True,
-    dbg=False, dbu=False, variant="", tile=None,
+    dbg=False, dbu=False, tile=None,
 ):  # fmt: skip
     """The triple matmul. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> GatedGradient."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
     x, wg, bg, wu, bu, dy, wd = map(rows_of, (x, wg, bg, wu, bu, dy, wd))
-    tile = tile or tile_for("triple", arch_of(x), M, N, x, wg, wu, dy, wd, variant=variant)
+    tile = tile or tile_for("triple", arch_of(x), M, N, x, wg, wu, dy, wd)
     dg = torch.empty((M, N), dtype=x.dtype, device=x.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if save_h else None
@@ -310,22 +288,22 @@ def gated_bwd(
 
 def gated_act_grad(
     dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False,
-    persistent=False, variant="", tile=None,
+    tile=None,
 ):  # fmt: skip
     """The same outputs as `gated_bwd` from stored g and u [M, N]: one matmul, dh = dy wd."""
-    M, N = dy.shape[0], wd.shape[1]
+    (M, K), N = dy.shape, wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
-    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u, persistent=persistent, variant=variant)
+    tile = tile or tile_for("gated_act_grad", arch_of(dy), M, N, dy, wd, g, u)
     dg = torch.empty((M, N), dtype=dy.dtype, device=dy.device)
     du = torch.empty_like(dg)
     h = torch.empty_like(dg) if save_h else None
     partial_g = partial_rows(M, N, tile, dy) if dbg else None
     partial_u = partial_rows(M, N, tile, dy) if dbu else None
     if M and N:
-        launch_gemm(
-            (_gated_act_grad_kernel, _gated_act_grad_persistent_kernel), tile, dy, wd, matrix(g), matrix(u),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base),
-            activation=activation, precision=precision, transposed=False,
+        launch(
+            _gated_act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(wd), matrix(g), matrix(u),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K,
+            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
         )  # fmt: skip
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 

@@ -27,7 +27,6 @@ class Tile(NamedTuple):
 
     maxnreg: the most registers a thread may take. At 128 two programs of eight warps share an SM, if their shared
     memory does too (2 x 113 KiB on sm_90), and the epilogue of one runs under the matmuls of the other.
-    programs: 0, or how many programs of a persistent kernel (persistent.py) an SM has.
     UNIT: what the compiler is told of the launch's sizes (`unit_of`).
     """
 
@@ -38,7 +37,6 @@ class Tile(NamedTuple):
     num_stages: int
     SUB: int = 1
     maxnreg: int | None = None
-    programs: int = 0
     UNIT: int = 1
 
     def launch_options(self) -> dict:
@@ -59,69 +57,47 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). "tma" replaces "16" where an implementation asks for persistent kernels. Behind a colon: a variant,
-# which replaces its class where an implementation asks for tiles of that name (`ops/dispatch/implementations.py`
-# has the names; `python -m ckptkern autotune` times them). Every entry passes the code-generation check: python -m
-# benchmarks.codegen
+# smaller). Every entry passes the code-generation check: python -m benchmarks.codegen
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "unaligned": Tile(64, 64, 64, 8, 2),
-        "tma": Tile(128, 256, 64, 8, 3, 4, programs=1),
-        "16:128x128": Tile(128, 128, 64, 8, 3, 4, 128), "16:128x256": Tile(128, 256, 64, 8, 4, 4),
-        "16:256x128": Tile(256, 128, 64, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
-        "tma:128x128": Tile(128, 128, 64, 8, 3, 4, 128, 2), "tma:256x128": Tile(256, 128, 64, 8, 3, 4, programs=1)
+        "16": Tile(128, 256, 64, 8, 3, 4), "32": Tile(128, 128, 32, 8, 3, 2), "unaligned": Tile(64, 64, 64, 8, 2)
     },
     ("linear", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2),
-        "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:128x256": Tile(128, 256, 32, 8, 3, 4),
-        "16:256x128": Tile(256, 128, 32, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 8, 4, 4)
+        "16": Tile(128, 128, 32, 8, 4, 2), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
     ("act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2),
-        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2),
-        "16:128x256": Tile(128, 256, 64, 8, 3, 4), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
-        "tma:128x256": Tile(128, 256, 64, 8, 3, 8, programs=1)
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2)
     },
     ("act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2),
-        "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:128x256": Tile(128, 256, 32, 8, 3, 4),
-        "16:64x256": Tile(64, 256, 32, 8, 4, 4)
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(128, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2)
     },
     ("dual", 90): {
         "few": Tile(64, 64, 64, 4, 4),
-        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2),
-        "16:128x64": Tile(128, 64, 64, 8, 3, 2, 128), "16:64x128": Tile(64, 128, 64, 4, 3, 4)
+        "16": Tile(128, 128, 64, 8, 3, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2)
     },
     ("dual", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2),
-        "16:128x128": Tile(128, 128, 32, 8, 3, 4), "16:64x128": Tile(64, 128, 32, 8, 4, 4)
+        "16": Tile(128, 64, 32, 8, 4), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
     ("triple", 90): {
         "few": Tile(64, 64, 64, 4, 3),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2),
-        "16:128x128": Tile(128, 128, 64, 8, 2, 4), "16:64x128": Tile(64, 128, 64, 4, 3, 4)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2)
     },
     ("triple", 80): {
         "few": Tile(64, 64, 32, 4, 3),
-        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2),
-        "16:64x128": Tile(64, 128, 32, 8, 3, 4)
+        "16": Tile(128, 64, 32, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2)
     },
     ("gated_act_grad", 90): {
         "few": Tile(64, 64, 64, 4, 4, 2),
-        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2),
-        "tma": Tile(128, 128, 64, 8, 3, 4, 128, 2),
-        "16:128x256": Tile(128, 256, 64, 8, 3, 8), "16:64x256": Tile(64, 256, 32, 4, 4, 8),
-        "tma:128x256": Tile(128, 256, 64, 8, 3, 8, programs=1)
+        "16": Tile(128, 128, 64, 8, 3, 4, 128), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 64, 8, 2, 2)
     },
     ("gated_act_grad", 80): {
         "few": Tile(64, 64, 32, 4, 4),
-        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2),
-        "16:128x128": Tile(128, 128, 32, 8, 4, 4), "16:64x128": Tile(64, 128, 32, 8, 4, 2)
+        "16": Tile(128, 64, 64, 8, 3, 2), "32": Tile(64, 64, 32, 8, 3), "unaligned": Tile(64, 64, 32, 8, 2, 2)
     },
     ("cross_entropy_fwd", 90): {
         "few": Tile(64, 64, 64, 4, 4),
@@ -141,10 +117,8 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
     },
 }  # fmt: skip
 SMS = {90: 132, 80: 108, INTERPRETER: 3}  # of an H100 or H200, of an A100, and as many as a test wants
-# One tile for all interpreted kernels, and one for all variants: numpy's matmul does not promise equal bits between different
-# block shapes.
+# One tile for all interpreted kernels: numpy's matmul does not promise equal bits between different block shapes.
 INTERPRETED_TILE = Tile(32, 32, 32, 4, 1)
-INTERPRETED_VARIANT = Tile(32, 64, 32, 4, 1, 2)
 
 
 def family_of(arch: int) -> int:
@@ -165,44 +139,30 @@ def unit_of(*sizes: int) -> int:
     return together & -together if together % 16 in (4, 8, 12) else 1
 
 
-def few_rows(tile: Tile, family: int, N: int) -> int:
-    """The most rows M whose tiles of results [M, N] leave half of the SMs idle: they are few ("few" in TILES), and
-    so they are for the table of implementations (`ckptkern/ops/dispatch/implementations.py`)."""
-    return SMS[family] // (2 * max(1, -(-N // tile.BLOCK_N))) * tile.BLOCK_M
-
-
-def tile_for(
-    kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor, persistent: bool = False, variant: str = ""
-) -> Tile:
-    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes, of the
-    operands' dtype, shapes, alignment, and of what is asked for.
+def tile_for(kernel: str, arch: int, M: int, N: int, *operands: torch.Tensor) -> Tile:
+    """The tile of `kernel` on `arch` (80, 90, or INTERPRETER) for results [M, N]: a pure function of these sizes and of the
+    operands' dtype, shapes and alignment.
 
     `operands` are all matrices that the kernel reads or writes row by row. One with an address, a row length or a stride
-    that is no multiple of 16 bytes makes the launch unaligned: no asynchronous copy fits its rows.
-    persistent: a tile of a persistent kernel, where there is one and TMA takes the operands: 16-bit, aligned, rows that do not
-    overlap, and something in them.
-    variant: a name of a tile that the kernel may have beside the default one of its shape class; if not, it takes that one, so
-    that all kernels of an op are asked for the same.
+    that is no multiple of 16 bytes makes the launch unaligned: no asynchronous copy fits its rows. Few are results whose tiles
+    would leave half of the SMs idle, or fill half of their columns.
     """
     family, itemsize = family_of(arch), operands[0].dtype.itemsize
     sizes = addresses = 0  # a power of two that divides them all divides this
     for x in operands:
         sizes |= x.stride(0) | x.shape[1]
         addresses |= x.data_ptr()
-    aligned = not (sizes * itemsize % 16 or addresses % 16)
-    persistent = persistent and aligned and itemsize == 2 and all(x.stride(0) >= x.shape[1] > 0 for x in operands)
     if arch == INTERPRETER:
-        tile = INTERPRETED_VARIANT if variant else INTERPRETED_TILE
-        tile = tile._replace(programs=1) if persistent else tile
-    elif not aligned:
+        tile = INTERPRETED_TILE
+    elif sizes * itemsize % 16 or addresses % 16:
         return TILES[kernel, family]["unaligned"]
     elif itemsize == 4:
         tile = TILES[kernel, family]["32"]
     else:
         tiles = TILES[kernel, family]
-        row = "tma" if persistent and "tma" in tiles else "16"
-        tile = tiles.get(f"{row}:{variant}", tiles[row]) if variant else tiles[row]
-        if few_rows(tile, family, N) >= M or 2 * N <= tile.BLOCK_N:
+        tile = tiles["16"]
+        count = -(-M // tile.BLOCK_M) * -(-N // tile.BLOCK_N)
+        if 2 * count <= SMS[family] or 2 * N <= tile.BLOCK_N:
             tile = tiles["few"]
     return tile if sizes % 16 == 0 else tile._replace(UNIT=unit_of(sizes))
 
@@ -216,16 +176,6 @@ def device_arch(index: int) -> int:
 def arch_of(x: torch.Tensor) -> int:
     """Architecture that runs tensor `x`: its CUDA device's capability, or INTERPRETER for a CPU tensor."""
     return device_arch(x.device.index) if x.is_cuda else INTERPRETER
-
-
-@functools.cache
-def device_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def sms_of(x: torch.Tensor) -> int:
-    """Those of the device of `x`, or of the GPU that a CPU tensor's launch is compiled for."""
-    return device_sms(x.device.index) if x.is_cuda else SMS[family_of(arch_of(x))]
 
 
 def rows_of(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -245,15 +195,14 @@ def matrix(x: torch.Tensor | None) -> tuple:
 
 
 def launch(kernel, grid, *args, **kwargs) -> None:
-    """Launch on the device of the first argument: a tensor, a tuple that begins with one, or a tensor's descriptor.
+    """Launch on the device of the first argument: a tensor, or a tuple that begins with one.
 
     Triton itself launches on the current device (triton#2441). `run` is what kernel[grid] calls with all arguments packed and
     unpacked once more, a fifteenth of the host's time.
     """
     if fences.MISSING:
         fences.fence_launches_of(kernel)
-    first = args[0][0] if isinstance(args[0], tuple) else args[0]
-    device = getattr(first, "base", first).device
+    device = (args[0][0] if isinstance(args[0], tuple) else args[0]).device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             kernel.run(*args, grid=grid, warmup=False, **kwargs)
@@ -351,21 +300,16 @@ def gemm_tile(
 
 
 @triton.jit
-def place_of_tile(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile row, tile column) of a tile's number, in groups of 8 tile rows so that neighbours share operands in L2."""
+def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(tile row, tile column) of this program, in groups of 8 tile rows so that neighbours share operands in L2."""
     GROUP_M: tl.constexpr = 8
+    tile = tl.program_id(0)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     first = tile // (GROUP_M * num_n) * GROUP_M
     size = tl.minimum(num_m - first, GROUP_M)
     in_group = tile % (GROUP_M * num_n)
     return first + in_group % size, in_group // size
-
-
-@triton.jit
-def program_tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(tile row, tile column) of this program."""
-    return place_of_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit

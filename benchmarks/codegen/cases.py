@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 from . import cross_entropy, experts
-from .launchers import LAUNCHERS, PERSISTENT_OPS
+from .launchers import LAUNCHERS
 from .launchers import precision_of as _precision
 
 if TYPE_CHECKING:
@@ -36,8 +36,7 @@ class Case:
     dropout: bool
     extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
     # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
-    # sizes that are multiples of 16 bytes and not of 16 elements; "persistent": kernels that load by TMA, on sm_90;
-    # "triton:128x128", "persistent:128x128": an implementation with tiles of that name
+    # sizes that are multiples of 16 bytes and not of 16 elements
     kind: str = ""
 
     @property
@@ -131,10 +130,6 @@ def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
     found += [("float32", "ieee")] * (op in PRODUCT_OPS)
     if op in PRODUCT_OPS and not op.startswith("stack_"):
         found += [(dtype, "few") for dtype in DTYPES]
-    if op in PERSISTENT_OPS and arch == 90:
-        found += [(dtype, "persistent") for dtype in DTYPES]
-    if op in LAUNCHERS and op in PRODUCT_OPS:
-        found += [("bfloat16", kind) for kind in LAUNCHERS[op].variants(arch)]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
     # strides of heads are another matter; of an LM head's vocabulary nothing is told, so its biases are loaded one by one
@@ -201,8 +196,7 @@ def all_cases() -> list[Case | AttentionCase]:
             kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
         )
         if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no matmul to recompute
-        # any number of rows; a contradiction; no such kernel; no such tile
-        and not (unaligned and (kind in ("few", "16B", "persistent") or ":" in kind))
+        and not (unaligned and kind in ("few", "16B"))  # any number of rows; a contradiction
     ] + [
         *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *PADDED_DIMS))),
         *attention_cases({"bfloat16": (*HEAD_DIMS, *PADDED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
@@ -254,11 +248,6 @@ class Inputs:
         )
         return dict(zip("MKND", self.UNALIGNED if case.unaligned else aligned, strict=True))
 
-    def of_kernels(self, case: Case) -> dict:
-        """Options that a launcher has and its reference implementation has not."""
-        impl, _, variant = case.kind.partition(":")
-        return ({"persistent": True} if impl == "persistent" else {}) | ({"variant": variant} if variant else {})
-
     def dropout(self, wanted: bool) -> tuple:
         import torch
 
@@ -297,7 +286,7 @@ def launch_gemm(case: Case, given: Inputs):
         weight = name.startswith("w")
         scale = sizes[letters.replace("N", "")] ** -0.5 if weight else 1.0
         tensors.append(given(*shape, dtype=given.dtype(case.dtype), scale=scale))
-    options = dict.fromkeys(launcher.wants, case.extras) | given.of_kernels(case)
+    options = dict.fromkeys(launcher.wants, case.extras)
     if launcher.dropout:
         options |= {"dropout": given.dropout(case.dropout), "row_base": given.first_row}
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign

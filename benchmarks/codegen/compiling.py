@@ -18,7 +18,6 @@ class Compiled:
     ptx: str
     shared: int  # bytes that a block uses
     scratch: int  # bytes of global memory that a block gets for itself
-    maps: list[dict] | None  # of descriptors among the arguments: how their TMA maps are made
     bound: dict[str, object]  # every argument by name, for a grid that is a function of them
     arguments: list[tuple[str, object]]
     assemble: Callable[[], bytes]  # the cubin
@@ -47,6 +46,6 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
     return Compiled(
-        ptx, metadata.shared, metadata.global_scratch_size, metadata.tensordesc_meta, one.bound, arguments,
+        ptx, metadata.shared, metadata.global_scratch_size, one.bound, arguments,
         lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
     )  # fmt: skip

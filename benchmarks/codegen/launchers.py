@@ -29,20 +29,11 @@ class Launcher:
     def matmul(self) -> bool:
         return bool(self.tiles)
 
-    def variants(self, arch: int) -> list[str]:
-        """The implementations that name other tiles than the default ones of this launcher on sm_80 or sm_90."""
-        from ckptkern.triton_kernels.tile import TILES
-
-        impls = {"16": "triton", "tma": "persistent"} if self.name in PERSISTENT_OPS else {"16": "triton"}
-        rows = (row.partition(":") for row in TILES[self.tiles, arch])
-        return [f"{impls[kind]}:{variant}" for kind, _, variant in rows if variant and kind in impls]
-
     @property
     def biases(self) -> list[str]:
         return [name for name in self.inputs if name.startswith("b")]
 
 
-PERSISTENT_OPS = ("linear_fwd", "act_grad", "gated_act_grad")
 _GATE = {"x": "MK", "wg": "NK", "bg": "N", "wu": "NK", "bu": "N"}
 _GATED_GRADS = {"outputs": GatedGradient._fields, "wants": ("save_h", "dbg", "dbu"), "dropout": True}
 _TABLE = [

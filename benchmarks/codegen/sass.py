@@ -17,7 +17,7 @@ from ckptkern.tools.compiling import catch_launches, inspect_cubin, resources
 
 from .cases import AttentionCase, Case
 from .compiling import Compiled, compile_launch
-from .spills import ALLOWED_HMMA, ALLOWED_SAMPLINGS, ALLOWED_TWICE, allowed_stack
+from .spills import ALLOWED_HMMA, ALLOWED_TWICE, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.
 PHILOX_MULTIPLY = re.compile(
@@ -32,8 +32,7 @@ ATTENTION = ("_attn_fwd_kernel", "_attn_dkdv_kernel", "_attn_dq_kernel", "_attn_
 # kernel -> matmuls of a tile (M x N x K, or M x N x head dim) in one pass of a loop
 MATMULS = {
     "_linear_fwd_kernel": 1, "_linear_bwd_kernel": 1, "_act_grad_kernel": 1, "_mlp_bwd_kernel": 2, "_gated_fwd_kernel": 2,
-    "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_linear_fwd_persistent_kernel": 1, "_act_grad_persistent_kernel": 1,
-    "_gated_act_grad_persistent_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
+    "_gated_bwd_kernel": 3, "_gated_act_grad_kernel": 1, "_attn_fwd_kernel": 2, "_attn_dkdv_kernel": 4, "_attn_dq_kernel": 3,
     "_attn_dmask_kernel": 2,
     "_cross_entropy_fwd_kernel": 1, "_cross_entropy_bwd_kernel": 1,
     "_experts_fwd_kernel": 2, "_experts_bwd_kernel": 3, "_experts_act_grad_kernel": 1, "_experts_gemm_kernel": 1,
@@ -55,7 +54,7 @@ class Report:
     tensor_core: int  # instructions of the kind that the architecture has
     wrong_tensor_core: int  # and of others
     multiplies: int  # in one warp's tensor-core instructions
-    async_copies: int  # LDGSTS (cp.async); of a persistent kernel UTMALDG (TMA)
+    async_copies: int  # LDGSTS (cp.async)
     narrow_loads: int  # 2-byte global loads
     instructions: int
     philox: int  # integer multiplies by the Philox constants; 0 without dropout
@@ -95,7 +94,7 @@ class Report:
         samplings = (
             self.philox / 20 / (self.elements / 8) if " K" in self.tile else 0
         )  # 20 multiplies a call, for 8 elements
-        if samplings > 1.5 and not ALLOWED_SAMPLINGS.match(launch):
+        if samplings > 1.5:
             found.append(f"the mask is drawn {samplings:.1f} times")
         if self.narrow_loads and not case.unaligned and case.kind != "keys":  # a row of int8, two columns per thread
             found.append(f"{self.narrow_loads} two-byte global loads on the aligned path")
@@ -129,8 +128,7 @@ def read_cubin(compiled: Compiled) -> dict:
         shared=compiled.shared,
         tensor_cores={kind: count(pattern) for kind, pattern in TENSOR_CORES.items()},
         multiplies=sum(int(m) * int(n) * int(k) // warps for warps, m, n, k in shapes),
-        copies=count("LDGSTS"),
-        tma_loads=count("UTMALDG"),
+        async_copies=count("LDGSTS"),
         narrow_loads=count(r"LDG\S*\.[US]16"),
         instructions=len(mnemonics),
         philox=len(PHILOX_MULTIPLY.findall(sass)),
@@ -189,14 +187,13 @@ def check(case: Case | AttentionCase) -> list[tuple[Report, list[str]]]:
         raise RuntimeError(f"{case.name}: nothing was launched")
     for kernel, args, kwargs in caught:
         read = read_cubin(compile_launch(kernel, args, kwargs, case.arch))
-        tensor_cores, copies, tma_loads = map(read.pop, ("tensor_cores", "copies", "tma_loads"))
+        tensor_cores = read.pop("tensor_cores")
         report = Report(
             case=case.name,
             kernel=kernel.fn.__name__,
             tile=" ".join(f"{key.removeprefix('BLOCK_')}{kwargs[key]}" for key in TILE_KEYS if key in kwargs),
             tensor_core=tensor_cores.pop(tensor_core_of(case.arch)),
             wrong_tensor_core=sum(tensor_cores.values()),
-            async_copies=tma_loads if kernel.fn.__name__.endswith("_persistent_kernel") else copies,
             loops=loops_of(kernel.fn.__name__, kwargs),
             triton=version("triton"),
             **read,

@@ -25,10 +25,6 @@ DEFAULT_SPILLS: dict[str, tuple[int, int]] = {
     r"attn_dmask/sm_90/b?float16/d256\S* _attn_dmask_kernel": (72, 72),
     r"attn_dmask/sm_90/float32/d128(?!\+ieee)\S* _attn_dmask_kernel": (80, 80),
     r"gated_act_grad/sm_90/b?float16/\w+\+((few|16B)\+)?aligned\+dropout\+extras _gated_act_grad_kernel": (128, 128),
-    r"gated_act_grad/sm_90/b?float16/\w+\+persistent\+aligned\+dropout\+extras _gated_act_grad_persistent_kernel": (
-        64,
-        104,
-    ),
     r"linear_bwd/sm_80/float32/gelu\+ieee\+aligned\+extras _linear_bwd_kernel": (16, 0),
     r"cross_entropy_fwd/sm_120/bfloat16/everything\+aligned\+extras _cross_entropy_fwd_kernel": (16, 16),
     r"cross_entropy_bwd/sm_89/float32/everything\+aligned\+extras _cross_entropy_bwd_kernel": (8, 8),
@@ -85,10 +81,6 @@ ALLOWED_HMMA = re.compile(
 # Kernels in which several warps compute the same matmul: larger tiles do not fit into shared memory.
 ALLOWED_TWICE = re.compile(
     r"attn_bwd/sm_\d+/float32/d256\S* _attn_dkdv_kernel|attn_\w+/sm_(80/\w+/d\d+\+small|(89|120)/(\w+/d256|float32/d128))"
-)
-# Kernels that draw a mask twice: of identity the compiler draws that of a wide tile again for db.
-ALLOWED_SAMPLINGS = re.compile(
-    r"act_grad/sm_90/b?float16/identity\+(triton|persistent):(128|64)x256\+aligned\+dropout\+extras"
 )
 
 

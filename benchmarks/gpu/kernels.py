@@ -35,10 +35,10 @@ sys.path.append(str(Path(__file__).parents[2] / "tests"))  # not installed: the 
 from emulator.emulated import emulated
 from support.kernel_cases import LAUNCHERS, Small, check_results, named
 
-from benchmarks.codegen.cases import PADDED_DIMS, PERSISTENT_OPS, PRODUCT_OPS, AttentionCase, Case, sample_cases
+from benchmarks.codegen.cases import PADDED_DIMS, PRODUCT_OPS, AttentionCase, Case, sample_cases
 from ckptkern import eager, triton_kernels
 from ckptkern.tools.compiling import instead_of_launches
-from ckptkern.triton_kernels import experts_tiles, persistent
+from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 
 from . import sanitizer
@@ -57,9 +57,7 @@ def cases_of(family: int) -> list[Case | AttentionCase]:
         for case in chosen
         if isinstance(case, Case)
     ]
-    by_tma = [dataclasses.replace(case, kind="persistent") for case in others if case.op in PERSISTENT_OPS]
-    found = by_tma if family == 90 else []
-    found += [dataclasses.replace(case, head_dim=128) for case in attention]
+    found = [dataclasses.replace(case, head_dim=128) for case in attention]
     found += [case for case in others if case.op in PRODUCT_OPS]
     found += [case for case in others if case.op not in PRODUCT_OPS]
     found += [dataclasses.replace(case, head_dim=PADDED_DIMS[0]) for case in attention if case.dropout]
@@ -75,21 +73,12 @@ class Inputs(Small):
         return self.remember(q), self.remember(q)  # lse and delta of the first launch
 
 
-def one_sm(x: Tensor) -> int:
-    return 1
-
-
 @contextlib.contextmanager
 def settings(family: int) -> Iterator[None]:
-    """A GPU with one SM is never idle: tiles of large launches, and several tiles a persistent program. What a kernel does not
-    write is NaN."""
+    """A GPU with one SM is never idle: tiles of large launches. What a kernel does not write is NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    with (
-        mock.patch.dict(SMS, {family: 1}),
-        mock.patch.object(experts_tiles, "FEW_ROWS", 0),
-        mock.patch.object(persistent, "sms_of", one_sm),
-    ):
+    with mock.patch.dict(SMS, {family: 1}), mock.patch.object(experts_tiles, "FEW_ROWS", 0):
         try:
             yield
         finally:

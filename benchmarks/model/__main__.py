@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
         "for --rates beside it, or into --out",
     )  # fmt: skip
     made.add_argument(
-        "--impl", choices=_impls.IMPLS, metavar="IMPL",
-        help="of all matmuls that may take it, not the table's (ops/dispatch/implementations.py): dual or triton:128x128",
+        "--impl", choices=tuple(_impls.OF_KERNELS), metavar="IMPL",
+        help=f"of all matmuls that may take it, in place of the rule's: {' or '.join(_impls.OF_KERNELS)}",
     )  # fmt: skip
     made.add_argument(
         "--workspace", metavar="SIZE",

@@ -2,7 +2,6 @@
 
 A matmul of ours is a tile after another on each SM. Where one program fits there, its main loop, its prologue and
 its epilogue follow one another; where two do, one's epilogue runs beside the other's matmuls, and the larger of both counts.
-A persistent program does the same: its loads of the next tile wait for the epilogue, whose scratch lies where they land.
 A core of attention of ours alternates matmuls and softmax, since no matmul is in flight while a warp computes its softmax.
 Everything else moves its bytes, or takes the rate of the library that replaces it.
 """
@@ -49,8 +48,7 @@ def _matmuls(launch: Launch, code: Code, gpu: GPU) -> tuple[float, str, float, s
     block_m, block_n = given["BLOCK_M"], given["BLOCK_N"]
     tiles = math.ceil(M / block_m) * math.ceil(N / block_n)
     per_tile = 2 * math.prod(launch.shape) / tiles
-    persistent = launch.caught.name.endswith("_persistent_kernel")
-    tensor = per_tile / gpu.tensor_core / (gpu.tma_loop if persistent else gpu.main_loop)
+    tensor = per_tile / gpu.tensor_core / gpu.main_loop
     tensor *= NARROW if block_n <= 64 else MIDDLE if block_n <= 128 and gpu.arch >= 90 else 1.0
     steps = inner / given["BLOCK_K"] / TOGETHER.get(launch.caught.name, 1)
     loop = sum(code.loops) / len(code.loops) * steps * code.warps / 4

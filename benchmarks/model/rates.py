@@ -43,7 +43,6 @@ class GPU:
     shared: int  # bytes of shared memory of an SM
     matmuls: float  # cuBLAS, bf16, 8192 x 8192, large K
     main_loop: float  # part of the peak at `clock` that the main loop of a Triton matmul reaches
-    tma_loop: float  # the same of one that loads by TMA
     core: str  # torch's default kernel for core attention
     core_forward: dict[int, float]  # sequence length -> FLOP/s, heads of 128, causal
     core_backward: dict[int, float]
@@ -79,15 +78,12 @@ STREAMS = {"elementwise": 0.85, "norm": 0.75, "reduction": 0.60}
 #           of which the 665 of Triton's tutorial are 0.79 and the 750 below 0.89. A100: 1.41 GHz, of its 312 TFLOP/s.
 # bandwidth data sheets: 4.8, 3.35 and 2.04 TB/s (A100 80 GB); a large copy reaches 0.86-0.90 of it, assumed.
 # matmuls  assumed: 750 on an H200 and 700 on an H100 with today's cuBLAS, 270 on an A100. A run's ceilings say more.
-# main_loop assumed, and optimistic: triton#5726 has 0.76 of cuBLAS for the tutorial's pointers and 0.92 for a persistent kernel
-#           with TMA, at 8192 x 8192 x 512.
-# tma_loop  assumed, and cautious: cuBLAS's 750 of 838. Over loads through pointers TMA has brought 13 % in persistent kernels
-#           (triton#5461, fp16, K = 4096), and 21 % together with persistence (triton#5726, K = 512); 0.89 / 0.86 is 3.5 %.
+# main_loop assumed, and optimistic: triton#5726 has 0.76 of cuBLAS for the tutorial's pointers, at 8192 x 8192 x 512.
 # core      causal, heads of 128, by length: cuDNN 9 on H100 after the figures of arXiv 2407.08608, flash attention 2 on A100
 #           after those of arXiv 2307.08691. An H200's has the same SMs.
 _HOPPER = dict(
     arch=90, sms=132, clock=1.55e9, tensor_core=4096, block_shared=232448, shared=233472, main_loop=0.86,
-    tma_loop=0.89, core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA},
+    core="cudnn", core_forward={2048: 484 * TERA, 8192: 529 * TERA},
     core_backward={2048: 316 * TERA, 8192: 480 * TERA},
 )  # fmt: skip
 GPUS = {
@@ -97,7 +93,7 @@ GPUS = {
         GPU("h100", bandwidth=3.0 * TERA, memory=79 * GIB, matmuls=700 * TERA, **_HOPPER),
         GPU(
             "a100", arch=80, sms=108, clock=1.41e9, tensor_core=2048, bandwidth=1.75 * TERA, memory=79 * GIB,
-            block_shared=166912, shared=167936, matmuls=270 * TERA, main_loop=0.84, tma_loop=0.0, core="flash",
+            block_shared=166912, shared=167936, matmuls=270 * TERA, main_loop=0.84, core="flash",
             core_forward={2048: 175 * TERA, 8192: 190 * TERA}, core_backward={2048: 140 * TERA, 8192: 165 * TERA},
         ),
     )

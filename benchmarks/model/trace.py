@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import weakref
 from collections.abc import Iterable, Iterator
@@ -301,10 +300,11 @@ def triton_launch(caught: Caught) -> Launch:
     given = caught.named
     flops, shape = _kernel_flops(caught.name, given)
     # a narrow chain's scratch never leaves L2
-    leaves = [leaf for key, one in given.items() if key != "scratch_ptr" for leaf in tree_leaves(one)]
     tensors = [
-        t for t in (getattr(leaf, "base", leaf) for leaf in leaves) if isinstance(t, Tensor)
-    ]  # base: of a descriptor
+        leaf
+        for key, one in given.items() if key != "scratch_ptr"
+        for leaf in tree_leaves(one) if isinstance(leaf, Tensor)
+    ]  # fmt: skip
     causal = bool(given.get("RIGHT")) if caught.name in ATTENTION else False
     name = caught.name.strip("_").removesuffix("_kernel")
     return Launch(name, "kernel" if flops else "triton", flops, _touched(tensors), shape, causal, caught)
@@ -314,9 +314,7 @@ def triton_launch(caught: Caught) -> Launch:
 
 
 def _without_graph(argument):
-    """A kernel's argument, or the tensor of a descriptor, detached."""
-    if isinstance(getattr(argument, "base", None), Tensor):
-        return dataclasses.replace(argument, base=argument.base.detach())
+    """A kernel's argument, detached."""
     return argument.detach() if isinstance(argument, Tensor) else argument
 
 

@@ -69,20 +69,16 @@ class Clock:
         return begin.elapsed_time(end) / 1e3, ahead
 
 
-def captured(step: Step, warm_up: Step | None = None, pool: Any = None) -> Step:
-    """The replay of the step as a CUDA graph on the current device.
-
-    warm_up: what runs before the capture (default: the step). pool: of torch.cuda.graph_pool_handle, for graphs whose results
-    nobody reads, so that all take the memory of one.
-    """
+def captured(step: Step) -> Step:
+    """Returns the replay of the step as a CUDA graph on the current device. The step runs three times before."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            (warm_up or step)()
+            step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph):
         step()
     return graph.replay
 

@@ -1,13 +1,10 @@
-"""``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, with which tiles, and
-remember it for this machine.
+"""``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, and remember it for this
+machine.
 
-For every op, dtype, size and number of rows, it checks the implementations (`ops/dispatch/implementations.py`) against
-float64 and times them interleaved, forward and backward at "full". Of the quickest kernel implementations the variants
-follow, the same implementations with other tiles: those that compile for this GPU without more spills than the default
-tiles have, and fit into its shared memory, are checked and timed likewise, together with the implementations that they
-come from and the default (`race.py`). The table has one row for an op, a dtype, a class of sizes, and few or many rows;
-what replaces the default there is quicker by more than the noise, summed over
-the problems of the row: its medians by MARGIN, and its 80th percentiles below the default's medians.
+For every op, dtype and size it checks the implementations (`ops/dispatch/implementations.py`) against float64 and times
+them in turns, forward and backward at "full" (`race.py`). The table has one row for an op, a dtype and a class of sizes.
+What replaces the default there is quicker by more than the noise, summed over the problems of the row: its medians by
+MARGIN, and its 80th percentiles below the default's medians.
 """
 
 from __future__ import annotations
@@ -34,15 +31,13 @@ from .race import Outcome, Problem, choice, measure, totals
 
 OPS = ("mlp", "gated_mlp", "linear_act")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What is measured by default, the most valuable first. ROWS: many, and few where the table has a class.
-SIZES, ROWS = (2048, 4096, 1024, 512, 256), (8192, 128)
+SIZES, ROWS = (2048, 4096, 1024, 512, 256), 8192  # what is measured by default, the most valuable first
+
+Key = tuple[str, str, int]  # of a row: its op, dtype and features, as the file has them
 
 
-Key = tuple[str, str, int, str]  # of a row: its op, dtype, features and rows, as the file has them
-
-
-def key_of(problem: Problem, few: bool) -> Key:
-    return problem.op, str(problem.dtype).removeprefix("torch."), _impls.SIZES[problem.size], _tuned.ROWS[few]
+def key_of(problem: Problem) -> Key:
+    return problem.op, str(problem.dtype).removeprefix("torch."), _impls.SIZES[problem.size]
 
 
 def sizes_of(problem: Problem) -> list[int]:
@@ -50,22 +45,17 @@ def sizes_of(problem: Problem) -> list[int]:
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Of the table's file: a row for each op, dtype and size, where there was something to choose."""
-    groups: dict[tuple, list[Outcome]] = {}
+    """Of the table's file: a row for each op, dtype and size of which something ran."""
+    groups: dict[Key, list[Outcome]] = {}
     for one in outcomes:
-        groups.setdefault(key_of(one.problem, one.few), []).append(one)
-    rows = []
-    for (op, dtype, features, rows_class), group in groups.items():
-        medians = totals(group, statistics.median)
-        if len(medians) > 1:
-            rows.append({
-                "op": op, "features": features, "dtype": dtype, "rows": rows_class,
-                "measured": [sizes_of(one.problem) for one in group],
-                "left": list(dict.fromkeys(impl for one in group for impl in one.left)),
-                "timed": list(dict.fromkeys(one.timed for one in group)),
-                "impl": choice(*group), "ms": {impl: round(ms, 4) for impl, ms in medians.items()},
-            })  # fmt: skip
-    return rows
+        groups.setdefault(key_of(one.problem), []).append(one)
+    return [
+        {
+            "op": op, "features": features, "dtype": dtype, "measured": [sizes_of(one.problem) for one in group],
+            "impl": choice(*group), "ms": {impl: round(ms, 4) for impl, ms in medians.items()},
+        }
+        for (op, dtype, features), group in groups.items() if (medians := totals(group, statistics.median))
+    ]  # fmt: skip
 
 
 # -- which problems ---------------------------------------------------------------------------------------------------
@@ -120,32 +110,18 @@ def matmuls(args: argparse.Namespace) -> list[tuple]:
 
 
 def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
-    """The matmuls with many rows, each type's then with few, where a table has a row of its own for them.
-
-    Raises ValueError if there is nothing to choose.
-    """
-    rows, wanted = [args.tokens] if args.tokens else ROWS, matmuls(args)
-    found = [Problem(*matmul, tokens) for tokens in rows for matmul in wanted]
-    if all(len(_choices.candidates(*problem.key(device)[:-1])) < 2 for problem in found):
+    """Raises ValueError if there is nothing to choose."""
+    found = [Problem(*matmul, args.tokens) for matmul in matmuls(args)]
+    if all(len(_impls.candidates(problem.backend(device))) < 2 for problem in found):
         raise ValueError(f"nothing can be chosen on {device}: only PyTorch's ops run there")
-    dtypes = list(dict.fromkeys(problem.dtype for problem in found))
-    return sorted(
-        (problem for problem in found if problem.tokens == rows[0] or problem.few(device)),
-        key=lambda problem: dtypes.index(problem.dtype),
-    )
-
-
-def finished(rows: Sequence[dict[str, Any]], todo: Sequence[Problem], device: torch.device) -> set[Problem]:
-    """The problems whose rows of the file are whole: all that the row is to be measured with was, and nothing was left."""
-    wanted: dict[Key, list[Problem]] = {}
-    for problem in todo:
-        wanted.setdefault(key_of(problem, problem.few(device)), []).append(problem)
-    found = set()
-    for row in rows:
-        group = wanted.get((row["op"], row["dtype"], row["features"], row["rows"]), [])
-        if not row.get("left") and all(sizes_of(problem) in row.get("measured", []) for problem in group):
-            found.update(group)
     return found
+
+
+def finished(rows: Sequence[dict[str, Any]], todo: Sequence[Problem]) -> set[Problem]:
+    """The problems whose rows of the file are whole: all that the row is to be measured with was."""
+    measured = {(row["op"], row["dtype"], row["features"]): row.get("measured", []) for row in rows}
+    missing = {key_of(problem) for problem in todo if sizes_of(problem) not in measured.get(key_of(problem), [])}
+    return {problem for problem in todo if key_of(problem) not in missing}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -154,9 +130,8 @@ def finished(rows: Sequence[dict[str, Any]], todo: Sequence[Problem], device: to
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``python -m ckptkern autotune``."""
     parser.description = (
-        "Measure which implementation is quickest for each matmul on this machine (our kernels, and which tiles; cuBLAS and "
-        "elementwise kernels; one kernel for two matmuls), and "
-        "write the table that ckptkern then reads. Nothing is tuned unless you ask."
+        "Measure which implementation is quickest for each matmul on this machine (our kernels, or cuBLAS and elementwise "
+        "kernels), and write the table that ckptkern then reads. Nothing is tuned unless you ask."
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda if there is one)")
     parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
@@ -174,13 +149,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="FEATURESxHIDDEN each, of linear_act INxOUT (default: one of each size)",
     )
     parser.add_argument("--model", metavar="FILE:FUNCTION", help="the matmuls of your model, as `report` loads it")
-    parser.add_argument("--tokens", type=int, metavar="N", help="rows (default: 8192, and 128 in 16-bit types)")
+    parser.add_argument("--tokens", type=int, default=ROWS, metavar="N", help="rows (default: %(default)d)")
     parser.add_argument(
         "--minutes",
         type=float,
         default=10.0,
         metavar="M",
-        help="try nothing new after so many (default: %(default)g); again begins with what is left",
+        help="begin no matmul after so many (default: %(default)g); again begins with what is left",
     )
     parser.add_argument("--dry-run", action="store_true", help="measure, and write nothing")
     parser.add_argument("--reset", action="store_true", help="remove this machine's table, and measure nothing")
@@ -188,22 +163,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def line(outcome: Outcome) -> str:
     """One problem's result."""
-    parts = [f"{impl} {ms:.3g} ms" for impl, ms in outcome.medians.items()]
+    parts = [f"{impl} {statistics.median(ms):.3g} ms" for impl, ms in outcome.ms.items()]
     parts += [f"{impl}: {why}" for impl, why in outcome.wrong.items()]
-    parts += [f"the time is over, {len(outcome.left)} not tried"] if outcome.left else []
-    few = " (few rows)" if outcome.few else ""
-    return f"{str(outcome.problem) + few:44} {'; '.join(parts) or 'nothing ran'}; timed: {outcome.timed}"
-
-
-def unreached(problems: int, reached: Sequence[Outcome]) -> str:
-    """What the time did not suffice for, and what to do; nothing if it did."""
-    never, partly = problems - len(reached), sum(bool(one.left) for one in reached)
-    if not never and not partly:
-        return ""
-    return (
-        f"the time is over: {never} of {problems} matmuls were not reached, and {partly} only in part. The same command again "
-        "begins with them; --minutes gives more at once"
-    )
+    parts += [] if outcome.ahead else ["kernels waited for the host, whose time is in these"]
+    return f"{outcome.problem!s:44} {'; '.join(parts)}"
 
 
 def valid_rows(file: Path, wanted: dict[str, str]) -> list[dict[str, Any]]:
@@ -220,7 +183,7 @@ def valid_rows(file: Path, wanted: dict[str, str]) -> list[dict[str, Any]]:
 
 def merged(before: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The earlier rows, with these over them."""
-    return list({(row["op"], row["dtype"], row["features"], row["rows"]): row for row in (*before, *rows)}.values())
+    return list({(row["op"], row["dtype"], row["features"]): row for row in (*before, *rows)}.values())
 
 
 def main(args: argparse.Namespace) -> int:
@@ -240,7 +203,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: kernel implementations are what a table is for
             todo, before = problems(args, device), valid_rows(file, machine)
-            todo.sort(key=finished(before, todo, device).__contains__)
+            todo.sort(key=finished(before, todo).__contains__)
         if not args.dry_run:
             file.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring
@@ -253,18 +216,19 @@ def main(args: argparse.Namespace) -> int:
         for n, problem in enumerate(todo):
             left = deadline - time.perf_counter()
             if left <= 0:
+                print(
+                    f"the time is over: {len(todo) - n} of {len(todo)} matmuls were not reached. The same command again begins "
+                    "with them; --minutes gives more at once"
+                )
                 break
-            share = left / (len(todo) - n)
-            outcomes.append(measure(problem, device, share, deadline, say=lambda text, n=n: bar(text, n)))
+            bar(str(problem), n)
+            outcomes.append(measure(problem, device, left / (len(todo) - n)))
             print(line(outcomes[-1]), flush=True)
             rows = rows_of(outcomes)
             if rows and not args.dry_run:
                 _tuned.write(file, machine, merged(before, rows))  # after each: an interrupt loses nothing
-    if left_over := unreached(len(todo), outcomes):
-        print(left_over)
     for row in rows:
-        place = _impls.SIZES.index(row["features"])
-        print(f"{row['op']} {row['dtype']}, {_impls.size_text(place, row['rows'] == 'few')}: {row['impl']}")
+        print(f"{row['op']} {row['dtype']}, {_impls.size_text(_impls.SIZES.index(row['features']))}: {row['impl']}")
     if args.dry_run or not rows:
         print("nothing is written")
         return 0 if rows else 1

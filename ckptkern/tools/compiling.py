@@ -1,5 +1,4 @@
-"""From a launch to its SASS, for any compute capability and without a driver: what `autotune` asks before it times a
-tile."""
+"""From a launch to its SASS, for any compute capability and without a driver."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
     from ..ops.attention import core
     from ..ops.dispatch import choices
     from ..ops.registration import across, functions
-    from ..triton_kernels import attention, persistent
+    from ..triton_kernels import attention
 
     choices._impl.cache_clear()  # of another GPU
     with contextlib.ExitStack() as stack:
@@ -72,7 +71,6 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
         for owner, name, value in (
             (torch.cuda, "get_device_capability", _always(divmod(chip.arch, 10))),
             (attention, "shared_memory_of", _always(chip.block_shared)),
-            (persistent, "sms_of", _always(chip.sms)),
             (choices, "_device_reason", _always(None)),
             (choices, "_device_workspace", _always(chip.memory // 32)),
             (core, "_accepts", _always(True)),
@@ -94,10 +92,8 @@ def catch_launches(call: Callable, arch: int) -> list[tuple]:
 
 def source_of(one: Specialized):
     from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    source = GluonASTSource if one.kernel.is_gluon() else ASTSource
-    return source(one.kernel, one.signature, one.constexprs, one.attrs)
+    return ASTSource(one.kernel, one.signature, one.constexprs, one.attrs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,33 +148,3 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {
         name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
     }
-
-
-class Built(NamedTuple):
-    """A kernel with matmuls as compiled. tile: "128x256x64, 8 warps, 3 stages, SUB 4" and a bound of registers; stack, shared:
-    bytes a thread, a block."""
-
-    kernel: str
-    tile: str
-    stack: int
-    shared: int
-
-
-def built(call: Callable, arch: int) -> list[Built]:
-    """What the launches of matmuls in `call()` are on compute capability `arch`, each once. Nothing is launched; a launch
-    that comes later finds the same in Triton's cache."""
-    import triton
-
-    from ..triton_kernels import fences
-
-    compile = fences.compile_fenced if fences.MISSING else triton.compile
-    matmuls = [caught for caught in catch_launches(call, arch) if "BLOCK_K" in caught[2]]
-    found = {}
-    for one, options in ((specialize(*caught, arch), caught[2]) for caught in matmuls):
-        if one.key not in found:
-            compiled = compile(source_of(one), one.target, one.options.__dict__)
-            tile = "{BLOCK_M}x{BLOCK_N}x{BLOCK_K}, {num_warps} warps, {num_stages} stages, SUB {SUB}".format(**options)
-            tile += f", {options['maxnreg']} registers" if "maxnreg" in options else ""
-            stack = resources(compiled.asm["cubin"])["stack"]
-            found[one.key] = Built(one.kernel.fn.__name__, tile, stack, compiled.metadata.shared)
-    return list(found.values())

@@ -211,7 +211,7 @@ def _sdpa() -> dict[str, bool]:
 @_or_missing
 def _tuned_impls() -> dict[str, Any]:
     """Of each device its table, if `python -m ckptkern autotune` wrote one: the implementation of every op, dtype and
-    size, with its tiles; or why it is not used."""
+    size; or why it is not used."""
     from ..ops.dispatch import implementations as _impls
     from ..ops.dispatch import tuned as _tuned
 
@@ -222,8 +222,7 @@ def _tuned_impls() -> dict[str, Any]:
         try:
             table = _tuned.read(file, _tuned.machine(device, index))
             answer[device] = {"table": str(file)} | {
-                f"{op} {dtype}, {_impls.size_text(size, few)}": impl
-                for (op, dtype, size, few), impl in sorted(table.items())
+                f"{op} {dtype}, {_impls.size_text(size)}": impl for (op, dtype, size), impl in sorted(table.items())
             }
         except FileNotFoundError:
             answer[device] = "none: python -m ckptkern autotune"

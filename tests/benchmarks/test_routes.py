@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 
 import pytest
+
 from benchmarks.codegen.sass import MATMULS
 from benchmarks.dev import routes
 

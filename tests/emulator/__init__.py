@@ -8,7 +8,6 @@ needs numpy alone and knows nothing of whose kernels it runs.
 from .launch import Counts, Tensor, run
 from .memory import Fault
 from .ptx import Kernel, Unknown
-from .tensor_maps import TensorMap
 from .translate import translate
 
-__all__ = ["Counts", "Fault", "Kernel", "Tensor", "TensorMap", "Unknown", "run", "translate"]
+__all__ = ["Counts", "Fault", "Kernel", "Tensor", "Unknown", "run", "translate"]

@@ -11,11 +11,9 @@ from collections import defaultdict
 import numpy as np
 
 from . import matrices
-from .mbarriers import MBarriers
 from .memory import Fault, Memory, Order
 from .numerics import UNSIGNED
 from .ptx import Kernel, Unknown
-from .tensor_maps import TMA
 
 LANES = np.arange(32)
 
@@ -66,7 +64,6 @@ class CTA:
         self.order = Order(self.warps, time)
         self.alive = np.ones(self.threads, bool)
         self.strand = None
-        self.events = 0  # what may end a wait
         self.barriers: dict[int, Barrier] = {}
         self.woken: list = []  # strands whose barrier is complete
         self.fragments: dict[tuple, tuple] = {}
@@ -75,7 +72,6 @@ class CTA:
         self.copies: defaultdict[bytes, list[list]] = defaultdict(list)
         self.matmuls: defaultdict[bytes, list[list]] = defaultdict(lambda: [[]])
         self.pending: dict[int, Pending] = {}
-        self.mbarriers, self.tma = MBarriers(self), TMA(self)
 
     # --- who is here
 
@@ -194,7 +190,6 @@ class CTA:
             return
         del self.barriers[number]
         self.order.meet(np.flatnonzero(barrier.arrived.reshape(-1, 32).any(1)))
-        self.events += 1
         for strand, _ in barrier.waiting:
             strand.waits = False
             if strand is not self.strand:
@@ -264,10 +259,6 @@ class CTA:
         value, lane = self.full(value).reshape(-1, 32), self.full(lane).astype(np.int64).reshape(-1, 32)
         source = {"bfly": LANES ^ lane, "idx": lane & 31, "up": LANES - lane}[mode]
         return np.take_along_axis(value, np.where(source < 0, LANES, source), 1).reshape(-1)
-
-    def elected(self, mask, at) -> np.ndarray:
-        self.warps_of(mask, at)
-        return self.special["%laneid"] == 0
 
     def _rows(self, address, count: int, mask, at) -> tuple[np.ndarray, np.ndarray]:
         """(warps, offsets of their 8 x count rows of 16 bytes, which the first 8 x count lanes name)"""
@@ -412,5 +403,3 @@ class CTA:
         copies = len(self.open_copies) + sum(len(group) for groups in self.copies.values() for group in groups)
         if copies:
             raise Fault("in flight", f"{copies} cp.async instructions are pending at the end", self.kernel.name)
-        self.mbarriers.finish()
-        self.tma.finish()

@@ -79,18 +79,8 @@ class Tensors:
         self.storages: dict[int, list] = {}  # base, bytes, which of them are in views (None: all)
 
     def arguments(self, compiled: Compiled) -> list:
-        """Parameters as Triton hands them over: of a descriptor its map, shape and strides."""
-        found, maps = [], iter(compiled.maps or ())
-        for kind, value in compiled.arguments:
-            if kind.startswith("tensordesc"):
-                address = int(self.argument("", value.base))
-                found.append(
-                    emulator.TensorMap.of_triton(next(maps), address, value.shape, value.strides, value.padding)
-                )
-                found += [*map(np.uint32, value.shape), *map(np.uint64, value.strides)]
-            else:
-                found.append(self.argument(kind, value))
-        return found
+        """Parameters as Triton hands them over."""
+        return [self.argument(kind, value) for kind, value in compiled.arguments]
 
     def argument(self, kind: str, value):
         """A parameter's value: a number, or the address of a tensor."""

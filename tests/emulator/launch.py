@@ -11,7 +11,6 @@ import numpy as np
 from .cta import CTA
 from .memory import Fault, Memory
 from .ptx import EXIT
-from .tensor_maps import TensorMap
 from .translate import Program, translate
 
 BLOCKS = 10**7  # that a launch may run before it is taken for one that hangs
@@ -41,8 +40,6 @@ class Strand:
     parent: Strand | None = None
     children: int = 0
     waits: bool = False  # at a barrier
-    stalled: int = -1  # the CTA's events when it last asked in vain
-    asked: dict = dataclasses.field(default_factory=dict)  # instruction -> (mbarrier, the CTA's events) when it failed
 
 
 @dataclasses.dataclass
@@ -61,10 +58,6 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
     ready = deque([Strand(None, 0, len(program.blocks))])
     while ready:
         strand = ready.popleft()
-        if strand.stalled == cta.events and all(other.stalled == cta.events for other in ready):
-            awaited = cta.mbarriers.awaited([strand, *ready])
-            text = "; ".join(str(barrier) for barrier, _ in awaited)
-            raise Fault("hang", f"{len(ready) + 1} strands wait for what nobody will do: {text}", awaited[0][1])
         cta.strand = strand
         _turn(program, cta, strand, registers, ready, counts)
         ready.extend(cta.woken)
@@ -80,7 +73,6 @@ def run_cta(program: Program, cta: CTA, counts: Counts) -> None:
 def _turn(program: Program, cta: CTA, strand: Strand, registers: list, ready: deque, counts: Counts) -> None:
     """Runs a strand until it ends, parts, or has to wait."""
     blocks, kernel, number = program.blocks, program.kernel, cta.threads
-    strand.stalled = -1
     while strand.block != strand.until:
         here, mask = strand.block, strand.mask
         counts.blocks += 1
@@ -114,9 +106,7 @@ def _turn(program: Program, cta: CTA, strand: Strand, registers: list, ready: de
                     ready.append(Strand(threads, block, strand.block, strand))
                 return
         strand.block = after
-        if strand.waits or strand.stalled >= 0:
-            if strand.stalled >= 0:
-                ready.append(strand)
+        if strand.waits:
             return
     _join(strand, cta, ready)
 
@@ -150,7 +140,7 @@ def run(
 ) -> Counts:
     """Runs the kernel of `ptx` on a grid of CTAs, with `shared` bytes of shared memory each.
 
-    arguments: a numpy scalar or a TensorMap a parameter, in order. programs: which CTAs run, in which order, by
+    arguments: a numpy scalar a parameter, in order. programs: which CTAs run, in which order, by
     x + X (y + Y z); None: all.
     Raises Fault for what the kernel does wrong, ptx.Unknown for PTX that has no meaning here.
     """
@@ -158,9 +148,8 @@ def run(
     kernel = program.kernel
     if len(arguments) != len(kernel.parameters):
         raise ValueError(f"{kernel.name} has {len(kernel.parameters)} parameters; {len(arguments)} were given")
-    parameters = {name: value for (name, _, _), value in zip(kernel.parameters, arguments, strict=True)}
-    maps = {value.item for value in arguments if isinstance(value, TensorMap)}
-    granule = granule_of(kernel.widths("global") | maps)
+    parameters = dict(zip(kernel.parameters, arguments, strict=True))
+    granule = granule_of(kernel.widths("global"))
     memories = [
         Memory(t.name, t.data, granule, t.base, t.allowed) for t in sorted(tensors, key=lambda tensor: tensor.base)
     ]

@@ -1,4 +1,4 @@
-"""Where the elements of matrices are: in the registers of a warp (mma, ldmatrix) and in shared memory (wgmma, TMA).
+"""Where the elements of matrices are: in the registers of a warp (mma, ldmatrix) and in shared memory (wgmma).
 
 Layouts are those of "PTX ISA" 8.7, sections 9.7.14 (mma) and 9.7.15 (wgmma). Matmuls are exact sums in float64, rounded once
 to float32; a tensor core rounds otherwise.

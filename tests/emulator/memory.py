@@ -11,7 +11,6 @@ import numpy as np
 
 from .numerics import UNSIGNED
 
-UNITS = 64  # mbarriers of a CTA whose copies are told apart
 RESERVE = 2**26  # bytes from which a shadow is mapped and not allocated: pages that nothing touches cost nothing
 
 
@@ -37,47 +36,28 @@ class Order:
     """What is ordered before what, by clocks of warps (Lamport 1978; Mattern 1989, for a thread's clock).
 
     known[w, v] is the time up to which the accesses of warp v come before what warp w does next, for w = v those of the
-    warp's other threads. A barrier of all makes `synced` of everything so far. Columns after the warps stand for what copies:
-    one an mbarrier (`unit`), then one for each warp's TMA stores (`store_unit`); their first threads are named as writers.
+    warp's other threads. A barrier of all makes `synced` of everything so far.
     """
 
     def __init__(self, warps: int, time: int):
         self.start = self.synced = time - 1  # what other CTAs did is not after this
         self.time = time
-        self.known = np.full((warps, warps + UNITS + warps), self.start, np.int64)
+        self.known = np.full((warps, warps), self.start, np.int64)
 
     def meet(self, warps: np.ndarray) -> None:
         """A barrier of these warps."""
         if len(warps) == len(self.known):
-            self.known[:, len(warps) :] = self.known[:, len(warps) :].max(0)
-            self.known[:, : len(warps)] = self.synced = self.time
+            self.known[:] = self.synced = self.time
         else:
             together = self.known[warps].max(0)
             together[warps] = self.time
             self.known[warps] = together
         self.time += 1
 
-    def unit(self, mbarrier: int) -> int:
-        return 32 * (len(self.known) + mbarrier % UNITS)
-
-    def store_unit(self, thread: int) -> int:
-        return 32 * (len(self.known) + UNITS + (thread >> 5))
-
     def meet_inside(self, warps: np.ndarray) -> None:
         """A barrier of each warp's own threads."""
         self.known[warps, warps] = self.time
         self.time += 1
-
-    def release(self, warps: np.ndarray) -> np.ndarray:
-        """What a warp that learns of this moment knows then, by warp."""
-        learned = self.known[warps].max(0)
-        learned[warps] = self.time
-        self.known[warps, warps] = self.time
-        self.time += 1
-        return learned
-
-    def acquire(self, warps: np.ndarray, learned: np.ndarray) -> None:
-        self.known[warps] = np.maximum(self.known[warps], learned)
 
 
 class Memory:
@@ -102,7 +82,7 @@ class Memory:
         if not base:
             self.flying = np.zeros(self.count, np.int16)  # copies that have yet to land here
             self.watched = np.zeros(self.count, np.int16)  # instructions that may still read here
-            self.unfenced = np.zeros(self.count, bool)  # written by threads, not yet visible to wgmma and TMA
+            self.unfenced = np.zeros(self.count, bool)  # written by threads, not yet visible to wgmma
         self.asynchronous = 0  # of the instructions that `flying` and `watched` count
 
     def granules(self, offset: np.ndarray, size: int) -> np.ndarray:
@@ -141,10 +121,7 @@ class Memory:
         if bad.any():
             place = tuple(np.argwhere(bad)[0])
             mine, other = int(threads[place[-1]]), int(writer[place])
-            copied = other >> 5 >= len(order.known)
-            text = (
-                f"{what} of {self.name} by thread {mine} at what {'a TMA copy' if copied else f'thread {other}'} wrote"
-            )
+            text = f"{what} of {self.name} by thread {mine} at what thread {other} wrote"
             missing = "no bar.warp.sync" if mine >> 5 == other >> 5 else "no barrier"
             raise Fault("race", f"{text}, {missing} between ({int(bad.any(0).sum())} threads)", at)
 
@@ -157,7 +134,7 @@ class Memory:
         if self.last_read <= order.synced:
             return
         self._sort_reads(len(order.known))
-        known = order.known[threads >> 5, : len(order.known)].T.copy()
+        known = order.known[threads >> 5].T.copy()
         known[threads >> 5, np.arange(len(threads))] = np.iinfo(np.int64).max
         if (self.reads[:, index] > known[:, None]).any():
             raise Fault("race", f"write of {self.name} at what another warp read, no barrier between", at)
@@ -183,12 +160,12 @@ class Memory:
         if self.first_read is not None:
             self.first_read[index] = np.where(self.first_read[index] == 0, order.time, self.first_read[index])
 
-    def note_write(self, index: np.ndarray, threads: np.ndarray, order: Order, fenced: bool = False) -> None:
+    def note_write(self, index: np.ndarray, threads: np.ndarray, order: Order) -> None:
         self.written[index] = order.time
         self.writer[index] = threads
         self.last_write = max(self.last_write, order.time)
         if not self.base:
-            self.unfenced[index] = not fenced
+            self.unfenced[index] = True
 
     def reading(self, index: np.ndarray, threads: np.ndarray, order: Order, at) -> None:
         self.check_bounds(index, "read", at)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable
 
 from .numerics import kind_of
-from .ptx import split
 
 TYPE = re.compile(r"[busf](8|16|32|64|128)|pred|bf16|b?f16x2|tf32")
 COMPARE = {
@@ -282,43 +281,12 @@ def _bar(w, i) -> None:
 
 @opcode(
     "membar fence",
-    "proxy async shared::cta global cta gl sys gpu acq_rel sc mbarrier_init release cluster",
+    "proxy async shared::cta global cta gl sys gpu acq_rel sc",
 )
 def _fence(w, i) -> None:
     """Other fences order what the checks of races take for unordered until a barrier comes."""
     if "async" in i.modifiers:
         w.lines.append(f"S.proxy_fence({w.mask}, {w.where})")
-
-
-@opcode("elect", "sync")
-def _elect(w, i) -> None:
-    """The first lane of each warp."""
-    lane, chosen = i.operands[0].split("|")
-    if w.integer(i.operands[1]) not in (-1, 0xFFFFFFFF):
-        raise w.fail("unknown form")
-    w.set(lane, "u4", w.constant(0, "u4"))
-    w.set(chosen, "p", f"S.elected({w.mask}, {w.where})")
-
-
-@opcode("mbarrier", "init inval arrive expect_tx try_wait parity shared shared::cta release acquire relaxed cta")
-def _mbarrier(w, i) -> None:
-    what, count = i.modifiers[0], len(i.operands)
-    place = w.address(i.operands[what in ("arrive", "try_wait")], "u4")
-    if i.space != "shared" or "relaxed" in i.modifiers or ("parity" in i.modifiers) != (what == "try_wait"):
-        raise w.fail("unknown form")
-    if what == "inval":
-        w.lines.append(f"S.mbarriers.inval({place}, {w.mask}, {w.where})")
-    elif what == "init":
-        w.lines.append(f"S.mbarriers.init({place}, {w.get(i.operands[1], 'u4')}, {w.mask}, {w.where})")
-    elif what == "arrive" and i.operands[0] == "_":
-        amount = w.get(i.operands[2], "u4") if count > 2 else w.constant(1, "u4")
-        many, more = (w.constant(1, "u4"), amount) if "expect_tx" in i.modifiers else (amount, None)
-        w.lines.append(f"S.mbarriers.arrive({place}, {many}, {more}, {w.mask}, {w.where})")
-    elif what == "try_wait":  # a fourth operand limits the time that it is suspended
-        phase = w.get(i.operands[2], "u4")
-        w.set(i.operands[0], "p", f"S.mbarriers.wait({place}, {phase}, {w.mask}, {w.where})")
-    else:
-        raise w.fail("unknown form")
 
 
 # --- matrices
@@ -399,36 +367,6 @@ def _cp(w, i) -> None:
         w.lines.append(
             f"S.copy({w.address(to, 'u4')}, {w.address(source, 'u8')}, {w.integer(size)}, {amount}, {w.mask}, {w.where})"
         )
-
-
-AXES = " ".join(f"{n}d" for n in range(1, 6))
-LOAD = re.compile(r"tensor\.\dd\.shared::(cta|cluster)\.global\.mbarrier::complete_tx::bytes")
-STORE = re.compile(r"tensor\.\dd\.global\.shared::cta\.bulk_group")
-
-
-@opcode(
-    "cp.async.bulk",
-    f"async bulk tensor {AXES} tile shared::cta shared::cluster global mbarrier::complete_tx::bytes bulk_group commit_group "
-    "wait_group read",
-)
-def _bulk(w, i) -> None:
-    modifiers = [modifier for modifier in i.modifiers[2:] if modifier != "tile"]
-    if modifiers == ["commit_group"]:
-        return w.lines.append(f"S.tma.commit({w.mask}, {w.where})")
-    if modifiers[0] == "wait_group":
-        return w.lines.append(f"S.tma.wait({w.integer(i.operands[0])}, {'read' in modifiers}, {w.mask}, {w.where})")
-    if LOAD.fullmatch(".".join(modifiers)):
-        to, source, barrier = i.operands[:3]
-        box, coordinates = split(source[1:-1])
-        places = (
-            f"{w.address(to, 'u4')}, {w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(barrier, 'u4')}"
-        )
-        return w.lines.append(f"S.tma.load({places}, {w.mask}, {w.where})")
-    if STORE.fullmatch(".".join(modifiers)):
-        box, coordinates = split(i.operands[0][1:-1])
-        places = f"{w.address(box, 'u8')}, {w.tuple(coordinates, 'i4')}, {w.address(i.operands[1], 'u4')}"
-        return w.lines.append(f"S.tma.store({places}, {w.mask}, {w.where})")
-    raise w.fail("unknown form")
 
 
 @opcode("trap")

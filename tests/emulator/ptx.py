@@ -11,7 +11,7 @@ STATEMENT = re.compile(
     re.DOTALL,
 )
 LOCATION = re.compile(r"\s*\.loc\s+(\d+)\s+(\d+)\s+\d+(?:.*?//\s*(.*))?")
-PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr[^,]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)")
+PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.\w+\s+(?:\.ptr[^,]*?\s)?([\w$]+)\s*(?:,|$)")
 
 
 class Unknown(NotImplementedError):
@@ -42,8 +42,7 @@ class Instruction:
     @property
     def waits(self) -> bool:
         """May threads have to wait here for those of other warps? A block ends there, so that their turn can come."""
-        named = self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
-        return named or (self.opcode == "mbarrier" and self.modifiers[0] == "try_wait")
+        return self.opcode in ("bar", "barrier") and "warp" not in self.modifiers
 
     @property
     def where(self) -> str:
@@ -99,7 +98,7 @@ def statements(text: str) -> Iterator[str]:
 
 
 class Kernel:
-    """The one entry of a module: name, threads, parameters [(name, type, bytes or 0)], registers {name: bytes, 0: predicate},
+    """The one entry of a module: name, threads, names of parameters, registers {name: bytes, 0: predicate},
     blocks."""
 
     def __init__(self, ptx: str):
@@ -107,8 +106,7 @@ class Kernel:
         if head is None:
             raise ValueError("no .entry in this PTX")
         self.name = head[1]
-        self.parameters = [(name, kind, int(size or 0)) for kind, name, size in PARAMETER.findall(head[2])]
-        self.offsets = {name: size for name, _, size in self.parameters if size}  # parameters that are taken by address
+        self.parameters = PARAMETER.findall(head[2])
         self.files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(?:.*/)?([^"/]+)"', ptx, re.MULTILINE))
         body = ptx[head.end() :]
         self.threads = int(re.search(r"\.reqntid\s+(\d+)", body)[1])

@@ -83,8 +83,6 @@ class BlockWriter:
             return f"S.special[{operand!r}].view({kind})"
         if operand == "global_smem":
             return self.constant(0, kind)
-        if operand in self.kernel.offsets:
-            return f"S.tma.addresses[{operand!r}]"
         if operand not in self.kernel.registers:
             raise self.fail(f"unknown operand {operand}")
         width = self.kernel.registers[operand]

@@ -12,7 +12,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from unittest import mock
 
 import torch
 import triton
@@ -28,9 +27,9 @@ from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore
 from ckptkern.ops import backend, catalog
 from ckptkern.ops.catalog import ACROSS_RANKS
-from ckptkern.tools import compiling, race
+from ckptkern.tools import compiling
 from ckptkern.triton_kernels.attention import AttentionTile
-from ckptkern.triton_kernels.tile import TILES, Tile
+from ckptkern.triton_kernels.tile import Tile
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -139,7 +138,6 @@ def launches(*sizes: int, **given) -> dict[str, Callable[[], object]]:
     heaviest = {op: cases.heaviest(op, 90, "bfloat16") for op in cases.OPS}
     with_bits = [op for op in cases.OPS if op not in cases.VARIANTS]
     heaviest |= {f"{op}, relu": dataclasses.replace(heaviest[op], activation="relu") for op in with_bits}
-    heaviest |= {f"{op}, persistent": cases.heaviest(op, 90, "bfloat16", "persistent") for op in cases.PERSISTENT_OPS}
     heaviest |= {op: cases.AttentionCase(op, 90, "bfloat16", 64, True, True) for op in cases.ATTENTION_OPS}
     sized = Sized(*sizes, **given)
     return {name: functools.partial(case.launch, sized) for name, case in heaviest.items()} | {
@@ -261,30 +259,6 @@ def maxima() -> dict[str, list[str]]:
     return kinds
 
 
-def pruned() -> dict[str, str]:
-    """What `autotune` says of tiles of an MLP on an H200: "" if they are worth a run, "default" if they are the default
-    ones."""
-    gpu, table = rates.GPUS["h200"], TILES["act_grad", 90]
-    problem = race.Problem("mlp", 1024, 4096, 1024, torch.bfloat16, 8192)
-    shapes = {"x": (8192, 1024), "fc1_weight": (4096, 1024), "fc1_bias": (4096,), "fc2_weight": (1024, 4096)}
-    shapes["fc2_bias"] = (1024,)
-
-    def said(impl: str) -> str:
-        one = race.Race(race.Outcome(problem, "triton"), torch.device("meta"))
-        leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
-        one.operands = [(leaves, meta(8192, 1024))]
-        skipped = one.pruned(impl)
-        return one.outcome.wrong.get(impl, "default" if skipped else "")
-
-    with trace.as_on(gpu), mock.patch.object(race.Race, "shared_memory", gpu.block_shared):
-        found = {impl: said(impl) for impl in ("triton:128x128", "triton:128x256", "triton:128x64")}
-        injected = {"spill": Tile(64, 256, 64, 4, 3, 1), "shared": Tile(64, 128, 64, 8, 10, 4)}
-        for name, tile in injected.items():
-            with mock.patch.dict(table, {"16:128x256": tile}):
-                found[name] = said("triton:128x256")
-    return found
-
-
 class Hopper:
     """What a launch asks of the driver before it looks for compiled code."""
 
@@ -293,31 +267,18 @@ class Hopper:
     get_current_stream = staticmethod(lambda device: 0)
 
 
-def cached() -> dict[str, list]:
-    """The names in Triton's cache of what `compiling.built` compiles, and of what the launch itself would look for.
-
-    fences, wgmmas, bytes: in the launch's PTX, and of its cubin, after the emulator asked for the PTX alone.
-    """
-    hashes, whole = [], triton.compile
-
-    def spy(*args, **options):
-        hashes.append(whole(*args, **options).hash)
-        return whole(*args, **options)
-
-    with mock.patch.object(triton, "compile", spy):
-        compiling.built(act_grad, 90)
+def launched() -> dict[str, list]:
+    """fences, wgmmas, bytes: in a launch's PTX, and of its cubin, after the emulator asked for the PTX alone."""
     triton.runtime.driver.set_active(Hopper())
     matmuls = [caught for caught in compiling.catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
     for kernel, args, kwargs in matmuls:
         compile_launch(kernel, args, kwargs, 90)
-    launched = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in matmuls]
-    texts = [one.asm["ptx"] for one in launched]
+    compiled = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in matmuls]
+    texts = [one.asm["ptx"] for one in compiled]
     return {
-        "built": hashes,
-        "launched": [one.hash for one in launched],
         "fences": [text.count("fence.proxy.async") for text in texts],
         "wgmmas": [text.count("wgmma.mma_async") for text in texts],
-        "bytes": [len(one.asm["cubin"]) for one in launched],
+        "bytes": [len(one.asm["cubin"]) for one in compiled],
     }
 
 
@@ -327,5 +288,5 @@ def at_once() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    answers = {answer.__name__: answer for answer in (injected, some_injected, at_once, pruned, cached)}
+    answers = {answer.__name__: answer for answer in (injected, some_injected, at_once, launched)}
     json.dump(answers[sys.argv[1]](), sys.stdout)

@@ -166,9 +166,6 @@ class Small(Inputs):
     def dtype(self, name: str) -> torch.dtype:
         return torch.float64 if self.exact else super().dtype(name)
 
-    def of_kernels(self, case: Case) -> dict:
-        return super().of_kernels(case) if self.backend is triton_kernels else {}
-
     def promised(self, result: Tensor) -> Tensor:
         """The part of a result that a launcher promises."""
         return result

@@ -29,11 +29,10 @@ TEXT = """
 """
 
 
-def ptx_of(body: str, parameters: int = 1, threads: int = 64, boxed: bool = False) -> str:
-    """A kernel of these statements, with pointers kernel_param_0, ... in %rd1, ..., the thread in %r1, and perhaps a `box`."""
-    box = ["\t.param .align 64 .b8 box[128]"] if boxed else []
+def ptx_of(body: str, parameters: int = 1, threads: int = 64) -> str:
+    """A kernel of these statements, with pointers kernel_param_0, ... in %rd1, ..., and the thread in %r1."""
     pointers = [f"\t.param .u64 .ptr .global .align 1 kernel_param_{n}" for n in range(parameters)]
-    declared = ",\n".join(box + pointers)
+    declared = ",\n".join(pointers)
     head = [f"ld.param.b64 %rd{n + 1}, [kernel_param_{n}];" for n in range(parameters)] + ["mov.u32 %r1, %tid.x;"]
     lines = [line.strip() for line in (*head, *body.strip().splitlines())]
     return TEXT.format(parameters=declared, threads=threads, body="\n".join(f"\t{line}" for line in lines))
@@ -47,12 +46,10 @@ def run(
     shared: int = 4096,
     allowed=None,
     programs=None,
-    box: emulator.TensorMap | None = None,
 ):
-    """Runs them on arrays, which keep what is written to them, with the parameter `box` if there is one."""
+    """Runs them on arrays, which keep what is written to them."""
     tensors, addresses = [], []
     for n, array in enumerate(arrays):
         addresses.append(np.uint64(BASE * (n + 1)))
         tensors.append(emulator.Tensor(f"tensor {n}", BASE * (n + 1), array.reshape(-1).view(np.uint8), allowed))
-    text, boxes = ptx_of(body, len(arrays), threads, box is not None), [] if box is None else [box]
-    return emulator.run(text, grid, shared, boxes + addresses, tensors, programs)
+    return emulator.run(ptx_of(body, len(arrays), threads), grid, shared, addresses, tensors, programs)

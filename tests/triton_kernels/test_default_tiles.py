@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 import torch
-from support.kernel_cases import LAUNCHERS, Small, check_like_eager
+from support.kernel_cases import Small, check_like_eager
 
 from benchmarks.codegen.cases import PRODUCT_OPS, AttentionCase, Case, default_cases
 from ckptkern.triton_kernels import experts_tiles
@@ -46,10 +46,6 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     if interpreted:
         pytest.skip("the interpreter has one tile for all sizes")
     family = family_of(architecture or arch_of(torch.empty(0, device=device)))
-    if family != 90 and case.kind == "persistent":
-        pytest.skip("no TMA")
-    if ":" in case.kind and case.kind not in LAUNCHERS[case.op].variants(family):
-        pytest.skip("tiles of the other architecture")
     if family != 80 and ("narrow" in case.kind or case.kind == "small"):
         pytest.skip("narrow chains and GPUs of less shared memory have tiles of their own on sm_80 alone")
     if request.config.option.sample and not in_sample(case, family):

@@ -9,7 +9,7 @@ from support import outside
 
 CASES = {
     "sm_90": (
-        "linear_fwd/bfloat16/silu+persistent+aligned+dropout+extras", "attn_fwd_delta/bfloat16/d128+varlen+causal+dropout",
+        "linear_fwd/bfloat16/silu+aligned+dropout+extras", "attn_fwd_delta/bfloat16/d128+varlen+causal+dropout",
         "norm_bwd/bfloat16/layer+unaligned+extras", "stack_bwd/bfloat16/silu+unaligned+extras",
         "experts_fwd/bfloat16/silu+unaligned+extras", "linear_bwd/float32/silu+aligned+extras",
     ),

@@ -8,8 +8,6 @@ from support.kernel_cases import assert_equal
 
 import ckptkern
 from ckptkern.ops import catalog
-from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import implementations as _impls
 
 P, SEED = 0.3, 17
 CHUNKED = ("linear_act", "linear_stack", "mlp", "gated_mlp")
@@ -35,17 +33,6 @@ def outcome(name: str, device: str, **options) -> dict[str, torch.Tensor]:
 def test_every_mode_gives_the_same_bits(name, device):
     with Watch() as watch:
         first, *others = (outcome(name, device, recompute=mode) for mode in catalog.OPS[name].modes)
-    assert set(watch.strings) & {*_impls.OF_KERNELS, "triton"}, "the kernels did not run"
+    assert "triton" in watch.strings, "the kernels did not run"
     for other in others:
         assert_equal(other, first, {name for name in first if "bias" in name})
-
-
-@pytest.mark.parametrize("name", ["mlp", "gated_mlp"])
-def test_both_implementations_give_the_same_bits(name, device):
-    """On `dual` one kernel forms all matmuls of a tile; on `triton` z (g and u) is formed first. The second chunk samples its
-    masks from its own first row."""
-    found = {}
-    for impl in ("triton", "dual"):
-        with _choices.forced_impl(impl):
-            found[impl] = outcome(name, device, recompute="full")
-    assert_equal(found["dual"], found["triton"], {one for one in found["triton"] if "bias" in one})

@@ -9,11 +9,9 @@ import triton.language as tl
 from support.kernel_cases import DTYPES, error
 
 from ckptkern import eager
-from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.triton_kernels.elementwise import pack_bits
 from ckptkern.triton_kernels.tile import (
     INTERPRETED_TILE,
-    INTERPRETED_VARIANT,
     INTERPRETER,
     SMS,
     TILES,
@@ -228,14 +226,9 @@ def test_interpreted_tile_is_one_for_all(kernel):
 @pytest.mark.parametrize(("kernel", "arch"), sorted(TILES), ids=str)
 def test_default_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
     """Slices of the epilogue start at multiples of 32 columns (philox.py); sm_90 dots are at least 64 wide in M, N."""
-    persistent = {"tma"} if arch == 90 and kernel in ("linear", "act_grad", "gated_act_grad") else set()
-    assert {row for row in TILES[kernel, arch] if ":" not in row} == {"16", "few", "32", "unaligned"} | persistent
-    for row, tile in TILES[kernel, arch].items():
-        shape_class, _, variant = row.partition(":")
+    assert TILES[kernel, arch].keys() == {"16", "few", "32", "unaligned"}
+    for tile in TILES[kernel, arch].values():
         assert isinstance(tile, Tile)
-        assert (tile.programs > 0) == (shape_class == "tma")
-        assert variant in ("", f"{tile.BLOCK_M}x{tile.BLOCK_N}")
-        assert not variant or tile != TILES[kernel, arch][shape_class]
         assert tile.BLOCK_M % 16 == 0
         assert tile.BLOCK_N // tile.SUB % 32 == 0
         assert arch < 90 or min(tile.BLOCK_M, tile.BLOCK_N) >= 64
@@ -245,78 +238,6 @@ def test_default_tiles_fit_the_mask_and_the_tensor_cores(kernel, arch):
             stage = (tile.BLOCK_M + tile.BLOCK_N) * tile.BLOCK_K * 2
             assert 2 * 32 * tile.num_warps * tile.maxnreg <= 2**16
             assert 2 * (tile.num_stages * stage + 1024) <= 228 * 1024
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("arch", [INTERPRETER, 80, 90, 100, 120])
-def test_persistent_tiles_where_tma_takes_the_operands(kernel, arch):
-    """On sm_90, and in the interpreter, whose descriptors are as strict: the same block sizes as every other tile there."""
-    there = arch == INTERPRETER or "tma" in TILES[kernel, 90 if arch == 90 else 80]
-
-    def programs(*operands: torch.Tensor, M: int = 4096, persistent: bool = True) -> int:
-        tile = tile_for(kernel, arch, M, 4096, *operands, persistent=persistent)
-        assert arch != INTERPRETER or tile == INTERPRETED_TILE._replace(programs=tile.programs, UNIT=tile.UNIT)
-        return tile.programs
-
-    good = meta(64, 64)
-    assert (programs(good, meta(64, 128)[:, 16:80]) > 0) == there
-    assert (programs(good, meta(64, 72)[:, :64]) > 0) == (programs(good, meta(64, 72)) > 0) == there  # 16 bytes
-    assert programs(good, persistent=False) == 0
-    assert arch == INTERPRETER or programs(good, M=128) == 0  # "few"
-    for view in (
-        meta(64, 65),
-        meta(64, 128)[:, 1:65],
-        meta(64, 68)[:, :64],
-        meta(64, 64, dtype=torch.float32),
-        meta(64, 64)[:, :0],  # K = 0
-    ):
-        assert programs(view, good) == programs(view, view) == 0
-    for overlapping in (meta(1, 64).expand(9, 64), meta(99).as_strided((4, 64), (16, 1))):
-        assert programs(good, overlapping) == 0
-
-
-# --- tiles that an implementation names
-
-VARIANTS = [(kernel, arch, *row.split(":")) for (kernel, arch), rows in TILES.items() for row in rows if ":" in row]
-
-
-@pytest.mark.parametrize("arch", [80, 90])
-def test_the_implementations_name_what_the_table_has(arch):
-    """ops/dispatch/implementations.py does not import Triton, so the names are there once more."""
-    there = {(row, name) for _, family, row, name in VARIANTS if family == arch}
-    for impl, row in (("triton", "16"), ("dual", "16"), ("persistent", "tma")):
-        assert set(_impls.VARIANTS[impl].get(arch, ())) == {name for kind, name in there if kind == row}, impl
-
-
-@pytest.mark.parametrize(("kernel", "arch", "row", "name"), VARIANTS)
-def test_a_variant_stands_in_for_its_class_alone(kernel, arch, row, name):
-    """Few rows, float32 and unaligned rows keep the default tiles; so do other implementations, GPUs and kernels without
-    such a name."""
-    operand, rows = meta(64, 64), TILES[kernel, arch]
-    persistent = {"persistent": row == "tma"}
-
-    def tile(M: int = 9000, x=operand, arch: int = arch, variant: str = name) -> Tile:
-        return tile_for(kernel, arch, M, 1024, x, **persistent, variant=variant)
-
-    assert tile() == rows[f"{row}:{name}"]
-    assert tile(variant="") == tile(variant="96x96") == rows[row]
-    assert tile(x=meta(64, 72)) == rows[f"{row}:{name}"]._replace(UNIT=8)
-    assert tile(M=1) == rows["few"]
-    assert tile(x=meta(64, 65)) == rows["unaligned"]
-    assert tile(x=meta(64, 64, dtype=torch.float32)) == rows["32"]
-    other = TILES[kernel, 170 - arch]
-    kind = "tma" if row == "tma" and "tma" in other else "16"
-    assert tile(arch=170 - arch) == other.get(f"{kind}:{name}", other[kind])
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_interpreted_variant_is_one_for_all(kernel):
-    """Kernels without a tile of that name among them, for the same reason as above."""
-    assert INTERPRETED_VARIANT[:3] != INTERPRETED_TILE[:3]
-    for name in ("128x128", "anything"):
-        for persistent in (False, True):
-            tile = tile_for(kernel, INTERPRETER, 9000, 4096, meta(64, 64), persistent=persistent, variant=name)
-            assert tile == INTERPRETED_VARIANT._replace(programs=int(persistent))
 
 
 def test_rows_of_copies_only_where_columns_have_strides():
