@@ -180,9 +180,10 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
     read = {key: value for key, value in kwargs.items() if key != "out"}
     given = [t for t in tree_leaves((args[name in OVERWRITES :], read)) if isinstance(t, Tensor)]
     moved = _touched(given) + _touched(tensors or [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)])
-    if "scaled_dot_product" in name:
+    if "scaled_dot_product" in name or "flash_attention" in name:
         direction = "backward" if "backward" in name else "forward"
         q, k = args[1:3] if direction == "backward" else args[:2]
+        q, k = (q, k) if "scaled" in name else (q.transpose(1, 2), k.transpose(1, 2))  # [B, S, H, D]
         shape = (*q.shape[:3], k.shape[2], q.shape[3])
         place = [a.name for a in func._schema.arguments].index("is_causal")
         causal = args[place] if place < len(args) else kwargs.get("is_causal", False)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention_core import AttentionCore, empty_heads, heads_layout, rows_and_columns, wide_dtype
 from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_blocks, whole
@@ -21,10 +22,10 @@ _aten = torch.ops.aten
 
 
 class FusedAttention(NamedTuple):
-    """One of torch's own attention kernels on a GPU, without dropout and without a mask other than the causal one.
+    """One of torch's own attention kernels on a GPU, without dropout.
 
-    forward: q, k, v, causal, scale -> o, lse. backward: do, q, k, v, o, lse [B, H, Sq], causal, scale -> dq, dk, dv.
-    k and v may have fewer heads than q.
+    forward: q, k, v, core, bias -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core, bias -> dq, dk, dv. k and v may have
+    fewer heads than q. bias: what is added to the scores, [B or 1, H or 1, Sq or 1, Sk] in q's dtype, or None.
     """
 
     forward: Callable[..., tuple]
@@ -36,49 +37,100 @@ def _as_tokens(x: Tensor) -> Tensor:
     return x if x.stride(2) >= x.stride(1) else empty_heads(x).copy_(x)
 
 
-def _cudnn_fwd(q, k, v, causal, scale):
+def _is_causal(core: AttentionCore) -> bool:
+    return core.window == (None, 0)
+
+
+def _cudnn_fwd(q, k, v, core, bias):
     q, k, v = map(_as_tokens, (q, k, v))
-    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, _is_causal(core), scale=core.scale)
     return o, lse.squeeze(-1)
 
 
-def _cudnn_bwd(do, q, k, v, o, lse, causal, scale):
+def _cudnn_bwd(do, q, k, v, o, lse, core, bias):
     """torch caches cuDNN's graphs by the layout of q, k and v alone. A cached graph reads do and o in the layout that they had
     in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
     q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
-        scale=scale,
+        do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, bias, None, None, q.shape[2], k.shape[2], 0.0,
+        _is_causal(core), scale=core.scale,
     )  # fmt: skip
 
 
-def _flash_bwd(do, q, k, v, o, lse, causal, scale):
+def _flash_options(core: AttentionCore) -> dict:
+    """-1 is no bound. The kernel counts both from the lower right, so q and k must have as many rows."""
+    left, right = (-1 if bound is None else bound for bound in core.window)
+    return {"scale": core.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _flash_fwd(q, k, v, core, bias):
+    rows, sizes = (x.transpose(1, 2) for x in (q, k, v)), (None, None, q.shape[2], k.shape[2])
+    o, lse, *_ = _aten._flash_attention_forward(*rows, *sizes, 0.0, _is_causal(core), False, **_flash_options(core))
+    return o.transpose(1, 2), lse
+
+
+def _flash_bwd(do, q, k, v, o, lse, core, bias):
+    rows, sizes = (x.transpose(1, 2) for x in (do, q, k, v, o)), (None, None, q.shape[2], k.shape[2])
     no_dropout = lse.new_empty(2, dtype=torch.uint64)
-    return _aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout, scale=scale
+    grads = _aten._flash_attention_backward(
+        *rows, lse, *sizes, 0.0, _is_causal(core), no_dropout, no_dropout, **_flash_options(core)
     )
+    return tuple(x.transpose(1, 2) for x in grads)
 
 
-def _cpu_fwd(q, k, v, causal, scale):
+LSE_ROWS = 32  # that the memory-efficient kernel rounds its logsumexp's up to, with inf
+
+
+def _efficient_fwd(q, k, v, core, bias):
+    k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, _as_wide(bias, q, k), True, 0.0, _is_causal(core), scale=core.scale
+    )
+    return o, lse[..., : q.shape[2]].contiguous()
+
+
+def _efficient_bwd(do, q, k, v, o, lse, core, bias):
+    all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
+    no_dropout = lse.new_empty((), dtype=torch.int64)
+    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf)
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        do, q, all_k, all_v, _as_wide(bias, q, k), o, lse, no_dropout, no_dropout, 0.0, [True, True, True, False],
+        _is_causal(core), scale=core.scale,
+    )  # fmt: skip
+    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+
+
+def _as_wide(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """[B, H, Sq, Sk], of rows that begin at multiples of 16 elements, as that kernel reads a bias."""
+    if bias is None:
+        return None
+    if extra := -bias.shape[-1] % 16:
+        bias = F.pad(bias, (0, extra))[..., :-extra]
+    return bias.expand(*q.shape[:3], k.shape[2])
+
+
+def _cpu_fwd(q, k, v, core, bias):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _is_seen_causally(core), scale=core.scale)
 
 
-def _cpu_bwd(do, q, k, v, o, lse, causal, scale):
+def _cpu_bwd(do, q, k, v, o, lse, core, bias):
     all_k, all_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, all_k, all_v, o, lse, 0.0, causal, scale=scale
+        do, q, all_k, all_v, o, lse, 0.0, _is_seen_causally(core), scale=core.scale
     )
     return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
+def _is_seen_causally(core: AttentionCore) -> bool:
+    return core.window[1] is not None
+
+
 FUSED = {
     "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd),
-    "flash": FusedAttention(
-        lambda q, k, v, causal, scale: _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2],
-        _flash_bwd,
-    ),
+    "flash": FusedAttention(_flash_fwd, _flash_bwd),
+    "efficient": FusedAttention(_efficient_fwd, _efficient_bwd),
     # of tensors on the meta device, where only what is allocated counts
     "cpu": FusedAttention(_cpu_fwd, _cpu_bwd),
 }
@@ -98,16 +150,35 @@ def as_readable(x: Tensor) -> Tensor:
     return x if (readable(x) if x.is_cuda else x.stride(-1) == 1) else empty_heads(x).copy_(x)
 
 
+def _added(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Tensor | None, Tensor | None]:
+    """(the mask as a bias, whose hidden columns have a large finite number, since a row of -inf alone gives NaN; the rows that
+    see nothing [B or 1, H or 1, Sq or 1, 1]), both None without a mask."""
+    mask = core.mask
+    if mask is None or core.fused == "cpu":
+        return None, None
+    hidden = mask == (0 if mask.dtype == torch.int8 else -math.inf)
+    lowest = torch.finfo(q.dtype).min / 2
+    bias = torch.zeros_like(mask, dtype=q.dtype) if mask.dtype == torch.int8 else mask.clamp(min=lowest).to(q.dtype)
+    bias = bias.masked_fill_(hidden, lowest) if bias is not mask else bias.masked_fill(hidden, lowest)
+    if bias.shape[-1] == 1 != k.shape[2]:
+        bias = bias.expand(*bias.shape[:3], k.shape[2]).contiguous()
+    return bias, hidden.all(-1, keepdim=True)
+
+
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) by the kernel that `core.fused` names."""
     q, k, v = map(as_readable, (q, k, v))
-    return FUSED[core.fused].forward(q, k, v, core.window[1] is not None, core.scale)
+    bias, blind = _added(q, k, core)
+    o, lse = FUSED[core.fused].forward(q, k, v, core, bias)
+    return (o if blind is None else o.masked_fill_(blind, 0)), lse
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by the kernel that `core.fused` names, which reads o instead of delta."""
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
-    return FUSED[core.fused].backward(do, q, k, v, o, lse, core.window[1] is not None, core.scale)
+    bias, blind = _added(q, k, core)
+    do = do if blind is None else do.masked_fill(blind, 0)
+    return FUSED[core.fused].backward(do, q, k, v, o, lse, core, bias)
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:

@@ -30,37 +30,74 @@ def both(S: int, D: int) -> dict:
 
 PLAIN = dict(
     backend="triton", device="cuda", dtype=torch.bfloat16, q_shape=HEADS, k_shape=HEADS, left=None, right=None, scale=0.125,
-    mask=None,
+    precision="ieee", masks=(None,), slopes=None,
 )  # fmt: skip
-OTHERWISE = dict(capability=(9, 0), accepts=True, inside=contextlib.nullcontext)
-AMPERE = dict(capability=(8, 0))
-FLASH_ALONE = dict(inside=lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION))
+OTHERWISE = dict(capability=(9, 0), accepts=("cudnn", "flash", "efficient"), inside=contextlib.nullcontext)
+AMPERE, CAUSAL, WIDE = dict(capability=(8, 0)), {"right": 0}, {"dtype": torch.float32}
+MASK = torch.ones(2, 1, 1, 128, dtype=torch.bool)
+WINDOW = {"left": 3, "right": 0}
+WITHOUT_CUDNN = {"accepts": ("flash", "efficient")}
+
+
+def alone(backend: str):
+    return dict(inside=lambda: torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)))
+
+
 CORES = {  # what is asked for, by whose kernel it is: "" is ours
-    "cudnn": {"plain": {}, "causal": {"right": 0}, "grouped heads": {"k_shape": (2, 1, 128, 64)}},
+    "cudnn": {
+        "plain": {}, "causal": CAUSAL, "grouped heads": {"k_shape": (2, 1, 128, 64)}, "a padding mask": {"masks": (MASK, None)},
+        "causal, 577 rows": both(577, 64) | CAUSAL, "B200": dict(capability=(10, 0)),
+    },
     "flash": {
         "heads of 32": both(128, 32),
         "heads of 256": both(128, 256),
+        "ViT of 197 rows": both(197, 64),
+        "ViT of 577 rows": both(577, 64),
+        "192 keys, heads of 128": both(192, 128),
+        "no cuDNN": WITHOUT_CUDNN,
+        "no cuDNN, heads of 128 that see all": WITHOUT_CUDNN | both(128, 128),
+        "no cuDNN, causal heads of 64": WITHOUT_CUDNN | CAUSAL,
+        "a window": WINDOW,
+        "a window that sees later rows": {"left": 3, "right": 5},
         "Ampere": AMPERE,
-        "the kernel that the user leaves": AMPERE | FLASH_ALONE,
+        "Ampere, 577 rows": AMPERE | both(577, 64),
+        "Ampere, causal heads of 128": AMPERE | both(256, 128) | CAUSAL,
+        "Ada": dict(capability=(8, 9)),
+        "B300": dict(capability=(10, 3)),
+        "unknown": dict(capability=(12, 0)) | both(130, 64),
+        "the kernel that the user leaves": AMPERE | alone("FLASH_ATTENTION"),
+        "cuDNN's that the user disables": alone("FLASH_ATTENTION"),
+    },
+    "efficient": {
+        "plain": WIDE, "causal": WIDE | CAUSAL, "577 rows": WIDE | both(577, 64), "Ampere": WIDE | AMPERE,
+        "unknown": WIDE | dict(capability=(12, 0)), "a padding mask": WIDE | {"masks": (MASK, None)},
     },
     "": {
         "other lengths, causal": {"k_shape": (2, 4, 256, 64), "right": 0},
-        "192 keys": both(192, 64),
+        "other lengths, a window": {"k_shape": (2, 4, 256, 64), **WINDOW},
+        "no cuDNN, causal heads of 128": WITHOUT_CUDNN | both(128, 128) | CAUSAL,
+        "a window, heads of 128": both(128, 128) | WINDOW,
         "scale of 0": {"right": 0, "scale": 0.0},
-        "float32": {"dtype": torch.float32},
+        "float32 in TF32": WIDE | {"precision": "tf32"},
+        "float32, as the setting is when it runs": WIDE | {"precision": "auto"},
+        "float32, a window": WIDE | WINDOW,
+        "float64": {"dtype": torch.float64},
         "heads of 68": both(128, 68),
         "one row": {"q_shape": (2, 4, 1, 64)},
-        "a window": {"left": 3, "right": 0},
         "lower-right, fewer keys": {"q_shape": (2, 4, 256, 64), "right": -128},
-        "a mask, slopes or dropout": {"mask": True},
+        "a mask on Ampere": AMPERE | {"masks": (MASK,)},
+        "a mask of 192 keys": both(192, 64) | {"masks": (MASK[..., :1],)},
+        "a mask and causal's": {"masks": (MASK,), "right": 0},
+        "a mask that trains": {"masks": (torch.zeros(1, 1, 128, 128, requires_grad=True),)},
+        "slopes or dropout": {"slopes": True},
         "backend eager": {"backend": "eager"},
         "a CPU": {"device": "cpu"},
-        "refused by torch": {"accepts": False},
-        "a kernel that the user disables": FLASH_ALONE,
+        "refused by torch": {"accepts": ()},
+        "kernels that the user disables": alone("MATH"),
         "inside backend('triton')": {"inside": lambda: ckptkern.backend("triton")},
         "deterministic algorithms": {"inside": uninitialised_is_nan},
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("wanted", "call"), [(wanted, call) for wanted, calls in CORES.items() for call in calls])
@@ -68,7 +105,7 @@ def test_whose_kernel_the_core_is(wanted, call, monkeypatch):
     options = CORES[wanted][call]
     capability, accepts, inside = (options.get(name, default) for name, default in OTHERWISE.items())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(attention_core, "_accepts", lambda *args: accepts)
+    monkeypatch.setattr(attention_core, "_accepts", lambda kernel, *args: kernel in accepts)
     backend, device, *rest = (options.get(name, default) for name, default in PLAIN.items())
     with FakeTensorMode():
         x = torch.empty(1, device=device)
@@ -101,7 +138,12 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-each_kernel = pytest.mark.parametrize("fused", ["cudnn", "flash"])
+NAMES = {  # of torch's ops, forward and backward
+    "cudnn": ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+    "flash": ("_flash_attention_forward", "_flash_attention_backward"),
+    "efficient": ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
+}
+each_kernel = pytest.mark.parametrize("fused", NAMES)
 
 
 @pytest.mark.parametrize(("rotary", "sinks"), [(False, False), (True, False), (False, True)])
@@ -133,10 +175,11 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
             attention_sublayer_backward(torch.empty_like(y), AttentionSublayer(x, t, o), saved, needs)
-    core = f"_scaled_dot_product_{fused}_attention"
-    assert [one.counts[core] for one in (forward, backward)] == [1, mode == "full"]
-    assert [one.counts[f"{core}_backward"] for one in (forward, backward)] == [0, 1]
-    unwanted = {"repeat_interleave", "_softmax"} | (set() if rotary else {"clone"}) | (set() if sinks else {"exp"})
+    of_forward, of_backward = NAMES[fused]
+    assert [one.counts[of_forward] for one in (forward, backward)] == [1, mode == "full"]
+    assert [one.counts[of_backward] for one in (forward, backward)] == [0, 1]
+    unwanted = {"repeat_interleave", "_softmax"} if fused != "efficient" else {"_softmax"}
+    unwanted |= (set() if rotary or fused == "efficient" else {"clone"}) | (set() if sinks else {"exp"})
     assert not unwanted & (forward.counts + backward.counts).keys()
 
 
@@ -165,7 +208,11 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
     with Calls() as calls, torch.no_grad():
         _, lse, *_ = core_run(None, eager.AttentionCore(0.125, "ieee", (None, 0), fused=fused), q, q, q, do)
     assert lse.shape == (B, H, S)
-    do, q, k, v, o, lse, *_ = calls.args[f"_scaled_dot_product_{fused}_attention_backward"]
+    do, q, k, v, *others = calls.args[NAMES[fused][1]]
+    if fused == "efficient":
+        assert others[2].shape == (B, H, 64)
+        return
+    o, lse, *_ = others
     if fused == "cudnn":
         assert lse.shape == (B, H, S, 1)
         assert {one.stride() for one in (do, o, q, k, v)} == {(S * H * D, D, H * D, 1)}

@@ -292,8 +292,9 @@ def gather(
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
     fused = fused_core(
-        backend, x, dtype, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, mask, padding, slopes, cu_seqlens,
-        "dropout" if drops else None, softcap or None, "rows" if context is not None and n == 1 else None,
+        backend, x, dtype, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, matmul_precision(probe),
+        (mask, padding), slopes, cu_seqlens, "dropout" if drops else None, softcap or None,
+        "rows" if context is not None and n == 1 else None,
     )  # fmt: skip
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]

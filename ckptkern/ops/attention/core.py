@@ -71,38 +71,63 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     )  # fmt: skip
 
 
-# Compute capability -> torch's own kernel, if it was measured to be faster than Triton kernels, for FUSED_HEAD_DIMS. The
-# figures are from others, since our kernels are not measured yet; a run of benchmarks/ overrules them. H100, heads of 128,
-# TFLOP/s: cuDNN 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100:
-# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other GPUs and other
-# head dims, for which our tiles were not chosen or spill, take torch's flash attention.
-FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
-FUSED_HEAD_DIMS = range(64, 129, 8)
+# torch's own kernels come first, cuDNN's where torch itself prefers it (check_prefer_cudnn_attention in sdp_utils.cpp), then
+# flash attention, and for float32 without TF32 the memory-efficient one. H100, heads of 128, TFLOP/s: cuDNN 595-617 forward and
+# 465-518 backward (figures of arXiv 2407.08608). Ours come before flash attention where a run showed that they take less time:
+# on an H200, of causal heads of 128, steps of GPT and Llama layers took 0.21, 0.43, 4.5 and 6.0 ms more than with cuDNN by ours,
+# and 0.44, 0.44, 7.9 and 7.3 ms by flash attention (benchmarks/results/h200).
+CUDNN_GPUS, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
 FLASH_HEAD_DIMS = range(8, 257, 8)
+BEFORE_FLASH = {(9, 0): 128}  # compute capability -> the head dim
+
+
+class _Asked(NamedTuple):
+    """A core that torch's kernels are asked for. seen: "all", "causal" or "window"; masked: is there a mask that does not
+    train; cudnn: does nothing bar its kernel; grouped: have k and v fewer heads?"""
+
+    dtype: torch.dtype
+    D: int
+    seen: str
+    masked: bool
+    cudnn: bool
+    grouped: bool
+
+    def kernels(self, capability: tuple[int, int]) -> tuple[str, ...]:
+        """Those that compute it, the first choice first."""
+        if self.dtype == torch.float32:
+            return () if self.seen == "window" else ("efficient",)
+        cudnn = self.cudnn and capability in CUDNN_GPUS and self.D in CUDNN_HEAD_DIMS
+        flash = not self.masked and (self.seen == "all" or self.D != BEFORE_FLASH.get(capability))
+        return ("cudnn",) * cudnn + ("flash",) * flash
 
 
 @functools.cache
-def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
+def _accepts(kernel: str, index: int | None, asked: _Asked) -> bool:
     """Does torch's own rule let `kernel` run such heads on this device, with this build and this cuDNN?"""
     # In this mode torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
+    grouped = asked.grouped and kernel != "efficient"  # for which heads are repeated
     # Real tensors, not fake ones: torch answers for the device that is current.
     with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
-            torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
+            torch.empty((1, heads, 128, asked.D), dtype=asked.dtype, device="cuda", requires_grad=True)
             for heads in (2, 1 if grouped else 2)
         )
-        asked = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, grouped)
-        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
+        mask = q.new_zeros((1, 1, 128, 128)) if asked.masked else None
+        params = torch.backends.cuda.SDPAParams(q, k, k, mask, 0.0, asked.seen == "causal", grouped)
+        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(params)
 
 
-def _constant_fused(index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> str:
-    listed = FUSED_CORES.get(torch.cuda.get_device_capability(index))
-    kernel = listed if listed and D in FUSED_HEAD_DIMS else "flash"
-    if not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
-        return ""
-    return kernel if _accepts(kernel, index, dtype, D, causal, grouped) else ""
+ENABLED = {"cudnn": "cudnn_sdp_enabled", "flash": "flash_sdp_enabled", "efficient": "mem_efficient_sdp_enabled"}
+
+
+def _constant_fused(index: int | None, *fields) -> str:
+    asked = _Asked(*fields)  # Dynamo knows constants
+    for kernel in asked.kernels(torch.cuda.get_device_capability(index)):
+        if getattr(torch.backends.cuda, ENABLED[kernel])() and _accepts(kernel, index, asked):
+            return kernel
+    return ""
 
 
 _constant_fused._dynamo_marked_constant = True  # as in _choices: called, not traced
@@ -110,38 +135,40 @@ _constant_fused._dynamo_marked_constant = True  # as in _choices: called, not tr
 
 def fused_core(
     backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
-    right: int | None, scale: float, *others: object,
+    right: int | None, scale: float, precision: str, masks: Sequence[Tensor | None] = (), *others: object,
 ) -> str:  # fmt: skip
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
-    others: masks, slopes, dropout, cu_seqlens, softcap, not sinks. The backend's kernel runs
-    - if any of these is not None;
+    masks: attention and padding masks. others: slopes, dropout, cu_seqlens, softcap, not sinks. The backend's kernel runs
+    - if any of the others is not None, or a mask trains. aten's forward takes no seed of dropout, so its masks could not be
+      drawn again from 16 bytes; of packed sequences flash attention sees keys beyond max_k, and leaves rows of none unwritten;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
-    - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernel;
-    - without causal's mask, if the number of keys is not a multiple of 128: cuDNN's backward has given NaN for some
-      (pytorch#196678).
-    Both save o and lse, so saved sets do not depend on the choice.
+    - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
+    - with float32 where TF32 is allowed, or where a compiled graph asks for it when it runs.
+    cuDNN's is barred without causal's mask, if the number of keys is not a multiple of 128: its backward has given NaN for some
+    (pytorch#196678); and with causal's and another mask. All save o and lse, so saved sets do not depend on the choice.
     """
-    if (
-        x.is_meta
-        and bodies_are_seen()
-        and not any(isinstance(other, Tensor) and other.requires_grad for other in others)
-    ):
+    trains = any(isinstance(one, Tensor) and one.requires_grad for one in (*masks, *others))
+    if x.is_meta and bodies_are_seen() and not trains:
         return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
     head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
+    narrow = dtype in (torch.float16, torch.bfloat16)
     if (
-        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
-        or not head_dim or any(other is not None for other in others)
-        or left is not None or right not in (None, 0) or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
-        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
-        or torch.are_deterministic_algorithms_enabled()
+        not x.is_cuda or kernels_alone() or not (narrow or (dtype == torch.float32 and precision == "ieee"))
+        or not head_dim or trains or any(other is not None for other in others) or not scale > 0
+        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2]) or torch.are_deterministic_algorithms_enabled()
     ):  # fmt: skip
         return ""
+    seen = "all" if left is None and right is None else "causal" if left is None and right == 0 else "window"
+    masked = any(mask is not None for mask in masks)
+    if seen != "all" and (masked or Sq != k_shape[2]):  # two masks; or one that is aligned to another corner
+        return ""
+    cudnn = seen == "causal" or (seen == "all" and not k_shape[2] % 128)
     grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
-    return _constant_fused(x.device.index, dtype, head_dim, right == 0, grouped)
+    return _constant_fused(x.device.index, dtype, head_dim, seen, masked, cudnn, grouped)
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):

@@ -95,7 +95,7 @@ def gather_latent(
     backend = choose_backend(op, probe, head_dim_not_covered(sizes.D))
     shape = (B, H, S, sizes.D)
     fused = fused_core(
-        backend, x, dtype, shape, shape, left, right, scale, mask, padding,
+        backend, x, dtype, shape, shape, left, right, scale, matmul_precision(probe), (mask, padding),
         "dropout" if training and dropout_p > 0.0 else None, softcap or None,
     )  # fmt: skip
     t = LatentTensors(
