@@ -39,7 +39,7 @@ def _with_checked_mask(access):
 
     def checked(*args, **kwargs):
         mask = kwargs["mask"] if "mask" in kwargs else args[at]
-        dtype = np.asarray(mask.data).dtype  # before 3.9 a descriptor's accesses hand over an array and no handle
+        dtype = mask.data.dtype
         if dtype != np.bool_:
             raise TypeError(
                 f"{access.__name__}: the mask's elements are {dtype}, not bool. Of a scalar's int1 the interpreter "
