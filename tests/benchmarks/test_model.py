@@ -468,10 +468,10 @@ def test_gradients_of_norms_and_biases_take_one_launch_each(outcome):
 
 def test_the_gpu_decides_cores_and_chunks(outcome):
     launched, *_ = outcome
-    for gpu in ("h200", "a100"):
+    for gpu, core in (("h200", "cudnn"), ("a100", "flash")):
         layer = launched[f"{gpu} gpt_layer/d1024x16384-s2048 ckptkern selective"]
-        assert "torch core cudnn forward" in layer["forward"]
-        assert "torch core cudnn backward" in layer["backward"]
+        assert f"torch core {core} forward" in layer["forward"]
+        assert f"torch core {core} backward" in layer["backward"]
         own = launched[f"{gpu} gpt_layer/d1024x16384-s2048 own core, selective"]
         assert {"attn_fwd", "attn_dkdv", "attn_dq"} <= {*own["forward"], *own["backward"]}
     dropout = launched["h200 attention-dropout/d1024x16384-s2048 ckptkern full"]

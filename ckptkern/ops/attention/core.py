@@ -74,8 +74,8 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
 # torch's own kernels come first, cuDNN's where torch itself prefers it (check_prefer_cudnn_attention in sdp_utils.cpp), then
 # flash attention, and for float32 without TF32 the memory-efficient one. H100, heads of 128, TFLOP/s: cuDNN 595-617 forward and
 # 465-518 backward (figures of arXiv 2407.08608). Ours come before flash attention where a run showed that they take less time:
-# on an H200, of causal heads of 128, steps of GPT and Llama layers took 0.21, 0.43, 4.5 and 6.0 ms more than with cuDNN by ours,
-# and 0.44, 0.44, 7.9 and 7.3 ms by flash attention (benchmarks/results/h200).
+# on an H200, of causal heads of 128, steps of GPT and Llama layers took 0.21, 0.43, 4.5 and 6.0 ms more than with cuDNN's by
+# ours, and 0.44, 0.44, 7.9 and 7.3 ms by flash attention (benchmarks/results/h200).
 CUDNN_GPUS, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
 FLASH_HEAD_DIMS = range(8, 257, 8)
 BEFORE_FLASH = {(9, 0): 128}  # compute capability -> the head dim
@@ -97,7 +97,7 @@ class _Asked(NamedTuple):
         if self.dtype == torch.float32:
             return () if self.seen == "window" else ("efficient",)
         cudnn = self.cudnn and capability in CUDNN_GPUS and self.D in CUDNN_HEAD_DIMS
-        flash = not self.masked and (self.seen == "all" or self.D != BEFORE_FLASH.get(capability))
+        flash = not self.masked and (self.seen == "all" or BEFORE_FLASH.get(capability) != self.D)
         return ("cudnn",) * cudnn + ("flash",) * flash
 
 

@@ -123,7 +123,7 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     gate = 0 if not has_gate(t, o) else q if o.gate_in_query else rows * gate_columns(t)
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
-    # torch's attention on a CPU, and the memory-efficient one, has as many heads of k and v as of q, and their gradients are summed
+    # torch's attention on a CPU and its memory-efficient one have as many heads of k and v as of q, and sum their gradients
     repeats = (eagerly or o.fused == "efficient") and o.num_heads != o.num_kv_heads
     grads, repeated = (3 * q + 2 * kv, 2 * q) if repeats else (q + 2 * kv, 0)
     core = raw + copies + repeated + 3 * q + grads + 2 * gate

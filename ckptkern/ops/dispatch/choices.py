@@ -166,7 +166,7 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
     """The implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` gives.
 
     features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. name: what the table calls
-    the op, if it is another one. Under backend("triton") no library's matmul stands in for a kernel.
+    the op, if it is another one. Under backend("triton") no library's matmul replaces a kernel.
     """
     if _choice.seen is not None:
         _choice.seen.append((name or op, features, hidden, out, x.dtype))
