@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,77 +71,120 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     )  # fmt: skip
 
 
-# Compute capability -> torch's own kernel, if it was measured to be faster than Triton kernels, for FUSED_HEAD_DIMS. The
-# figures are from others, since our kernels are not measured yet; a run of benchmarks/ overrules them. H100, heads of 128,
-# TFLOP/s: cuDNN 595-617 forward and 465-518 backward, Triton 389-395 forward (figures of arXiv 2407.08608). A100:
-# FlexAttention, in Triton, reaches 90 % of flash attention in forward and 85 % in backward (its authors). Other GPUs and other
-# head dims, for which our tiles were not chosen or spill, take torch's flash attention.
-FUSED_CORES = {(9, 0): "cudnn", (8, 0): "flash"}
-FUSED_HEAD_DIMS = range(64, 129, 8)
+# Where cuDNN's kernel is first, as torch prefers it (check_prefer_cudnn_attention, 2.11: sm_90 and sm_100), and for which heads.
+# H200, heads of 128, causal, 2,048 and 8,192 tokens, ms of forward and backward above cuDNN's, in a GPT and in a Llama layer
+# (benchmarks/results/h200): our core 0.21, 4.5 and 0.43, 6.0; flash attention 0.44, 7.9 and 0.44, 7.3. So our core is second
+# there: OWN_BEFORE_FLASH. What is not measured takes torch's kernels.
+CUDNN_FIRST, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
+OWN_BEFORE_FLASH = {((9, 0), 128)}  # (compute capability, head dim) of cores with a bound: causal and windows
 FLASH_HEAD_DIMS = range(8, 257, 8)
 
 
+class CoreCase(NamedTuple):
+    """What the choice of a kernel depends on. bounded: with a window, causal is one; windowed: and not causal."""
+
+    float32: bool
+    D: int
+    bounded: bool
+    windowed: bool
+    packed: bool
+    masked: bool
+    grouped: bool
+
+
+def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]:
+    """Which of torch's own kernels to try, in order; then the backend's.
+
+    float32 without TF32 has one kernel, memory-efficient attention: ours take tiles of 32 x 32 and FMA there. A mask goes to
+    cuDNN and to it; torch never gives them one together with causal. Windows and packed sequences go to flash attention.
+    Nothing here has dropout: torch's forward takes no seed, so a recompute could not sample forward's mask again.
+    """
+    plain = not (case.windowed or case.packed or (case.masked and case.bounded))
+    if case.float32:
+        return ("efficient",) if plain else ()
+    cudnn = plain and capability in CUDNN_FIRST and case.D in CUDNN_HEAD_DIMS
+    flash = not case.masked and not (case.bounded and (capability, case.D) in OWN_BEFORE_FLASH)
+    return ("cudnn",) * cudnn + ("flash",) * flash
+
+
 @functools.cache
-def _accepts(kernel: str, index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> bool:
+def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase) -> bool:
     """Does torch's own rule let `kernel` run such heads on this device, with this build and this cuDNN?"""
     # In this mode torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
+    grouped = case.grouped and kernel != "efficient"  # which is given the heads repeated
     # Real tensors, not fake ones: torch answers for the device that is current.
     with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
-            torch.empty((1, heads, 128, D), dtype=dtype, device="cuda", requires_grad=True)
+            torch.empty((1, heads, 128, case.D), dtype=dtype, device="cuda", requires_grad=True)
             for heads in (2, 1 if grouped else 2)
         )
-        asked = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, causal, grouped)
+        mask = q.detach().new_empty((1, 1, 128, 128)) if case.masked else None
+        asked = torch.backends.cuda.SDPAParams(q, k, k, mask, 0.0, case.bounded and not case.windowed, grouped)
         return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
 
 
-def _constant_fused(index: int | None, dtype: torch.dtype, D: int, causal: bool, grouped: bool) -> str:
-    listed = FUSED_CORES.get(torch.cuda.get_device_capability(index))
-    kernel = listed if listed and D in FUSED_HEAD_DIMS else "flash"
-    if not getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")():
-        return ""
-    return kernel if _accepts(kernel, index, dtype, D, causal, grouped) else ""
+def _is_enabled(kernel: str) -> bool:
+    return getattr(torch.backends.cuda, f"{'mem_efficient' if kernel == 'efficient' else kernel}_sdp_enabled")()
 
 
-_constant_fused._dynamo_marked_constant = True  # as in _choices: called, not traced
+def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tuple[str, ...]:
+    """`kernel_order` without what the user disables or torch refuses."""
+    asked = CoreCase(dtype == torch.float32, *case)
+    kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
+    return tuple(kernel for kernel in kernels if _is_enabled(kernel) and _accepts(kernel, index, dtype, asked))
+
+
+_constant_kernels._dynamo_marked_constant = True  # as in _choices: called, not traced
 
 
 def fused_core(
-    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
-    right: int | None, scale: float, *others: object,
+    backend: str, x: Tensor, dtype: torch.dtype, precision: str, q_shape: Sequence[int], k_shape: Sequence[int],
+    left: int | None, right: int | None, scale: float, *others: object, masks: Sequence[Tensor | None] = (),
+    cu: Tensor | None = None,
 ) -> str:  # fmt: skip
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
-    others: masks, slopes, dropout, cu_seqlens, softcap, not sinks. The backend's kernel runs
-    - if any of these is not None;
+    precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
+    slopes, dropout, softcap, not sinks. The backend's kernel runs
+    - if any of the others is not None, or a mask is trained or is a float of another dtype, which it adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
-    - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernel;
-    - without causal's mask, if the number of keys is not a multiple of 128: cuDNN's backward has given NaN for some
-      (pytorch#196678).
-    Both save o and lse, so saved sets do not depend on the choice.
+    - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
+    - in float32 unless the precision is known to be "ieee";
+    - with a bound, unless Sq = Sk or packed: flash attention aligns bottom-right.
+    cuDNN's does not run without causal's bound if the number of keys is not a multiple of 128: its backward has given NaN for
+    some (pytorch#196678). All save o and lse, so saved sets do not depend on the choice.
     """
     if (
         x.is_meta
         and bodies_are_seen()
-        and not any(isinstance(other, Tensor) and other.requires_grad for other in others)
+        and not any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *masks))
     ):
         return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
+    Sk, masks = k_shape[2], [mask for mask in masks if mask is not None]
     head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
+    bounded, packed = left is not None or right is not None, cu is not None
     if (
-        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16)
+        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or (dtype == torch.float32 and precision != "ieee")
         or not head_dim or any(other is not None for other in others)
-        or left is not None or right not in (None, 0) or not scale > 0 or (Sq != k_shape[2] if right == 0 else k_shape[2] % 128)
-        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2])
+        or any(mask.requires_grad or mask.dtype not in (torch.bool, dtype) for mask in masks)
+        or not scale > 0 or (bounded and not packed and Sq != Sk)
+        or 0 in (*q_shape, *k_shape) or 1 in (Sq, Sk) or (packed and cu.shape[0] < 2)
         or torch.are_deterministic_algorithms_enabled()
     ):  # fmt: skip
         return ""
     grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
-    return _constant_fused(x.device.index, dtype, head_dim, right == 0, grouped)
+    windowed = bounded and (left is not None or right != 0)
+    case = (head_dim, bounded, windowed, packed, bool(masks), grouped)
+    for kernel in _constant_kernels(x.device.index, dtype, *case):
+        if kernel != "cudnn" or bounded or Sk % 128 == 0:
+            return kernel
+    return ""
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):
