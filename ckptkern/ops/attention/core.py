@@ -71,10 +71,10 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     )  # fmt: skip
 
 
-# Where cuDNN's kernel is first, as torch prefers it (check_prefer_cudnn_attention, 2.11: sm_90 and sm_100), and for which heads.
-# H200, heads of 128, causal, 2,048 and 8,192 tokens, ms of forward and backward above cuDNN's, in a GPT and in a Llama layer
-# (benchmarks/results/h200): our core 0.21, 4.5 and 0.43, 6.0; flash attention 0.44, 7.9 and 0.44, 7.3. So our core is second
-# there: OWN_BEFORE_FLASH. What is not measured takes torch's kernels.
+# Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
+# On H200 our core is second, not flash attention: OWN_BEFORE_FLASH. Causal heads of 128, forward and backward in a GPT and in a
+# Llama layer, ms above cuDNN's (benchmarks/results/h200): 2,048 tokens 0.21 and 0.43 (flash attention 0.44 and 0.44), 8,192
+# tokens 4.5 and 6.0 (7.9 and 7.3). What is not measured takes torch's kernels.
 CUDNN_FIRST, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
 OWN_BEFORE_FLASH = {((9, 0), 128)}  # (compute capability, head dim) of cores with a bound: causal and windows
 FLASH_HEAD_DIMS = range(8, 257, 8)
@@ -148,7 +148,8 @@ def fused_core(
 
     precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
     slopes, dropout, softcap, not sinks. The backend's kernel runs
-    - if any of the others is not None, or a mask is trained or is a float of another dtype, which it adds in float32;
+    - if any of the others is not None, or a mask is trained, has several heads, of which a copy for torch's kernel moves more
+      bytes than the core, or is a float of another dtype, which the backend's kernel adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
     - in float32 unless the precision is known to be "ieee";
@@ -165,14 +166,14 @@ def fused_core(
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
-    Sk, masks = k_shape[2], [mask for mask in masks if mask is not None]
+    Sk, masks = k_shape[2], [m for m in masks if m is not None]
     head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
     bounded, packed = left is not None or right is not None, cu is not None
     if (
         not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16, torch.float32)
         or (dtype == torch.float32 and precision != "ieee")
         or not head_dim or any(other is not None for other in others)
-        or any(mask.requires_grad or mask.dtype not in (torch.bool, dtype) for mask in masks)
+        or any(m.requires_grad or m.dtype not in (torch.bool, dtype) or (m.dim() == 4 and m.shape[1] != 1) for m in masks)
         or not scale > 0 or (bounded and not packed and Sq != Sk)
         or 0 in (*q_shape, *k_shape) or 1 in (Sq, Sk) or (packed and cu.shape[0] < 2)
         or torch.are_deterministic_algorithms_enabled()

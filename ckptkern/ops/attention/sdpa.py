@@ -204,8 +204,8 @@ def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, lef
     tensors = CoreTensors(mask, slopes, sinks, draw_state(query, dropout_p, True))
     precision = matmul_precision(query)
     fused = fused_core(
-        backend, query, query.dtype, precision, query.shape, key.shape, left, right, scale, slopes, tensors.rng, softcap or None,
-        masks=(mask,),
+        backend, query, query.dtype, precision, query.shape, key.shape, left, right, scale, slopes, tensors.rng,
+        softcap or None, masks=(mask,),
     )  # fmt: skip
     options = CoreOptions(
         dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
@@ -332,7 +332,8 @@ def varlen_attn(
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
     packed = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)]
-    backend, precision, scale = choose_backend(op, query, head_dim_not_covered(D)), matmul_precision(query), _scale(scale, D)
+    backend, precision = choose_backend(op, query, head_dim_not_covered(D)), matmul_precision(query)
+    scale = _scale(scale, D)
     fused = fused_core(
         backend, query, query.dtype, precision, packed[0].shape, packed[1].shape, left, right, scale, cu=cu_seq_q
     )
