@@ -149,8 +149,8 @@ def _as_rows(x: Tensor, packing: Packing | None) -> Tensor:
 
 
 def _as_heads(x: Tensor, outside: Tensor | None) -> Tensor:
-    """Undoes `_as_rows` for a new tensor, in place, since a view would be copied (`as_heads`). Rows of no sequence become zeros,
-    because flash attention leaves them as they are: one pass over x, 0.1 ms for 16,384 tokens of 32 heads of 128."""
+    """Undoes `_as_rows` of a new tensor, in place, since a view would be copied (`as_heads`). Rows of no sequence become zeros,
+    because flash attention writes nothing there: one pass over x, 0.1 ms for 16,384 tokens of 32 heads of 128 at 3 TB/s."""
     if outside is not None:
         x.masked_fill_(outside[:, None, None], 0).unsqueeze_(0)
     return x.transpose_(1, 2)

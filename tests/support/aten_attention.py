@@ -1,4 +1,4 @@
-"""What torch documents of its attention kernels for GPUs, in float64 and PyTorch ops: what they take, give and leave unwritten."""
+"""torch's attention kernels for GPUs as its source documents them, in PyTorch ops: what they take, give and leave unwritten."""
 
 import math
 
@@ -57,7 +57,9 @@ class Twins:
             assert (max_q, max_k) == (q.shape[1], k.shape[1])
             return [(b, b, _visible(max_q, max_k, left, right, max_k), max_q, max_k) for b in range(len(q))]
         for cu in (cu_q, cu_k):
-            assert cu.dtype == torch.int32 and cu.is_contiguous() and cu.shape == cu_q.shape and len(cu) > 1
+            assert cu.dtype == torch.int32
+            assert cu.is_contiguous()
+            assert cu.shape == cu_q.shape != (1,)
         assert max_q > 1 or q.shape[0] == len(cu_q) - 1, "q.reshape({batch_size, ...})"
         ends, made = [cu.tolist() for cu in (cu_q, cu_k)], []
         for n in range(len(cu_q) - 1):
@@ -103,7 +105,9 @@ class Twins:
     def _checked_bias(self, bias, q, k, heads):
         if bias is None:
             return
-        assert bias.dtype == q.dtype and bias.stride(-1) == 1 and bias.isfinite().all()
+        assert bias.dtype == q.dtype
+        assert bias.stride(-1) == 1
+        assert bias.isfinite().all()
         assert bias.shape == (q.shape[0], heads, q.shape[2], k.shape[2])
 
     def _seen(self, q, k, causal):
@@ -120,7 +124,7 @@ class Twins:
     ):
         self.calls.append("cudnn backward")
         self._checked_bias(bias, q, k, 1)
-        assert lse.shape[-1] == 1 and (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert (lse.shape[-1], max_q, max_k) == (1, q.shape[2], k.shape[2])
         s = _scores(q, k, scale, self._seen(q, k, causal), bias)
         return _backward(s, q, k, v, do, o, lse[..., 0], scale)
 
@@ -128,7 +132,9 @@ class Twins:
         self.calls.append("efficient")
         assert q.shape[1] == k.shape[1] == v.shape[1]
         self._checked_bias(bias, q, k, q.shape[1])
-        assert bias is None or all(stride % 4 == 0 for stride in bias.stride()[:-1]), "attn_bias is not correctly aligned"
+        assert bias is None or all(stride % 4 == 0 for stride in bias.stride()[:-1]), (
+            "attn_bias is not correctly aligned"
+        )
         o, lse = _forward(_scores(q, k, scale, self._seen(q, k, causal), bias), v, 0.0)
         return o, torch.nn.functional.pad(lse, (0, -q.shape[2] % 32), value=math.inf)
 
@@ -136,9 +142,11 @@ class Twins:
         self, do, q, k, v, bias, o, lse, seed, offset, dropout, needs, causal, scale
     ):
         self.calls.append("efficient backward")
-        assert q.shape[1] == k.shape[1] and not needs[3]
+        assert q.shape[1] == k.shape[1]
+        assert not needs[3]
         for x in (do, o):
             assert x.transpose(1, 2).is_contiguous()
-        assert lse.shape[-1] % 32 == 0 and (lse[..., q.shape[2] :] == math.inf).all()
+        assert lse.shape[-1] % 32 == 0
+        assert (lse[..., q.shape[2] :] == math.inf).all()
         s = _scores(q, k, scale, self._seen(q, k, causal), bias)
         return *_backward(s, q, k, v, do, o, lse[..., : q.shape[2]], scale), None
