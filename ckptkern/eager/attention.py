@@ -54,13 +54,13 @@ def _score_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
 
 
 def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
-    if is_packed(q, core):
+    if core.fused:
+        o, lse = fused_attn_fwd(q, k, v, core)
+    elif is_packed(q, core):
         if do is None:
             o, lse = each_sequence(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v))
             return o, lse, None
         return each_sequence(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v))
-    if core.fused:
-        o, lse = fused_attn_fwd(q, k, v, core)
     elif flash_on_cpu(q, k, core):
         o, lse = flash_fwd(q, k, v, core)
     else:
@@ -141,14 +141,14 @@ def attn_grads(
     that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several masks.
     """
     of_scores = dmask_shape is not None or need_dslopes
-    if is_packed(q, core):
+    if core.fused:
+        made = fused_attn_bwd(q, k, v, do, o, lse, core)
+    elif is_packed(q, core):
 
         def one(q, do, o, lse, k, v, own):
             return attn_grads(q, k, v, do, o, lse, own, need_dq=need_dq, need_dkv=need_dkv)[:3]
 
         made = each_sequence(one, core, (q, do, o, lse), (k, v), key_results=2)
-    elif core.fused:
-        made = fused_attn_bwd(q, k, v, do, o, lse, core)
     elif not of_scores and flash_on_cpu(q, k, core) and not _is_far(lse):
         made = flash_bwd(q, k, v, do, o, lse, core, outs)
     else:

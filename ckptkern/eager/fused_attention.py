@@ -1,4 +1,4 @@
-"""Attention by torch's own kernels: cuDNN's and flash attention on a GPU, flash attention on a CPU.
+"""Attention by torch's own kernels: cuDNN's, flash and memory-efficient attention on a GPU, flash attention on a CPU.
 
 That of a CPU takes a mask that is added to the scores. What hides or shifts scores is such a mask here, formed for a block of
 queries at a time (`query_blocks`), so that no [Sq, Sk] is written out that the caller did not give.
@@ -21,11 +21,17 @@ from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_bloc
 _aten = torch.ops.aten
 
 
-class FusedAttention(NamedTuple):
-    """One of torch's own attention kernels on a GPU, without dropout.
+# From here on neighbouring float32 numbers are more than 1 apart: such an lse has lost log(sum), so backward cannot take
+# probabilities from it, and these rows get no gradient (in the kernels, too: LOWEST_LSE). ABSENT makes exp(s - lse) 0.
+LOWEST_LSE, ABSENT = -(2.0**24), 2.0**100
+BIAS_ROW = 16  # elements that a bias's rows are filled up to in memory, as torch does for the memory-efficient kernel
 
-    forward: q, k, v, core, bias -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core, bias -> dq, dk, dv. k and v may have
-    fewer heads than q. bias: what is added to the scores, [B or 1, H or 1, Sq or 1, Sk] in q's dtype, or None.
+
+class FusedAttention(NamedTuple):
+    """One of torch's own attention kernels, without dropout.
+
+    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. k and v may have fewer heads
+    than q. Which cores it computes: `ops.attention.core.kernel_order`.
     """
 
     forward: Callable[..., tuple]
@@ -41,90 +47,173 @@ def _is_causal(core: AttentionCore) -> bool:
     return core.window == (None, 0)
 
 
-def _cudnn_fwd(q, k, v, core, bias):
+def _filled_bias(q: Tensor, k: Tensor, core: AttentionCore, heads: int) -> Tensor | None:
+    """Returns what the mask adds to the scores [B, heads, Sq, Sk] in q's dtype, expanded. It hides by a finite number: torch
+    works around cuDNN's -inf, too, and a row of -inf has no softmax."""
+    mask = core.mask
+    if mask is None:
+        return None
+    (B, _, Sq, _), Sk, lowest = q.shape, k.shape[2], max(torch.finfo(q.dtype).min, -(2.0**126))
+    bias = q.new_empty((*mask.shape[:3], -(-Sk // BIAS_ROW) * BIAS_ROW))[..., :Sk]
+    if mask.dtype == torch.int8:
+        bias.zero_().masked_fill_(mask == 0, lowest)
+    else:
+        bias.copy_(mask).clamp_(min=lowest)
+    return bias.expand(B, heads, Sq, Sk)
+
+
+def _without_hidden_rows(o: Tensor, lse: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """Fills rows from which the mask hides everything with o = 0 and lse = -inf, in place: one pass over o."""
+    if core.mask is not None:
+        seen = core.mask != 0 if core.mask.dtype == torch.int8 else core.mask > -math.inf
+        hidden = ~seen.any(-1, keepdim=True)
+        o.masked_fill_(hidden, 0.0)
+        lse.masked_fill_(hidden[..., 0], -math.inf)
+    return o, lse
+
+
+def _of_rows_with_gradients(lse: Tensor, core: AttentionCore) -> Tensor:
+    """Returns lse with ABSENT in rows that get no gradient: a mask hides all of them, by -inf or a large finite number."""
+    return lse if core.mask is None else torch.where(lse < LOWEST_LSE, ABSENT, lse)
+
+
+def _cudnn_fwd(q, k, v, core):
     q, k, v = map(_as_tokens, (q, k, v))
+    bias = None if core.mask is None else _filled_bias(q, k, core, core.mask.shape[1])
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, _is_causal(core), scale=core.scale)
-    return o, lse.squeeze(-1)
+    return _without_hidden_rows(o, lse.squeeze(-1), core)
 
 
-def _cudnn_bwd(do, q, k, v, o, lse, core, bias):
-    """torch caches cuDNN's graphs by the layout of q, k and v alone. A cached graph reads do and o in the layout that they had
-    in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
+def _cudnn_bwd(do, q, k, v, o, lse, core):
+    """torch caches cuDNN's graphs by the layout of q, k, v and the bias alone. A cached graph reads do and o in the layout that
+    they had in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
     q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
+    bias = None if core.mask is None else _filled_bias(q, k, core, core.mask.shape[1])
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), no_dropout, no_dropout, bias, None, None, q.shape[2], k.shape[2], 0.0,
-        _is_causal(core), scale=core.scale,
+        do, q, k, v, o, _of_rows_with_gradients(lse, core).unsqueeze(-1), no_dropout, no_dropout, bias, None, None, q.shape[2],
+        k.shape[2], 0.0, _is_causal(core), scale=core.scale,
     )  # fmt: skip
 
 
-def _flash_options(core: AttentionCore) -> dict:
-    """-1 is no bound. The kernel counts both from the lower right, so q and k must have as many rows."""
-    left, right = (-1 if bound is None else bound for bound in core.window)
-    return {"scale": core.scale, "window_size_left": left, "window_size_right": right}
+class Packing(NamedTuple):
+    """Packed sequences as flash attention takes them: int32 boundaries, the longest lengths, and which rows are in none."""
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    outside_q: Tensor
+    outside_k: Tensor
 
 
-def _flash_fwd(q, k, v, core, bias):
-    rows, sizes = (x.transpose(1, 2) for x in (q, k, v)), (None, None, q.shape[2], k.shape[2])
-    o, lse, *_ = _aten._flash_attention_forward(*rows, *sizes, 0.0, _is_causal(core), False, **_flash_options(core))
-    return o.transpose(1, 2), lse
+def _boundaries(cu: Tensor, longest: int) -> Tensor:
+    """Returns int32 [2 N]: where each sequence begins and ends, after `longest` rows at most."""
+    return torch.stack((cu[:-1], torch.minimum(cu[1:], cu[:-1] + longest)), 1).flatten()
 
 
-def _flash_bwd(do, q, k, v, o, lse, core, bias):
-    rows, sizes = (x.transpose(1, 2) for x in (do, q, k, v, o)), (None, None, q.shape[2], k.shape[2])
+def _outside(boundaries: Tensor, rows: int) -> Tensor:
+    """Returns bool [rows]: a row behind an even number of beginnings and ends is in no sequence."""
+    row = torch.arange(rows, dtype=boundaries.dtype, device=boundaries.device)
+    return torch.searchsorted(boundaries, row, right=True, out_int32=True) % 2 == 0
+
+
+def _packing(q: Tensor, k: Tensor, core: AttentionCore) -> Packing:
+    """Returns the sequences of a packed core, without reading the device.
+
+    Flash attention takes boundaries of adjacent sequences, and sees all of each. Where a sequence may be longer than max_q or
+    max_k, what is beyond becomes a sequence of its own, whose results are dropped. The price is N - 1 more sequences: in
+    backward 128 rows of dq in float32 each.
+    """
+    (T_q, T_k), (max_q, max_k) = (q.shape[2], k.shape[2]), (core.max_q, core.max_k)
+    of_q, of_k = _boundaries(core.cu_q, min(max_q, T_q)), _boundaries(core.cu_k, min(max_k, T_k))
+    whole = max_q >= T_q and max_k >= T_k
+    cu_q, cu_k = (core.cu_q, core.cu_k) if whole else (of_q, of_k)
+    max_q = max(min(max_q, T_q), 2)  # with 1 it takes every token for a sequence, to decode
+    max_k = max(min(max_k, T_k), max_q)  # a bound from max_k on is none to it, which is right for so many rows of q
+    return Packing(cu_q.contiguous(), cu_k.contiguous(), max_q, max_k, _outside(of_q, T_q), _outside(of_k, T_k))
+
+
+def _for_flash(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Packing | None, tuple, dict]:
+    """Returns (packing, cu_q .. max_k, the arguments by name). Flash attention aligns bottom-right, as packed cores do; others
+    with a bound have Sq = Sk."""
+    packing = None if core.cu_q is None else _packing(q, k, core)
+    places = (None, None, q.shape[2], k.shape[2]) if packing is None else packing[:4]
+    left, right = (-1 if side is None or _is_causal(core) else min(side, max(places[2:])) for side in core.window)
+    return packing, places, {"scale": core.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _as_rows(x: Tensor, packing: Packing | None) -> Tensor:
+    """[B, H, S, D] -> [B, S, H, D], or [tokens, H, D] of packed sequences."""
+    return x.transpose(1, 2) if packing is None else x[0].transpose(0, 1)
+
+
+def _as_heads(x: Tensor, outside: Tensor | None) -> Tensor:
+    """Undoes `_as_rows` of a new tensor, in place, since a view would be copied (`as_heads`). Rows of no sequence become zeros,
+    because flash attention writes nothing there: one pass over x, 0.1 ms for 16,384 tokens of 32 heads of 128 at 3 TB/s."""
+    if outside is not None:
+        x.masked_fill_(outside[:, None, None], 0).unsqueeze_(0)
+    return x.transpose_(1, 2)
+
+
+def _flash_fwd(q, k, v, core):
+    packing, places, options = _for_flash(q, k, core)
+    rows = (_as_rows(x, packing) for x in (q, k, v))
+    o, lse, *_ = _aten._flash_attention_forward(*rows, *places, 0.0, _is_causal(core), False, **options)
+    if packing is None:
+        return _as_heads(o, None), lse
+    return _as_heads(o, packing.outside_q), lse.masked_fill_(packing.outside_q, 0.0).unsqueeze_(0)
+
+
+def _flash_bwd(do, q, k, v, o, lse, core):
+    packing, places, options = _for_flash(q, k, core)
+    rows = (_as_rows(x, packing) for x in (do, q, k, v, o))
     no_dropout = lse.new_empty(2, dtype=torch.uint64)
     grads = _aten._flash_attention_backward(
-        *rows, lse, *sizes, 0.0, _is_causal(core), no_dropout, no_dropout, **_flash_options(core)
+        *rows, lse if packing is None else lse[0], *places, 0.0, _is_causal(core), no_dropout, no_dropout, **options
     )
-    return tuple(x.transpose(1, 2) for x in grads)
+    outside = (None,) * 3 if packing is None else (packing.outside_q, packing.outside_k, packing.outside_k)
+    return tuple(map(_as_heads, grads, outside))
 
 
-LSE_ROWS = 32  # that the memory-efficient kernel rounds its logsumexp's up to, with inf
+LSE_ROWS = 32  # what the memory-efficient kernel fills lse up to, with inf
 
 
-def _efficient_fwd(q, k, v, core, bias):
+def _efficient_fwd(q, k, v, core):
     k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    bias = _filled_bias(q, k, core, q.shape[1])
     o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        q, k, v, _as_wide(bias, q, k), True, 0.0, _is_causal(core), scale=core.scale
+        q, k, v, bias, True, 0.0, _is_causal(core), scale=core.scale
     )
-    return o, lse[..., : q.shape[2]].contiguous()
+    return _without_hidden_rows(o, lse[..., : q.shape[2]].contiguous(), core)
 
 
-def _efficient_bwd(do, q, k, v, o, lse, core, bias):
+def _efficient_bwd(do, q, k, v, o, lse, core):
+    """Gives o and do as [B, S, H, D] in memory, which the kernel takes them for."""
     all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
+    bias = _filled_bias(q, k, core, q.shape[1])
+    lse = F.pad(_of_rows_with_gradients(lse, core), (0, -q.shape[2] % LSE_ROWS), value=math.inf)
     no_dropout = lse.new_empty((), dtype=torch.int64)
-    lse = F.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=math.inf)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        do, q, all_k, all_v, _as_wide(bias, q, k), o, lse, no_dropout, no_dropout, 0.0, [True, True, True, False],
+        heads_layout(do), q, all_k, all_v, bias, heads_layout(o), lse, no_dropout, no_dropout, 0.0, [True, True, True, False],
         _is_causal(core), scale=core.scale,
     )  # fmt: skip
     return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
-def _as_wide(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """[B, H, Sq, Sk], of rows that begin at multiples of 16 elements, as that kernel reads a bias."""
-    if bias is None:
-        return None
-    if extra := -bias.shape[-1] % 16:
-        bias = F.pad(bias, (0, extra))[..., :-extra]
-    return bias.expand(*q.shape[:3], k.shape[2])
-
-
-def _cpu_fwd(q, k, v, core, bias):
+def _cpu_fwd(q, k, v, core):
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, _is_seen_causally(core), scale=core.scale)
+    causal = core.window[1] is not None
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=core.scale)
 
 
-def _cpu_bwd(do, q, k, v, o, lse, core, bias):
+def _cpu_bwd(do, q, k, v, o, lse, core):
     all_k, all_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    causal = core.window[1] is not None
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, all_k, all_v, o, lse, 0.0, _is_seen_causally(core), scale=core.scale
+        do, q, all_k, all_v, o, lse, 0.0, causal, scale=core.scale
     )
     return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
-
-
-def _is_seen_causally(core: AttentionCore) -> bool:
-    return core.window[1] is not None
 
 
 FUSED = {
@@ -150,35 +239,16 @@ def as_readable(x: Tensor) -> Tensor:
     return x if (readable(x) if x.is_cuda else x.stride(-1) == 1) else empty_heads(x).copy_(x)
 
 
-def _added(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Tensor | None, Tensor | None]:
-    """(the mask as a bias, whose hidden columns have a large finite number, since a row of -inf alone gives NaN; the rows that
-    see nothing [B or 1, H or 1, Sq or 1, 1]), both None without a mask."""
-    mask = core.mask
-    if mask is None or core.fused == "cpu":
-        return None, None
-    hidden = mask == (0 if mask.dtype == torch.int8 else -math.inf)
-    lowest = torch.finfo(q.dtype).min / 2
-    bias = torch.zeros_like(mask, dtype=q.dtype) if mask.dtype == torch.int8 else mask.clamp(min=lowest).to(q.dtype)
-    bias = bias.masked_fill_(hidden, lowest) if bias is not mask else bias.masked_fill(hidden, lowest)
-    if bias.shape[-1] == 1 != k.shape[2]:
-        bias = bias.expand(*bias.shape[:3], k.shape[2]).contiguous()
-    return bias, hidden.all(-1, keepdim=True)
-
-
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) by the kernel that `core.fused` names."""
     q, k, v = map(as_readable, (q, k, v))
-    bias, blind = _added(q, k, core)
-    o, lse = FUSED[core.fused].forward(q, k, v, core, bias)
-    return (o if blind is None else o.masked_fill_(blind, 0)), lse
+    return FUSED[core.fused].forward(q, k, v, core)
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by the kernel that `core.fused` names, which reads o instead of delta."""
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
-    bias, blind = _added(q, k, core)
-    do = do if blind is None else do.masked_fill(blind, 0)
-    return FUSED[core.fused].backward(do, q, k, v, o, lse, core, bias)
+    return FUSED[core.fused].backward(do, q, k, v, o, lse, core)
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:

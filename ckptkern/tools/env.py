@@ -157,7 +157,9 @@ def _backends() -> dict[str, str]:
     if torch.cuda.is_available():
         heads = (1, 1, 128, 128)
         x = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-        core = attention_core.fused_core(ops.choose_backend("env", x), x, x.dtype, heads, heads, None, 0, 1.0, "ieee")
+        core = attention_core.fused_core(
+            ops.choose_backend("env", x), x, x.dtype, "ieee", heads, heads, None, 0, scale=1.0
+        )
         answer["causal attention of bfloat16 heads of 128"] = core or "the backend's own"
     return answer
 

@@ -21,103 +21,131 @@ from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublaye
 from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
 
-HEADS = (2, 4, 128, 64)
+GPUS = [(8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)]
 
 
-def both(S: int, D: int) -> dict:
-    return dict.fromkeys(("q_shape", "k_shape"), (2, 4, S, D))
+def cores(S: int, D: int = 64, **options) -> dict:
+    return dict.fromkeys(("q_shape", "k_shape"), (2, 4, S, D)) | options
 
 
-PLAIN = dict(
-    backend="triton", device="cuda", dtype=torch.bfloat16, q_shape=HEADS, k_shape=HEADS, left=None, right=None, scale=0.125,
-    precision="ieee", masks=(None,), slopes=None,
-)  # fmt: skip
-OTHERWISE = dict(capability=(9, 0), accepts=("cudnn", "flash", "efficient"), inside=contextlib.nullcontext)
-AMPERE, CAUSAL, WIDE = dict(capability=(8, 0)), {"right": 0}, {"dtype": torch.float32}
-MASK = torch.ones(2, 1, 1, 128, dtype=torch.bool)
-WINDOW = {"left": 3, "right": 0}
-WITHOUT_CUDNN = {"accepts": ("flash", "efficient")}
+CAUSAL = {"right": 0}
+PADDING = torch.ones(2, 1, 1, 1, dtype=torch.bool)
+PACKED = {
+    "cu": torch.tensor([0, 500, 1000], dtype=torch.int32),
+    "q_shape": (1, 4, 1000, 64),
+    "k_shape": (1, 4, 1100, 64),
+}
+FP32 = {"dtype": torch.float32}
+CHOICES = {  # core: whose kernel it is on GPUS; one name: on all of them; "" is ours
+    "causal": (cores(1000, **CAUSAL), "flash flash cudnn cudnn flash flash"),
+    "causal, float16": (cores(1000, **CAUSAL, dtype=torch.float16), "flash flash cudnn cudnn flash flash"),
+    "causal, heads of 128": (cores(1000, 128, **CAUSAL), "flash flash cudnn cudnn flash flash"),
+    "causal, heads of 32": (cores(1000, 32, **CAUSAL), "flash"),
+    "causal, heads of 256": (cores(1000, 256, **CAUSAL), "flash"),
+    "grouped heads": (cores(1000, **CAUSAL, k_shape=(2, 1, 1000, 64)), "flash flash cudnn cudnn flash flash"),
+    "ViT, 197": (cores(197), "flash"),
+    "ViT, 577, heads of 128": (cores(577, 128), "flash"),
+    "cross attention": (cores(197, k_shape=(2, 4, 77, 64)), "flash"),
+    "BERT, 512": (cores(512), "flash flash cudnn cudnn flash flash"),
+    "BERT, 512, padding": (cores(512, masks=(None, PADDING)), "- - cudnn cudnn - -"),
+    "BERT, 500, padding": (cores(500, masks=(PADDING,)), ""),
+    "a float mask": (cores(512, masks=(PADDING.bfloat16(),)), "- - cudnn cudnn - -"),
+    "a float32 mask": (cores(512, masks=(PADDING, PADDING.float())), ""),
+    "a trained mask": (cores(512, masks=(PADDING.bfloat16().requires_grad_(),)), ""),
+    "a mask of each head": (cores(512, masks=(PADDING.expand(2, 4, 1, 1),)), ""),
+    "causal, padding": (cores(512, **CAUSAL, masks=(PADDING,)), ""),
+    "a window": (cores(1000, left=3, right=0), "flash"),
+    "a window of both sides, heads of 128": (cores(1000, 128, left=3, right=3), "flash flash - flash flash flash"),
+    "packed": (PACKED, "flash"),
+    "packed, causal": (PACKED | CAUSAL, "flash"),
+    "packed, causal, heads of 128": (PACKED | cores(1000, 128, **CAUSAL), "flash flash - flash flash flash"),
+    "no sequence": (PACKED | {"cu": PACKED["cu"][:1]}, ""),
+    "float32": (cores(197, **FP32), "efficient"),
+    "float32, causal": (cores(1000, **CAUSAL, **FP32), "efficient"),
+    "float32, padding": (cores(197, **FP32, masks=(PADDING,)), "efficient"),
+    "float32, a window": (cores(1000, left=3, right=0, **FP32), ""),
+    "float32, packed": (PACKED | FP32, ""),
+    "float32, TF32 allowed": (cores(197, **FP32, precision="tf32"), ""),
+    "float32, decided by a compiled graph": (cores(197, **FP32, precision="auto"), ""),
+    "float64": (cores(197, dtype=torch.float64), ""),
+    "other lengths, causal": (cores(128, k_shape=(2, 4, 256, 64), **CAUSAL), ""),
+    "lower-right, fewer keys": (cores(256, k_shape=(2, 4, 128, 64), right=-128), ""),
+    "scale of 0": (cores(1000, **CAUSAL, scale=0.0), ""),
+    "heads of 68": (cores(1000, 68, **CAUSAL), ""),
+    "one row": (cores(128, q_shape=(2, 4, 1, 64)), ""),
+    "slopes or dropout": (cores(1000, **CAUSAL, other=True), ""),
+    "backend eager": (cores(1000, **CAUSAL, backend="eager"), ""),
+    "a CPU": (cores(1000, **CAUSAL, device="cpu"), ""),
+}
 
 
-def alone(backend: str):
-    return dict(inside=lambda: torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)))
+def left_to(backend: str):
+    return torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend))
 
 
-CORES = {  # what is asked for, by whose kernel it is: "" is ours
-    "cudnn": {
-        "plain": {}, "causal": CAUSAL, "grouped heads": {"k_shape": (2, 1, 128, 64)}, "a padding mask": {"masks": (MASK, None)},
-        "causal, 577 rows": both(577, 64) | CAUSAL, "B200": dict(capability=(10, 0)),
-    },
-    "flash": {
-        "heads of 32": both(128, 32),
-        "heads of 256": both(128, 256),
-        "ViT of 197 rows": both(197, 64),
-        "ViT of 577 rows": both(577, 64),
-        "192 keys, heads of 128": both(192, 128),
-        "no cuDNN": WITHOUT_CUDNN,
-        "no cuDNN, heads of 128 that see all": WITHOUT_CUDNN | both(128, 128),
-        "no cuDNN, causal heads of 64": WITHOUT_CUDNN | CAUSAL,
-        "a window": WINDOW,
-        "a window that sees later rows": {"left": 3, "right": 5},
-        "Ampere": AMPERE,
-        "Ampere, 577 rows": AMPERE | both(577, 64),
-        "Ampere, causal heads of 128": AMPERE | both(256, 128) | CAUSAL,
-        "Ada": dict(capability=(8, 9)),
-        "B300": dict(capability=(10, 3)),
-        "unknown": dict(capability=(12, 0)) | both(130, 64),
-        "the kernel that the user leaves": AMPERE | alone("FLASH_ATTENTION"),
-        "cuDNN's that the user disables": alone("FLASH_ATTENTION"),
-    },
-    "efficient": {
-        "plain": WIDE, "causal": WIDE | CAUSAL, "577 rows": WIDE | both(577, 64), "Ampere": WIDE | AMPERE,
-        "unknown": WIDE | dict(capability=(12, 0)), "a padding mask": WIDE | {"masks": (MASK, None)},
-    },
-    "": {
-        "other lengths, causal": {"k_shape": (2, 4, 256, 64), "right": 0},
-        "other lengths, a window": {"k_shape": (2, 4, 256, 64), **WINDOW},
-        "no cuDNN, causal heads of 128": WITHOUT_CUDNN | both(128, 128) | CAUSAL,
-        "a window, heads of 128": both(128, 128) | WINDOW,
-        "scale of 0": {"right": 0, "scale": 0.0},
-        "float32 in TF32": WIDE | {"precision": "tf32"},
-        "float32, as the setting is when it runs": WIDE | {"precision": "auto"},
-        "float32, a window": WIDE | WINDOW,
-        "float64": {"dtype": torch.float64},
-        "heads of 68": both(128, 68),
-        "one row": {"q_shape": (2, 4, 1, 64)},
-        "lower-right, fewer keys": {"q_shape": (2, 4, 256, 64), "right": -128},
-        "a mask on Ampere": AMPERE | {"masks": (MASK,)},
-        "a mask of 192 keys": both(192, 64) | {"masks": (MASK[..., :1],)},
-        "a mask and causal's": {"masks": (MASK,), "right": 0},
-        "a mask that trains": {"masks": (torch.zeros(1, 1, 128, 128, requires_grad=True),)},
-        "slopes or dropout": {"slopes": True},
-        "backend eager": {"backend": "eager"},
-        "a CPU": {"device": "cpu"},
-        "refused by torch": {"accepts": ()},
-        "kernels that the user disables": alone("MATH"),
-        "inside backend('triton')": {"inside": lambda: ckptkern.backend("triton")},
-        "deterministic algorithms": {"inside": uninitialised_is_nan},
-    },
-}  # fmt: skip
+SECOND = {  # on sm_90: what torch refuses, inside what, and whose kernel is next for a core of CHOICES
+    "causal": ("cudnn", None, "flash"),
+    "causal, heads of 128": ("cudnn", None, ""),
+    "BERT, 512": ("cudnn flash", None, ""),
+    "BERT, 512, padding": ("cudnn", None, ""),
+    "ViT, 197": ("flash", None, ""),
+    "float32": ("efficient", None, ""),
+    "causal, float16": ("", lambda: left_to("FLASH_ATTENTION"), "flash"),
+    "grouped heads": ("flash", lambda: left_to("FLASH_ATTENTION"), ""),
+    "packed": ("", lambda: left_to("CUDNN_ATTENTION"), ""),
+    "float32, causal": ("", lambda: left_to("FLASH_ATTENTION"), ""),
+    "a float mask": ("", lambda: ckptkern.backend("triton"), ""),
+    "a window": ("", uninitialised_is_nan, ""),
+    "float32, padding": ("", uninitialised_is_nan, ""),
+}
 
 
-@pytest.mark.parametrize(("wanted", "call"), [(wanted, call) for wanted, calls in CORES.items() for call in calls])
-def test_whose_kernel_the_core_is(wanted, call, monkeypatch):
-    options = CORES[wanted][call]
-    capability, accepts, inside = (options.get(name, default) for name, default in OTHERWISE.items())
+def chosen(options: dict, capability: tuple[int, int], refused: str, monkeypatch) -> str:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    monkeypatch.setattr(attention_core, "_accepts", lambda kernel, *args: kernel in accepts)
-    backend, device, *rest = (options.get(name, default) for name, default in PLAIN.items())
+    monkeypatch.setattr(attention_core, "_accepts", lambda kernel, *args: kernel not in refused.split())
+    defaults = dict(
+        backend="triton", device="cuda", dtype=torch.bfloat16, precision="ieee", left=None, right=None, scale=0.125
+    )
+    given = defaults | options
     with FakeTensorMode():
-        x = torch.empty(1, device=device)
-    with inside():
-        assert attention_core.fused_core(backend, x, *rest) == wanted
+        x = torch.empty(1, device=given.pop("device"))
+    names = ("dtype", "precision", "q_shape", "k_shape", "left", "right", "scale")
+    more = {name: given[name] for name in ("masks", "cu") if name in given}
+    place = [given[name] for name in names]
+    return attention_core.fused_core(given["backend"], x, *place, given.get("other"), **more)
+
+
+@pytest.mark.parametrize("call", CHOICES)
+def test_whose_kernel_the_core_is(call, monkeypatch):
+    options, wanted = CHOICES[call]
+    wanted = ["" if one == "-" else one for one in wanted.split(" ")]
+    found = [chosen(options, gpu, "", monkeypatch) for gpu in GPUS]
+    assert found == (wanted if len(wanted) > 1 else wanted * len(GPUS))
+
+
+@pytest.mark.parametrize("call", SECOND)
+def test_whose_kernel_is_next(call, monkeypatch):
+    """Where torch refuses the first, the user disables it, or nothing of torch's may run."""
+    refused, inside, wanted = SECOND[call]
+    assert chosen(CHOICES[call][0], (9, 0), "", monkeypatch) != wanted
+    with inside() if inside else contextlib.nullcontext():
+        assert chosen(CHOICES[call][0], (9, 0), refused, monkeypatch) == wanted
+
+
+def test_a_mode_of_torchs_bars_cudnn_alone(monkeypatch):
+    """In it cuDNN's lse has another layout. Others are asked on the device, which is not there."""
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    case = attention_core.CoreCase(False, 64, True, False, False, False, False)
+    assert not attention_core._accepts.__wrapped__("cudnn", 0, torch.bfloat16, case)
+    with pytest.raises((AssertionError, RuntimeError)):
+        attention_core._accepts.__wrapped__("flash", 99, torch.bfloat16, case)
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "attention_block"])
 def test_sinks_and_a_window_that_hides_nothing_are_no_reason_for_another_kernel(name, monkeypatch):
     asked, given = [], catalog.OPS[name].inputs(catalog.Sizes())
     for module in (sdpa, arguments):
-        monkeypatch.setattr(module, "fused_core", lambda *args: asked.append(args[2:]) or "")
+        monkeypatch.setattr(module, "fused_core", lambda *args, **more: asked.append((args[2:], more)) or "")
     causal, sinks = {"is_causal": True}, {"sinks": torch.zeros(2)}
     for more in (causal, causal | sinks, {"window_size": (2, 0)}, {"window_size": (1, 0)}):
         catalog.call(catalog.OPS[name], given, catalog.random_leaves(given), **more)
@@ -138,12 +166,16 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-NAMES = {  # of torch's ops, forward and backward
-    "cudnn": ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
-    "flash": ("_flash_attention_forward", "_flash_attention_backward"),
-    "efficient": ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"),
+KERNELS = {  # its op; that of its gradients adds a word
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "flash": "_flash_attention_forward",
+    "efficient": "_scaled_dot_product_efficient_attention",
 }
-each_kernel = pytest.mark.parametrize("fused", NAMES)
+each_kernel = pytest.mark.parametrize("fused", KERNELS)
+
+
+def backward_of(fused: str) -> str:
+    return f"{KERNELS[fused].removesuffix('_forward')}_backward"
 
 
 @pytest.mark.parametrize(("rotary", "sinks"), [(False, False), (True, False), (False, True)])
@@ -153,7 +185,7 @@ each_kernel = pytest.mark.parametrize("fused", NAMES)
 def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
     """On tensors without data: torch's kernels take q, k, v as they lie in the packed projection and return what the op
     promises; o and lse are saved as always, and only "full" runs forward's kernel again. Sinks change neither."""
-    B, S, H, D = 2, 48, 4, 64
+    B, S, H, D = 2, 64, 4, 64
     d = H * D
     with torch.no_grad():
         x = torch.empty(B, S, d, device="meta", dtype=torch.bfloat16)
@@ -175,12 +207,13 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
             attention_sublayer_backward(torch.empty_like(y), AttentionSublayer(x, t, o), saved, needs)
-    of_forward, of_backward = NAMES[fused]
-    assert [one.counts[of_forward] for one in (forward, backward)] == [1, mode == "full"]
-    assert [one.counts[of_backward] for one in (forward, backward)] == [0, 1]
-    unwanted = {"repeat_interleave", "_softmax"} if fused != "efficient" else {"_softmax"}
-    unwanted |= (set() if rotary or fused == "efficient" else {"clone"}) | (set() if sinks else {"exp"})
+    assert [one.counts[KERNELS[fused]] for one in (forward, backward)] == [1, mode == "full"]
+    assert [one.counts[backward_of(fused)] for one in (forward, backward)] == [0, 1]
+    repeats = fused == "efficient" and kv_heads != H
+    unwanted = {"_softmax"} | (set() if rotary or repeats else {"clone"}) | (set() if sinks else {"exp"})
+    unwanted |= set() if repeats else {"repeat_interleave"}
     assert not unwanted & (forward.counts + backward.counts).keys()
+    assert rotary or not forward.counts["copy_"], "o has the layout that the op promises"
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -208,24 +241,28 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
     with Calls() as calls, torch.no_grad():
         _, lse, *_ = core_run(None, eager.AttentionCore(0.125, "ieee", (None, 0), fused=fused), q, q, q, do)
     assert lse.shape == (B, H, S)
-    do, q, k, v, *others = calls.args[NAMES[fused][1]]
-    if fused == "efficient":
-        assert others[2].shape == (B, H, 64)
-        return
-    o, lse, *_ = others
+    args = calls.args[backward_of(fused)]
     if fused == "cudnn":
+        do, q, k, v, o, lse, *_ = args
         assert lse.shape == (B, H, S, 1)
         assert {one.stride() for one in (do, o, q, k, v)} == {(S * H * D, D, H * D, 1)}
-    else:
+    elif fused == "flash":
+        do, q, k, v, o, lse, *_ = args
         assert lse.shape == (B, H, S)
+        assert q.shape == (B, S, H, D)
         assert do.stride(-1) == o.stride(-1) == 1
+    else:
+        do, q, k, v, bias, o, lse, *_ = args
+        assert lse.shape == (B, H, 64)
+        assert bias is None
+        assert {one.stride() for one in (do, o)} == {(S * H * D, D, H * D, 1)}
 
 
-PACKED = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side
+SLICES = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side
 
 
 @pytest.mark.parametrize(("strides", "offset", "wanted"), [
-    (PACKED, 256, True), (PACKED, 257, False), ((4352, 68, 272, 1), 0, False),
+    (SLICES, 256, True), (SLICES, 257, False), ((4352, 68, 272, 1), 0, False),
     ((4096, 1024, 1, 16), 0, False), ((0, 1024, 64, 1), 0, False),
 ], ids=str)  # fmt: skip
 def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
@@ -254,7 +291,8 @@ def test_torchs_kernels_on_a_gpu(D, causal, kv_heads, dtype):
     core = eager.AttentionCore(D**-0.5, "ieee", (None, 0) if causal else (None, None))
     exact = core_run(eager, core, *(t.double() for t in (q, k, v, do)))
     own = core_run(primitives("triton"), core, q, k, v, do)
-    names = [one for one in ("cudnn", "flash") if attention_core._accepts(one, 0, dtype, D, causal, kv_heads != 4)]
+    case = attention_core.CoreCase(False, D, causal, False, False, False, kv_heads != 4)
+    names = [one for one in ("cudnn", "flash") if attention_core._accepts(one, 0, dtype, case)]
     assert names, "torch accepts none of its kernels here"
     for name, layout, do_layout in itertools.product(names, *2 * [("heads", "tokens", "packed")]):
         core, leaves = core._replace(fused=name), [laid_out(t, layout).requires_grad_() for t in (q, k, v)]

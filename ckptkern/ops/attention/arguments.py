@@ -291,10 +291,11 @@ def gather(
         reason = check_context(op, context, x, H, H_kv, left, right, drops, **given) or reason
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
+    precision = matmul_precision(probe)
     fused = fused_core(
-        backend, x, dtype, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, matmul_precision(probe),
-        (mask, padding), slopes, cu_seqlens, "dropout" if drops else None, softcap or None,
-        "rows" if context is not None and n == 1 else None,
+        backend, x, dtype, precision, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, slopes,
+        "dropout" if drops else None, softcap or None, "rows" if context is not None and n == 1 else None,
+        masks=(mask, padding), cu=cu_seqlens,
     )  # fmt: skip
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
@@ -308,7 +309,7 @@ def gather(
         qk_norm_eps=float(qk_norm_eps), theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion,
         left=left, right=right,
         max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
-        recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe),
+        recompute=choose_mode(recompute), backend=backend, precision=precision,
         workspace=choose_workspace(op, workspace, probe), fused=fused, lora=lora_numbers,
         lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, context=context, **options,
     )  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,104 +71,121 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     )  # fmt: skip
 
 
-# torch's own kernels come first, cuDNN's where torch itself prefers it (check_prefer_cudnn_attention in sdp_utils.cpp), then
-# flash attention, and for float32 without TF32 the memory-efficient one. H100, heads of 128, TFLOP/s: cuDNN 595-617 forward and
-# 465-518 backward (figures of arXiv 2407.08608). Ours come before flash attention where a run showed that they take less time:
-# on an H200, of causal heads of 128, steps of GPT and Llama layers took 0.21, 0.43, 4.5 and 6.0 ms more than with cuDNN's by
-# ours, and 0.44, 0.44, 7.9 and 7.3 ms by flash attention (benchmarks/results/h200).
-CUDNN_GPUS, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
+# Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
+# On H200 our core is second, not flash attention: OWN_BEFORE_FLASH. Causal heads of 128, forward and backward in a GPT and in a
+# Llama layer, ms above cuDNN's (benchmarks/results/h200): 2,048 tokens 0.21 and 0.43 (flash attention 0.44 and 0.44), 8,192
+# tokens 4.5 and 6.0 (7.9 and 7.3). What is not measured takes torch's kernels.
+CUDNN_FIRST, CUDNN_HEAD_DIMS = ((9, 0), (10, 0)), range(64, 129, 8)
+OWN_BEFORE_FLASH = {((9, 0), 128)}  # (compute capability, head dim) of cores with a bound: causal and windows
 FLASH_HEAD_DIMS = range(8, 257, 8)
-BEFORE_FLASH = {(9, 0): 128}  # compute capability -> the head dim
 
 
-class _Asked(NamedTuple):
-    """A core that torch's kernels are asked for. seen: "all", "causal" or "window"; masked: is there a mask that does not
-    train; cudnn: does nothing bar its kernel; grouped: have k and v fewer heads?"""
+class CoreCase(NamedTuple):
+    """What the choice of a kernel depends on. bounded: with a window, causal is one; windowed: and not causal."""
 
-    dtype: torch.dtype
+    float32: bool
     D: int
-    seen: str
+    bounded: bool
+    windowed: bool
+    packed: bool
     masked: bool
-    cudnn: bool
     grouped: bool
 
-    def kernels(self, capability: tuple[int, int]) -> tuple[str, ...]:
-        """Those that compute it, the first choice first."""
-        if self.dtype == torch.float32:
-            return () if self.seen == "window" else ("efficient",)
-        cudnn = self.cudnn and capability in CUDNN_GPUS and self.D in CUDNN_HEAD_DIMS
-        flash = not self.masked and (self.seen == "all" or BEFORE_FLASH.get(capability) != self.D)
-        return ("cudnn",) * cudnn + ("flash",) * flash
+
+def kernel_order(capability: tuple[int, int], case: CoreCase) -> tuple[str, ...]:
+    """Which of torch's own kernels to try, in order; then the backend's.
+
+    float32 without TF32 has one kernel, memory-efficient attention: ours take tiles of 32 x 32 and FMA there. A mask goes to
+    cuDNN and to it; torch never gives them one together with causal. Windows and packed sequences go to flash attention.
+    Nothing here has dropout: torch's forward takes no seed, so a recompute could not sample forward's mask again.
+    """
+    plain = not (case.windowed or case.packed or (case.masked and case.bounded))
+    if case.float32:
+        return ("efficient",) if plain else ()
+    cudnn = plain and capability in CUDNN_FIRST and case.D in CUDNN_HEAD_DIMS
+    flash = not case.masked and not (case.bounded and (capability, case.D) in OWN_BEFORE_FLASH)
+    return ("cudnn",) * cudnn + ("flash",) * flash
 
 
 @functools.cache
-def _accepts(kernel: str, index: int | None, asked: _Asked) -> bool:
+def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase) -> bool:
     """Does torch's own rule let `kernel` run such heads on this device, with this build and this cuDNN?"""
     # In this mode torch gives cuDNN's logsumexp another layout.
     if kernel == "cudnn" and os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
         return False
-    grouped = asked.grouped and kernel != "efficient"  # for which heads are repeated
+    grouped = case.grouped and kernel != "efficient"  # which is given the heads repeated
     # Real tensors, not fake ones: torch answers for the device that is current.
     with _disable_current_modes(), torch.cuda.device(index), torch.inference_mode(False), torch.enable_grad():
         q, k = (
-            torch.empty((1, heads, 128, asked.D), dtype=asked.dtype, device="cuda", requires_grad=True)
+            torch.empty((1, heads, 128, case.D), dtype=dtype, device="cuda", requires_grad=True)
             for heads in (2, 1 if grouped else 2)
         )
-        mask = q.new_zeros((1, 1, 128, 128)) if asked.masked else None
-        params = torch.backends.cuda.SDPAParams(q, k, k, mask, 0.0, asked.seen == "causal", grouped)
-        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(params)
+        mask = q.detach().new_empty((1, 1, 128, 128)) if case.masked else None
+        asked = torch.backends.cuda.SDPAParams(q, k, k, mask, 0.0, case.bounded and not case.windowed, grouped)
+        return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
 
 
-ENABLED = {"cudnn": "cudnn_sdp_enabled", "flash": "flash_sdp_enabled", "efficient": "mem_efficient_sdp_enabled"}
+def _is_enabled(kernel: str) -> bool:
+    return getattr(torch.backends.cuda, f"{'mem_efficient' if kernel == 'efficient' else kernel}_sdp_enabled")()
 
 
-def _constant_fused(index: int | None, *fields) -> str:
-    asked = _Asked(*fields)  # Dynamo knows constants
-    for kernel in asked.kernels(torch.cuda.get_device_capability(index)):
-        if getattr(torch.backends.cuda, ENABLED[kernel])() and _accepts(kernel, index, asked):
-            return kernel
-    return ""
+def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tuple[str, ...]:
+    """`kernel_order` without what the user disables or torch refuses."""
+    asked = CoreCase(dtype == torch.float32, *case)
+    kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
+    return tuple(kernel for kernel in kernels if _is_enabled(kernel) and _accepts(kernel, index, dtype, asked))
 
 
-_constant_fused._dynamo_marked_constant = True  # as in _choices: called, not traced
+_constant_kernels._dynamo_marked_constant = True  # as in _choices: called, not traced
 
 
 def fused_core(
-    backend: str, x: Tensor, dtype: torch.dtype, q_shape: Sequence[int], k_shape: Sequence[int], left: int | None,
-    right: int | None, scale: float, precision: str, masks: Sequence[Tensor | None] = (), *others: object,
+    backend: str, x: Tensor, dtype: torch.dtype, precision: str, q_shape: Sequence[int], k_shape: Sequence[int],
+    left: int | None, right: int | None, scale: float, *others: object, masks: Sequence[Tensor | None] = (),
+    cu: Tensor | None = None,
 ) -> str:  # fmt: skip
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
-    masks: attention and padding masks. others: slopes, dropout, cu_seqlens, softcap, not sinks. The backend's kernel runs
-    - if any of the others is not None, or a mask trains. aten's forward takes no seed of dropout, so its masks could not be
-      drawn again from 16 bytes; of packed sequences flash attention sees keys beyond max_k, and leaves rows of none unwritten;
+    precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
+    slopes, dropout, softcap, not sinks. The backend's kernel runs
+    - if any of the others is not None, or a mask is trained, has several heads, of which a copy for torch's kernel moves more
+      bytes than the core, or is a float of another dtype, which the backend's kernel adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
-    - with float32 where TF32 is allowed, or where a compiled graph asks for it when it runs.
-    cuDNN's is barred without causal's mask, if the number of keys is not a multiple of 128: its backward has given NaN for some
-    (pytorch#196678); and with causal's and another mask. All save o and lse, so saved sets do not depend on the choice.
+    - in float32 unless the precision is known to be "ieee";
+    - with a bound, unless Sq = Sk or packed: flash attention aligns bottom-right.
+    cuDNN's does not run without causal's bound if the number of keys is not a multiple of 128: its backward has given NaN for
+    some (pytorch#196678). All save o and lse, so saved sets do not depend on the choice.
     """
-    trains = any(isinstance(one, Tensor) and one.requires_grad for one in (*masks, *others))
-    if x.is_meta and bodies_are_seen() and not trains:
+    if (
+        x.is_meta
+        and bodies_are_seen()
+        and not any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *masks))
+    ):
         return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
     if backend != "triton":
         return ""
     H, Sq, D = q_shape[1:]
+    Sk, masks = k_shape[2], [m for m in masks if m is not None]
     head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
-    narrow = dtype in (torch.float16, torch.bfloat16)
+    bounded, packed = left is not None or right is not None, cu is not None
     if (
-        not x.is_cuda or kernels_alone() or not (narrow or (dtype == torch.float32 and precision == "ieee"))
-        or not head_dim or trains or any(other is not None for other in others) or not scale > 0
-        or 0 in (*q_shape, *k_shape) or 1 in (Sq, k_shape[2]) or torch.are_deterministic_algorithms_enabled()
+        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        or (dtype == torch.float32 and precision != "ieee")
+        or not head_dim or any(other is not None for other in others)
+        or any(m.requires_grad or m.dtype not in (torch.bool, dtype) or (m.dim() == 4 and m.shape[1] != 1) for m in masks)
+        or not scale > 0 or (bounded and not packed and Sq != Sk)
+        or 0 in (*q_shape, *k_shape) or 1 in (Sq, Sk) or (packed and cu.shape[0] < 2)
+        or torch.are_deterministic_algorithms_enabled()
     ):  # fmt: skip
         return ""
-    seen = "all" if left is None and right is None else "causal" if left is None and right == 0 else "window"
-    masked = any(mask is not None for mask in masks)
-    if seen != "all" and (masked or Sq != k_shape[2]):  # two masks; or one that is aligned to another corner
-        return ""
-    cudnn = seen == "causal" or (seen == "all" and not k_shape[2] % 128)
     grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
-    return _constant_fused(x.device.index, dtype, head_dim, seen, masked, cudnn, grouped)
+    windowed = bounded and (left is not None or right != 0)
+    case = (head_dim, bounded, windowed, packed, bool(masks), grouped)
+    for kernel in _constant_kernels(x.device.index, dtype, *case):
+        if kernel != "cudnn" or bounded or Sk % 128 == 0:
+            return kernel
+    return ""
 
 
 def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.AttentionCore, do: Tensor | None = None):

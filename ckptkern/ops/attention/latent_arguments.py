@@ -94,9 +94,10 @@ def gather_latent(
     probe, scale = x.new_empty(0, dtype=dtype), float(max(sizes.qk, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(sizes.D))
     shape = (B, H, S, sizes.D)
+    precision = matmul_precision(probe)
     fused = fused_core(
-        backend, x, dtype, shape, shape, left, right, scale, matmul_precision(probe), (mask, padding),
-        "dropout" if training and dropout_p > 0.0 else None, softcap or None,
+        backend, x, dtype, precision, shape, shape, left, right, scale, "dropout" if training and dropout_p > 0.0 else None,
+        softcap or None, masks=(mask, padding),
     )  # fmt: skip
     t = LatentTensors(
         wqa=q_a_weight, bqa=q_a_bias, q_a_norm=q_a_norm_weight, wq=q_weight, bq=q_bias, wkva=kv_a_weight, bkva=kv_a_bias,
@@ -106,7 +107,7 @@ def gather_latent(
     o = LatentOptions(
         num_heads=H, latent_norm_eps=float(latent_norm_eps), theta=theta, interleaved=rotary_interleaved,
         mask_is_exclusion=mask_is_exclusion, left=left, right=right, scale=scale, softcap=softcap, dropout_p=float(dropout_p),
-        recompute=choose_mode(recompute), backend=backend, precision=matmul_precision(probe),
+        recompute=choose_mode(recompute), backend=backend, precision=precision,
         workspace=choose_workspace(op, workspace, probe), fused=fused, dtype=dtype, **options,
     )  # fmt: skip
     return t, o

@@ -202,24 +202,14 @@ def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, lef
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
     workspace = choose_workspace(op, workspace, query)  # it may raise, and an error draws nothing
     tensors = CoreTensors(mask, slopes, sinks, draw_state(query, dropout_p, True))
+    precision = matmul_precision(query)
     fused = fused_core(
-        backend,
-        query,
-        query.dtype,
-        query.shape,
-        key.shape,
-        left,
-        right,
-        scale,
-        matmul_precision(query),
-        (mask,),
-        slopes,
-        tensors.rng,
-        softcap or None,
-    )
+        backend, query, query.dtype, precision, query.shape, key.shape, left, right, scale, slopes, tensors.rng,
+        softcap or None, masks=(mask,),
+    )  # fmt: skip
     options = CoreOptions(
         dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
-        precision=matmul_precision(query), fused=fused, softcap=softcap, workspace=workspace,
+        precision=precision, fused=fused, softcap=softcap, workspace=workspace,
     )  # fmt: skip
     return _apply(options, query, key, value, *tensors)
 
@@ -341,11 +331,15 @@ def varlen_attn(
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
+    packed = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)]
+    backend, precision = choose_backend(op, query, head_dim_not_covered(D)), matmul_precision(query)
+    scale = _scale(scale, D)
+    fused = fused_core(
+        backend, query, query.dtype, precision, packed[0].shape, packed[1].shape, left, right, scale, cu=cu_seq_q
+    )
     options = CoreOptions(
-        dropout_p=0.0, scale=float(_scale(scale, D)), left=left, right=right, max_q=max_q, max_k=max_k,
-        backend=choose_backend(op, query, head_dim_not_covered(D)), precision=matmul_precision(query), fused="",
-        workspace=choose_workspace(op, None, query),
+        dropout_p=0.0, scale=float(scale), left=left, right=right, max_q=max_q, max_k=max_k, backend=backend,
+        precision=precision, fused=fused, workspace=choose_workspace(op, None, query),
     )  # fmt: skip
     tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
-    packed = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     return _apply(options, *packed, *tensors).squeeze(0).transpose(0, 1)

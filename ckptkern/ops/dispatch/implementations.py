@@ -123,8 +123,8 @@ def size_text(place: int) -> str:
 
 
 # What took less time than libraries in runs under benchmarks/results: (op, compute capability) -> (implementation, up to how
-# many features), in 16 bits. On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024 and 2,048
-# features (0.62 and 0.81 at "full"). MLPs by kernels took 1.25 of eager's at "full", of 1,024 features, where
+# many features), in 16 bits. On an H200 experts by kernels took 0.56 and 0.64 of grouped_mm's time at "none", of 1,024 and
+# 2,048 features (0.62 and 0.81 at "full"). MLPs by kernels took 1.25 of eager's at "full", of 1,024 features, where
 # torch.utils.checkpoint took 1.20: they are not here.
 MEASURED = {("moe_mlp", (9, 0)): ("triton", 2048)}
 
