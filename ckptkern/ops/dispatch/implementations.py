@@ -50,7 +50,8 @@ class Library(GroupedExperts, Kernels):
     def linear_fwd(
         self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
     ):
-        if b is not None and not save_z and activation in EPILOGUES and x.is_cuda:  # on a CPU its gelu is erf's
+        # on a CPU its gelu is erf's, and without features it gives b as it is
+        if b is not None and not save_z and activation in EPILOGUES and x.is_cuda and x.shape[1]:
             z, h = None, torch._addmm_activation(b, x, w.t(), use_gelu=EPILOGUES[activation])
         else:
             z = self.linear(x, w, b)
