@@ -20,6 +20,20 @@ KERNELS = [
         ("tests/triton_kernels/test_norm.py -k heads",),
     ),
     Fault(
+        "rotary: a program leaves out all tiles of tokens but its first",
+        "triton_kernels/rotary.py",
+        "for tile in range(tl.program_id(0) * tiles, «(tl.program_id(0) + 1) * tiles»):",
+        "tl.program_id(0) * tiles + 1",
+        ("tests/triton_kernels/test_norm.py -k heads",),
+    ),
+    Fault(
+        "elementwise: a NaN does not pass relu's mask of bits",
+        "triton_kernels/elementwise.py",
+        "mask_byte, pack_bits(«~(h <= 0.0)»,",
+        "h > 0.0",
+        ("tests/triton_kernels/test_elementwise.py -k bits",),
+    ),
+    Fault(
         "attention: dq has another slope of the softcap",
         "triton_kernels/attention_backward.py",
         "p *= «1.0 - qk * qk» dp = dot(do, tl.trans(v)",

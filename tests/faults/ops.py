@@ -335,4 +335,18 @@ OPS = [
         "recompute",
         ("tests/ops/test_op.py -k inside_a_checkpoint",),
     ),
+    Fault(
+        "attention: a mask's bias is forgotten by cuDNN's backward",
+        "ckptkern/eager/fused_attention.py",
+        "no_dropout, no_dropout, «bias», None, None, q.shape[2],",
+        "None",
+        ("tests/ops/test_fused_attention.py",),
+    ),
+    Fault(
+        "attention: flash attention has causal's window on both sides",
+        "ckptkern/eager/fused_attention.py",
+        '"window_size_left": left, "window_size_right": «right»}',
+        "left",
+        ("tests/ops/test_fused_attention.py",),
+    ),
 ]
