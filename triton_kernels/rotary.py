@@ -191,25 +191,21 @@ def _heads_bwd_kernel(
     """Each program walks `tiles` tiles of tokens, and writes one row of dweight_ptr and dbias_ptr [programs, D]; with OWN_ROWS,
     where it has one tile, a row for each of its heads, of [programs along tokens, H, D]."""
     dweight_a = tl.zeros((BLOCK_S, BLOCK_HALF if R > 0 else 1), dtype=tl.float32)
-    dweight_b = dweight_a
     dweight_rest = tl.zeros((BLOCK_S, BLOCK_REST if R < D else 1), dtype=tl.float32)
-    dbias_a, dbias_b, dbias_rest = dweight_a, dweight_b, dweight_rest
+    dweight_b, dbias_a, dbias_b, dbias_rest = dweight_a, dweight_a, dweight_a, dweight_rest
     same_row = tl.zeros((BLOCK_S,), dtype=tl.int64)  # the weight once a token: a row alone is read 2 bytes at a time
     first = tl.program_id(1) * HEADS
     for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
         t = tile * BLOCK_S + tl.arange(0, BLOCK_S)
         mask_t = t < tokens
-        dy_rows = token_rows(t, S, stride_dyb, stride_dys)
-        x_rows = token_rows(t, S, stride_xb, stride_xs)
-        dx_rows = token_rows(t, S, stride_dxb, stride_dxs)
+        dy_rows = token_rows(t, S, stride_dyb, stride_dys) + first.to(tl.int64) * stride_dyh
+        x_rows = token_rows(t, S, stride_xb, stride_xs) + first.to(tl.int64) * stride_xh
+        dx_rows = token_rows(t, S, stride_dxb, stride_dxs) + first.to(tl.int64) * stride_dxh
         if R > 0:
             cos_rows = token_rows(t, S, stride_cosb, stride_coss)
             sin_rows = token_rows(t, S, stride_sinb, stride_sins)
             cos_a, cos_b, _ = load_parts(cos_ptr, cos_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
             sin_a, sin_b, _ = load_parts(sin_ptr, sin_rows, mask_t, R, R, INTERLEAVED, BLOCK_HALF, 0)
-        dy_rows += first.to(tl.int64) * stride_dyh
-        x_rows += first.to(tl.int64) * stride_xh
-        dx_rows += first.to(tl.int64) * stride_dxh
         for head in range(first, tl.minimum(first + HEADS, H)):
             a, b, rest = load_parts(dy_ptr, dy_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
             if R > 0:
@@ -217,9 +213,8 @@ def _heads_bwd_kernel(
             if weight_ptr is not None:
                 x_a, x_b, x_rest = load_parts(x_ptr, x_rows, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
                 h_a, h_b, h_rest, r = normalized_parts(x_a, x_b, x_rest, mask_t, eps, D, R, KIND)
-                row = same_row
+                row = same_row + (head * D if OWN_ROWS else 0)
                 if OWN_ROWS:
-                    row += head * D
                     partial = (tl.program_id(0).to(tl.int64) * H + head) * D
                     if dweight_ptr is not None:
                         store_sums(
@@ -249,16 +244,15 @@ def _heads_bwd_kernel(
                     weight_ptr, row, mask_t, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST
                 )
                 a, b, rest = a * weight_a, b * weight_b, rest * weight_rest
-                along = tl.sum(a * h_a, axis=1) + tl.sum(b * h_b, axis=1) + tl.sum(rest * h_rest, axis=1)
-                along = (along / D)[:, None]
+                along = ((tl.sum(a * h_a, axis=1) + tl.sum(b * h_b, axis=1) + tl.sum(rest * h_rest, axis=1)) / D)[
+                    :, None
+                ]
                 if KIND == "layer":
                     mean = ((tl.sum(a, axis=1) + tl.sum(b, axis=1) + tl.sum(rest, axis=1)) / D)[:, None]
                     a, b, rest = a - mean, b - mean, rest - mean
                 a, b, rest = (a - h_a * along) * r, (b - h_b * along) * r, (rest - h_rest * along) * r
             store_parts(dx_ptr, dx_rows, mask_t, a, b, rest, D, R, INTERLEAVED, BLOCK_HALF, BLOCK_REST)
-            dy_rows += stride_dyh
-            x_rows += stride_xh
-            dx_rows += stride_dxh
+            dy_rows, x_rows, dx_rows = dy_rows + stride_dyh, x_rows + stride_xh, dx_rows + stride_dxh
     if not OWN_ROWS:
         partial = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * D
         if dweight_ptr is not None:

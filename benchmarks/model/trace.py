@@ -182,14 +182,15 @@ def torch_launch(func, args, kwargs, out) -> Launch | None:
     moved = _touched(given) + _touched(tensors or [t for t in tree_leaves(args[0]) if isinstance(t, Tensor)])
     if "scaled_dot_product" in name or "flash_attention" in name:
         direction = "backward" if "backward" in name else "forward"
-        q, k = args[1:3] if direction == "backward" else args[:2]
-        q, k = (q, k) if "scaled" in name else (q.transpose(1, 2), k.transpose(1, 2))  # [B, S, H, D]
-        shape = (*q.shape[:3], k.shape[2], q.shape[3])
-        place = [a.name for a in func._schema.arguments].index("is_causal")
-        causal = args[place] if place < len(args) else kwargs.get("is_causal", False)
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        q, k = named["query"], named["key"]
+        if "scaled_dot_product" in name:
+            shape = (*q.shape[:3], k.shape[2], q.shape[3])
+        else:  # rows [B, S, H, D], or [tokens, H, D] packed, each of which sees max_k of a sequence at most
+            shape = (math.prod(q.shape[:-3]), q.shape[-2], q.shape[-3], named["max_k"], q.shape[-1])
         flops = 2 * (5 if direction == "backward" else 2) * math.prod(shape)
         kernel = next(one for one in CORES if one in name)
-        return Launch(f"torch core {kernel} {direction}", "core", flops, moved, shape, bool(causal))
+        return Launch(f"torch core {kernel} {direction}", "core", flops, moved, shape, bool(named.get("is_causal")))
     matmul = "addmm" if name == "_addmm_activation" else name.removesuffix("_")  # torch has no formula of the first
     formula = flop_registry.get(getattr(aten, matmul, None))
     operands = [

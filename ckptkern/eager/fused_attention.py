@@ -122,7 +122,7 @@ def _packing(q: Tensor, k: Tensor, core: AttentionCore) -> Packing:
     """Returns the sequences of a packed core, without reading the device.
 
     Flash attention takes boundaries of adjacent sequences, and sees all of each. Where a sequence may be longer than max_q or
-    max_k, what is beyond becomes a sequence of its own, whose results are dropped. The price is N - 1 more sequences: in
+    max_k, what is beyond becomes a sequence of its own, whose results are dropped. It costs N - 1 more sequences: in
     backward 128 rows of dq in float32 each.
     """
     (T_q, T_k), (max_q, max_k) = (q.shape[2], k.shape[2]), (core.max_q, core.max_k)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.aten_attention import Twins
+from support.aten_attention import OnCPU
 
 from ckptkern import eager
 from ckptkern.eager import fused_attention
@@ -87,20 +87,20 @@ def run(core: eager.AttentionCore, q, k, v, do) -> tuple:
 
 
 @pytest.fixture
-def twins(monkeypatch) -> Twins:
-    made = Twins()
+def on_cpu(monkeypatch) -> OnCPU:
+    made = OnCPU()
     monkeypatch.setattr(fused_attention, "_aten", made)
     return made
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
-def test_torchs_kernels_compute_the_core(name, case, kv_heads, twins):
+def test_torchs_kernels_compute_the_core(name, case, kv_heads, on_cpu):
     """o, lse and gradients are the reference's; also what the kernel has not written, and what no key is seen from."""
     core = eager.AttentionCore(0.3, "ieee", **CASES[name][case](), fused=name)
     q, k, v, do = tensors(core, kv_heads)
     o, lse, grads = run(core, q, k, v, do)
-    assert twins.calls == [name, f"{name} backward"]
+    assert on_cpu.calls == [name, f"{name} backward"]
     assert o.transpose(1, 2).is_contiguous() or core.cu_q is not None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     wanted = eager.attention_reference(*leaves, core._replace(fused=""))
@@ -114,7 +114,7 @@ def test_torchs_kernels_compute_the_core(name, case, kv_heads, twins):
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient"])
 @pytest.mark.parametrize("low", [-1e30, torch.finfo(FLOAT).min])
-def test_a_row_hidden_by_large_numbers_has_the_mean_and_no_gradient(low, name, twins):
+def test_a_row_hidden_by_large_numbers_has_the_mean_and_no_gradient(low, name, on_cpu):
     core = eager.AttentionCore(0.3, "ieee", mask=of_two_rows(low), fused=name)
     q, k, v, do = tensors(core, 4)
     o, _, grads = run(core, q, k, v, do)

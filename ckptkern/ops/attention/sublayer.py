@@ -154,10 +154,12 @@ class AttentionForward(Sublayer):
     def parts(self, qkv: Tensor) -> list[tuple[Projection, Tensor]]:
         """Every projection with its result in qkv, or its gradient in dqkv: a block [rows, outputs] each. cuBLASLt adds a bias
         in its epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
-        rows = [self.key_value.shape[0] if part.of_key_value else self.x.shape[0] for part in self.projections]
-        widths = [part.weight.shape[0] for part in self.projections]
-        blocks = qkv.split([n * width for n, width in zip(rows, widths, strict=True)])
-        return [(part, one.view(n, -1)) for part, one, n in zip(self.projections, blocks, rows, strict=True)]
+        shapes = [
+            (self.key_value.shape[0] if part.of_key_value else self.x.shape[0], part.weight.shape[0])
+            for part in self.projections
+        ]
+        blocks = qkv.split([rows * width for rows, width in shapes])
+        return [(part, one.view(shape)) for part, one, shape in zip(self.projections, blocks, shapes, strict=True)]
 
     def held_inputs(self) -> Tensor | None:
         """h, if it fits the workspace beside a group."""
@@ -196,7 +198,8 @@ class AttentionForward(Sublayer):
         if not others:
             return split_heads(self.in_samples(first), self.o, self.D, index, count)
         q, _ = split_query(self.in_samples(first), self.o, self.D)
-        kv = [rows.view(self.B, key_rows(self.S, self.t), -1, self.D).split(self.o.num_kv_heads, 2) for rows in others]
+        of_sample = self.B, key_rows(self.S, self.t)
+        kv = [rows.view(*of_sample, rows.shape[1] // self.D, self.D).split(self.o.num_kv_heads, 2) for rows in others]
         return in_group((q, *itertools.chain(*kv)), index, count)
 
     def in_samples(self, rows: Tensor) -> Tensor:
