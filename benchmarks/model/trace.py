@@ -118,6 +118,7 @@ def _expert_kernel(name: str, given: dict[str, Any]) -> tuple[int, tuple[int, in
 # -- torch's ops -------------------------------------------------------------------------------------------------------
 
 ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"}
+ALLOCATES |= {"transpose_", "unsqueeze_"}  # views that are no new tensor
 OVERWRITES = {"copy_", "zero_", "fill_", "_foreach_copy_"}  # their first argument is not read
 REDUCTIONS = {"sum", "mean", "amax"}
 CORES = ("cudnn", "flash", "efficient")  # torch's of attention

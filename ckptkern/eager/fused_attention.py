@@ -107,31 +107,31 @@ class Packing(NamedTuple):
     outside_k: Tensor
 
 
-def _boundaries(cu: Tensor, longest: int) -> Tensor:
-    """Returns int32 [2 N]: where each sequence begins and ends, after `longest` rows at most."""
-    return torch.stack((cu[:-1], torch.minimum(cu[1:], cu[:-1] + longest)), 1).flatten()
-
-
-def _outside(boundaries: Tensor, rows: int) -> Tensor:
-    """Returns bool [rows]: a row behind an even number of beginnings and ends is in no sequence."""
-    row = torch.arange(rows, dtype=boundaries.dtype, device=boundaries.device)
-    return torch.searchsorted(boundaries, row, right=True, out_int32=True) % 2 == 0
+def _sequences(cu: Tensor, longest: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Returns (where each sequence begins and ends, after `longest` rows at most, int32 [2 N]; which rows are in none)."""
+    boundaries = torch.stack((cu[:-1], torch.minimum(cu[1:], cu[:-1] + longest)), 1).flatten()
+    row = torch.arange(rows, dtype=cu.dtype, device=cu.device)
+    # as many sequences have ended as have begun
+    return boundaries, torch.searchsorted(boundaries, row, right=True, out_int32=True) % 2 == 0
 
 
 def _packing(q: Tensor, k: Tensor, core: AttentionCore) -> Packing:
     """Returns the sequences of a packed core, without reading the device.
 
     Flash attention takes boundaries of adjacent sequences, and sees all of each. Where a sequence may be longer than max_q or
-    max_k, what is beyond becomes a sequence of its own, whose results are dropped. It costs N - 1 more sequences: in
-    backward 128 rows of dq in float32 each.
+    max_k, what is beyond becomes a sequence of its own, whose results are dropped. It costs 7 small launches, for other
+    sequences of keys 14, and N - 1 more sequences: in backward 128 rows of dq in float32 each.
     """
-    (T_q, T_k), (max_q, max_k) = (q.shape[2], k.shape[2]), (core.max_q, core.max_k)
-    of_q, of_k = _boundaries(core.cu_q, min(max_q, T_q)), _boundaries(core.cu_k, min(max_k, T_k))
-    whole = max_q >= T_q and max_k >= T_k
-    cu_q, cu_k = (core.cu_q, core.cu_k) if whole else (of_q, of_k)
-    max_q = max(min(max_q, T_q), 2)  # with 1 it takes every token for a sequence, to decode
-    max_k = max(min(max_k, T_k), max_q)  # a bound from max_k on is none to it, which is right for so many rows of q
-    return Packing(cu_q.contiguous(), cu_k.contiguous(), max_q, max_k, _outside(of_q, T_q), _outside(of_k, T_k))
+    T_q, T_k = q.shape[2], k.shape[2]
+    max_q, max_k = min(core.max_q, T_q), min(core.max_k, T_k)
+    of_q = of_k = _sequences(core.cu_q, max_q, T_q)
+    if core.cu_k is not core.cu_q or (max_k, T_k) != (max_q, T_q):
+        of_k = _sequences(core.cu_k, max_k, T_k)
+    whole = (max_q, max_k) == (T_q, T_k)
+    cu_q, cu_k = (core.cu_q.contiguous(), core.cu_k.contiguous()) if whole else (of_q[0], of_k[0])
+    max_q = max(max_q, 2)  # with 1 it takes every token for a sequence, to decode
+    max_k = max(max_k, max_q)  # a bound from max_k on is none to it, which is right for so many rows of q
+    return Packing(cu_q, cu_k, max_q, max_k, of_q[1], of_k[1])
 
 
 def _for_flash(q: Tensor, k: Tensor, core: AttentionCore) -> tuple[Packing | None, tuple, dict]:
@@ -192,7 +192,8 @@ def _efficient_bwd(do, q, k, v, o, lse, core):
     """Gives o and do as [B, S, H, D] in memory, which the kernel takes them for."""
     all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
     bias = _filled_bias(q, k, core, q.shape[1])
-    lse = F.pad(_of_rows_with_gradients(lse, core), (0, -q.shape[2] % LSE_ROWS), value=math.inf)
+    lse, missing = _of_rows_with_gradients(lse, core), -q.shape[2] % LSE_ROWS
+    lse = F.pad(lse, (0, missing), value=math.inf) if missing else lse
     no_dropout = lse.new_empty((), dtype=torch.int64)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         heads_layout(do), q, all_k, all_v, bias, heads_layout(o), lse, no_dropout, no_dropout, 0.0, [True, True, True, False],

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support.aten_attention import OnCPU
+from support.aten_attention import Aten
 
 from ckptkern import eager
 from ckptkern.eager import fused_attention
@@ -44,6 +44,7 @@ BOTH_ENDS = packed(
 )  # rows before, after; an empty one; fewer keys than queries
 TOO_LONG = packed([2, 5, 5, 14, 17], [1, 4, 9, 15, 19], 4, 3)
 WHOLE = packed([2, 5, 5, 14, 17], [1, 4, 9, 15, 17], 20, 20)
+OWN_KEYS = BOTH_ENDS | {"cu_k": BOTH_ENDS["cu_q"], "max_q": 4, "max_k": 4}
 MASKS = {
     "padding": lambda: {"mask": hides_padding(2, 1, 1)},
     "a mask of every row": lambda: {"mask": one_row_sees_nothing()},
@@ -64,6 +65,8 @@ CASES = {  # what each kernel is chosen for
             "longer than said": TOO_LONG, "longer than said, causal": TOO_LONG | CAUSAL,
             "longer than said, window": TOO_LONG | {"window": (1, 1)},
             "the longest is not known": WHOLE, "the longest is not known, causal": WHOLE | CAUSAL,
+            "its own keys": OWN_KEYS | CAUSAL,
+            "its own keys, of which fewer are seen": OWN_KEYS | {"max_k": 2},
             "one row a sequence": packed([2, 5, 14, 17], [1, 4, 15, 17], 1, 6),
             "no row": packed([2, 5, 14, 17], [1, 4, 15, 17], 0, 0),
         }.items()
@@ -87,20 +90,20 @@ def run(core: eager.AttentionCore, q, k, v, do) -> tuple:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch) -> OnCPU:
-    made = OnCPU()
+def aten(monkeypatch) -> Aten:
+    made = Aten()
     monkeypatch.setattr(fused_attention, "_aten", made)
     return made
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in CASES.items() for case in cases])
-def test_torchs_kernels_compute_the_core(name, case, kv_heads, on_cpu):
+def test_torchs_kernels_compute_the_core(name, case, kv_heads, aten):
     """o, lse and gradients are the reference's; also what the kernel has not written, and what no key is seen from."""
     core = eager.AttentionCore(0.3, "ieee", **CASES[name][case](), fused=name)
     q, k, v, do = tensors(core, kv_heads)
     o, lse, grads = run(core, q, k, v, do)
-    assert on_cpu.calls == [name, f"{name} backward"]
+    assert aten.calls == [name, f"{name} backward"]
     assert o.transpose(1, 2).is_contiguous() or core.cu_q is not None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     wanted = eager.attention_reference(*leaves, core._replace(fused=""))
@@ -114,7 +117,7 @@ def test_torchs_kernels_compute_the_core(name, case, kv_heads, on_cpu):
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient"])
 @pytest.mark.parametrize("low", [-1e30, torch.finfo(FLOAT).min])
-def test_a_row_hidden_by_large_numbers_has_the_mean_and_no_gradient(low, name, on_cpu):
+def test_a_row_hidden_by_large_numbers_has_the_mean_and_no_gradient(low, name, aten):
     core = eager.AttentionCore(0.3, "ieee", mask=of_two_rows(low), fused=name)
     q, k, v, do = tensors(core, 4)
     o, _, grads = run(core, q, k, v, do)
@@ -138,13 +141,15 @@ def test_what_a_mask_adds(dtype, lowest):
         assert math.isfinite(float(bias.min().float() * math.log2(math.e)))
 
 
-@pytest.mark.parametrize("options", [TOO_LONG, WHOLE])
+@pytest.mark.parametrize("options", [TOO_LONG, WHOLE, OWN_KEYS])
 def test_boundaries_are_formed_without_reading_the_device(options):
     """A meta tensor has no values that the host could read."""
-    core = eager.AttentionCore(0.3, "ieee", **{k: x.to("meta") if k[:2] == "cu" else x for k, x in options.items()})
+    on_meta = {id(cu): cu.to("meta") for cu in (options["cu_q"], options["cu_k"])}
+    core = eager.AttentionCore(0.3, "ieee", **{name: on_meta.get(id(one), one) for name, one in options.items()})
     q, k, *_ = (x.to("meta") for x in tensors(core, 4))
     packing = fused_attention._packing(q, k, core)
     assert packing.outside_q.shape == packing.outside_k.shape == (20,)
+    assert (packing.outside_q is packing.outside_k) == (options is OWN_KEYS), "formed twice"
 
 
 @pytest.mark.gpu

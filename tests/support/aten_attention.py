@@ -42,7 +42,7 @@ def _backward(s: Tensor, q: Tensor, k: Tensor, v: Tensor, do: Tensor, o: Tensor,
     return ds @ _grouped(k, q.shape[-3]), dk, dv
 
 
-class OnCPU:
+class Aten:
     """Stands for torch.ops.aten. Checks what the C++ checks; `calls` has the name of each call."""
 
     def __init__(self):
