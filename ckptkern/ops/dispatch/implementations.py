@@ -8,8 +8,8 @@
 In PyTorch ops there is one, `eager`. `default_impl` says which of them runs where nothing was tuned.
 
 An implementation is one of the ops' static arguments, chosen in forward and saved for backward. On "triton" recompute equals
-forward bit for bit, whatever the tiles (all add in the same order). On "library" cuBLAS may choose another algorithm for the
-rows of a chunk, and rounds no z where its own epilogue gives h: the same masks, and errors within twice eager's.
+forward bit for bit, whatever the tiles (all add in the same order). On "library" the recompute runs the matmuls of forward, of
+the same shapes, for which cuBLAS chooses alike; with another number of rows in a chunk it may not.
 """
 
 from __future__ import annotations
@@ -40,29 +40,35 @@ class Kernels:
         return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
 
 
-# Activations that cuBLASLt has an epilogue for, behind a bias: with tanh-GELU or not.
-EPILOGUES = {"relu": False, "gelu_tanh": True}
-
-
 class Library(GroupedExperts, Kernels):
     """cuBLAS's matmuls, and elementwise kernels between them."""
 
     def linear_fwd(
         self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
     ):
-        # on a CPU its gelu is erf's, and without features it gives b as it is
-        if b is not None and not save_z and activation in EPILOGUES and x.is_cuda and x.shape[1]:
-            z, h = None, torch._addmm_activation(b, x, w.t(), use_gelu=EPILOGUES[activation])
+        z = None if activation == "relu" and not save_z else self.linear(x, w, b)
+        if z is None:
+            h = self.relu(x, w, b)
         else:
-            z = self.linear(x, w, b)
             h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
         bits = self.kernels.relu_bits(h) if save_bits else None
         return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, bits)
 
+    def relu(self, x, w, b):
+        """relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z. That of
+        tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""
+        if b is not None and x.is_cuda and x.shape[1]:  # without features ATen gives b as it is
+            return torch._addmm_activation(b, x, w.t())
+        return self.kernels.act_fwd(self.linear(x, w, b), None, "relu")
+
+    def recomputed(self, x, w, b, activation):
+        """z, or relu's own result by the matmul that forward ran: it tells what z would."""
+        return self.relu(x, w, b) if activation == "relu" else self.linear(x, w, b)
+
     def mlp_bwd(
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
     ):
-        z = self.linear(x, w1, b1)
+        z = self.recomputed(x, w1, b1, activation)
         return self.act_grad(dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, save_h=save_h, db=db)
 
     def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
@@ -70,7 +76,7 @@ class Library(GroupedExperts, Kernels):
         return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted)
 
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
-        return self.kernels.act_bwd(dh, self.linear(x, w, b), activation, db=db)
+        return self.kernels.act_bwd(dh, self.recomputed(x, w, b, activation), activation, db=db)
 
     def act_grad(
         self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
