@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import (
-    Watch,
     assert_as_exact,
     assert_same_within_rounding,
     clone,
@@ -16,10 +15,12 @@ from support.cases import (
     output_gradient,
 )
 from support.properties import call_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern.ops.attention import latent_sublayer, sublayer
 from ckptkern.ops.catalog import Sizes
+from ckptkern.ops.registration.functions import bodies_seen
 
 QUERY, KEY = (2, 4, 7, 6), (2, 4, 5, 6)
 
@@ -189,32 +190,33 @@ def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
     assert list(dict.fromkeys(found)) == [1, 2, 4]
 
 
-class Addmms(Watch):
-    """Is each result that addmm writes to contiguous?"""
+class Biases(TorchDispatchMode):
+    """The results of matmuls to which a bias is added."""
 
     def __init__(self):
         super().__init__()
-        self.contiguous: list[bool] = []
+        self.found = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.addmm.out:
-            self.contiguous.append(kwargs["out"].is_contiguous())
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.addmm and args[0].dim() == 1:
+            self.found.append(out)
+        return out
 
 
-@pytest.mark.parametrize("workspace", [None, 1], ids=["whole", "groups of heads"])
-@pytest.mark.parametrize("crosses", [False, True])
-def test_biases_are_added_into_contiguous_rows(crosses, workspace):
-    """Into columns of wider rows ATen would copy a bias before cuBLASLt's matmul, which would read it again."""
-    d, H, H_kv, D = 32, 4, 2, 8
-    x, memory = torch.randn(2, 5, d), torch.randn(2, 7, d)
-    widths = (H * D, H_kv * D, H_kv * D)
-    weights, biases = [torch.randn(n, d) for n in widths], [torch.randn(n, requires_grad=True) for n in widths]
-    more = {"key_value": memory} if crosses else {"gate_weight": torch.randn(H, d), "gate_bias": torch.randn(H)}
-    with Addmms() as found:
-        y = ckptkern.attention_block(
-            x, tuple(weights), tuple(biases), torch.randn(d, H * D), None, H, H_kv, workspace=workspace, **more
-        )
-        y.sum().backward()
-    assert all(found.contiguous)
-    assert len(found.contiguous) >= 2 * (3 + (not crosses))
+BIASED = [
+    ("attention_block", "three weights with updates"), ("attention_block", "memory of other features"),
+    ("attention_block", "gate_bias"), ("latent_attention_block", "q_a_bias", "kv_a_bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("workspace", [2**30, 1], ids=["at once", "in groups"])
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("case", BIASED, ids=" ".join)
+def test_a_bias_is_added_in_an_epilogue(case, mode, workspace):
+    """Where cuBLASLt can, which is to contiguous results: with a stride torch copies the bias into the result before."""
+    call = call_of(*case, sizes=Sizes((2, 7), heads=4), recompute=mode, workspace=workspace)
+    with bodies_seen(), Biases() as biases:
+        gradients(call, call.make())
+    assert biases.found
+    assert all(result.is_contiguous() for result in biases.found)

@@ -37,8 +37,8 @@ OF_Q_LATENT, OF_KV_LATENT = frozenset(("wqa", "bqa", "q_a_norm")), frozenset(("w
 
 
 class Latents(NamedTuple):
-    """raw [tokens, q_rank + kv_rank + rope], the latents before their norms and the rotated part of k; q, kv: what wq and wkvb
-    read, the latents after their norms, or h in place of q's."""
+    """raw: the latents before their norms, with the rotated part of k (`raw_parts`); q, kv: what wq and wkvb read, the latents
+    after their norms, or h in place of q's."""
 
     raw: Tensor
     q: Tensor
@@ -98,22 +98,31 @@ class LatentSublayer(Sublayer):
         if self.angles[0] is not None:
             self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
+    def raw_parts(self, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns q's latent [tokens, q_rank], and k's and v's with the rotated part of k [tokens, kv_rank + rope]: each is
+        contiguous for the reason that AttentionForward.parts has."""
+        rows, of_q = self.x.shape[0], self.sizes.q_rank
+        q, kv = raw.split([rows * of_q, rows * (self.sizes.latents - of_q)])
+        return q.view(rows, of_q), kv.view(rows, self.sizes.latents - of_q)
+
     def raw_latents(self, h: Tensor) -> Tensor:
-        t, sizes = self.t, self.sizes
-        raw = h.new_empty(h.shape[0], sizes.latents)
+        t, rope = self.t, self.sizes.rope
+        raw = h.new_empty(h.shape[0] * self.sizes.latents)
+        q, kv = self.raw_parts(raw)
         if t.wqa is not None:
-            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=raw[:, : sizes.q_rank])
-        eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=raw[:, sizes.q_rank :])
-        if sizes.rope:
-            self.rotate(raw[:, -sizes.rope :], 1)
+            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=q)
+        eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=kv)
+        if rope:
+            self.rotate(kv[:, -rope:], 1)
         return raw
 
     def latents(self, raw: Tensor | None = None) -> Latents:
         """raw: if it was saved."""
-        t, o, (_, _, _, _, q_rank, kv_rank) = self.t, self.o, self.sizes
+        t, o = self.t, self.o
         h = self.inputs() if raw is None or t.wqa is None else None
         raw = self.raw_latents(h) if raw is None else raw
-        q, kv = h if t.wqa is None else raw[:, :q_rank], raw[:, q_rank : q_rank + kv_rank]
+        of_q, of_kv = self.raw_parts(raw)
+        q, kv = h if t.wqa is None else of_q, of_kv[:, : self.sizes.kv_rank]
         h = None
         if t.q_a_norm is not None:
             q = self.norm_fwd(q, t.q_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
@@ -148,7 +157,7 @@ class LatentSublayer(Sublayer):
         k = kv.new_empty(self.B, self.S, H, D)
         k[..., :nope].copy_(kv[..., :nope])
         if rope:
-            k[..., nope : nope + rope].copy_(self.by_token(latents.raw[:, -rope:], 1))
+            k[..., nope : nope + rope].copy_(self.by_token(self.raw_parts(latents.raw)[1][:, -rope:], 1))
         if nope + rope < D:
             k[..., nope + rope :].zero_()
         parts = self.filled(self.by_token(q, H)), k, self.filled(kv[..., nope:])
@@ -321,7 +330,8 @@ class LatentSublayer(Sublayer):
         self, raw: Tensor, need: Collection[str], wants: LatentNeeds, grads: PartGrads, totals: dict[str, Tensor | None]
     ) -> Tensor | None:
         """Those of the latents' weights and norms; returns that of h. totals: is emptied."""
-        t, o, (_, _, rope, _, q_rank, kv_rank) = self.t, self.o, self.sizes
+        t, o, rope, kv_rank = self.t, self.o, self.sizes.rope, self.sizes.kv_rank
+        of_q, of_kv = self.raw_parts(raw)
         reads_h = not {"wqa", "wkva"}.isdisjoint(need)
         h, dh = self.inputs() if reads_h else None, None
         through_h = self.needs_dh(need)
@@ -329,20 +339,18 @@ class LatentSublayer(Sublayer):
         if t.wqa is None:
             dh = d if through_h else None
         elif wants.q_latent:
-            d = self.latent_gradient("q_a_norm", d, raw[:, :q_rank], need, grads)
+            d = self.latent_gradient("q_a_norm", d, of_q, need, grads)
             self.add_layer_gradients("qa", None, d, h, need, grads)
             dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if through_h else None
         d = None
         if not wants.kv_latent:
             return dh
-        d = raw.new_empty(raw.shape[0], kv_rank + rope)
-        d[:, :kv_rank] = self.latent_gradient(
-            "kv_a_norm", totals.pop("kv"), raw[:, q_rank : q_rank + kv_rank], need, grads
-        )
+        d = torch.empty_like(of_kv)
+        d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], need, grads)
         if rope:
             shared = totals.pop("rope").unsqueeze(2)
             self.rotate_back(shared)
-            d[:, kv_rank:] = shared.view(raw.shape[0], rope)
+            d[:, kv_rank:] = shared.view(d.shape[0], rope)
         self.add_layer_gradients("kva", None, d, h, need, grads)
         if through_h:
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
