@@ -267,13 +267,13 @@ def act_grad(
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 
 
-def hidden_grad(dh, z, activation: str, *, save_h=False, db=False):
+def hidden_grad(dh, z, activation: str, *, save_h=False, db=False, over=False, h_over_z=False):
     """dz = dh * act'(z) [M, N], h = act(z) (None unless asked for), and db = sum of dz's rows ([N], likewise), in one
-    pass over stored dh and z [M, N]."""
+    pass over stored dh and z [M, N]. over: dz is written over dh; h_over_z: h over z."""
     M, N = dh.shape
     dh, z = rows_of(dh), rows_of(z)
-    dz = torch.empty((M, N), dtype=dh.dtype, device=dh.device)
-    h = torch.empty_like(dz) if save_h else None
+    dz = dh if over else torch.empty((M, N), dtype=dh.dtype, device=dh.device)
+    h = (z if h_over_z else torch.empty_like(dz)) if save_h else None
     blocks = blocks_of(dh)
     partial = block_sums(M, N, blocks, dh) if db else None
     if M and N:

@@ -308,13 +308,13 @@ def gated_act_grad(
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 
 
-def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=False):
-    """The outputs of `gated_act_grad` in one pass over stored dh, g and u [M, N]."""
+def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):
+    """The outputs of `gated_act_grad` in one pass over stored dh, g and u [M, N]. over: h is written over dh; over_gu: dg over
+    g and du over u."""
     M, N = dh.shape
     dh, g, u = rows_of(dh), rows_of(g), rows_of(u)
-    dg = torch.empty((M, N), dtype=dh.dtype, device=dh.device)
-    du = torch.empty_like(dg)
-    h = torch.empty_like(dg) if save_h else None
+    dg, du = (one if over_gu else torch.empty((M, N), dtype=dh.dtype, device=dh.device) for one in (g, u))
+    h = (dh if over else torch.empty_like(dg)) if save_h else None
     blocks = blocks_of(dh)
     partial_g = block_sums(M, N, blocks, dh) if dbg else None
     partial_u = block_sums(M, N, blocks, dh) if dbu else None

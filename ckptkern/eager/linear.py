@@ -55,7 +55,8 @@ def linear_bwd(x, w, b, dh, activation, precision, *, db=False):
     return act_bwd(dh, linear(x, w, b), activation, db=db)
 
 
-def hidden_grad(dh, z, activation, *, save_h=False, db=False):
+def hidden_grad(dh, z, activation, *, save_h=False, db=False, over=False, h_over_z=False):
+    """The results are new tensors here, whatever a kernel may write over."""
     function = ACTIVATIONS[activation]
     dz = function.grad(dh, z)
     dz = dz.clone() if dz is dh else dz

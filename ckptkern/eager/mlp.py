@@ -30,7 +30,8 @@ def gated_bwd(
     )  # fmt: skip
 
 
-def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False):
+def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):
+    """The results are new tensors here, whatever a kernel may write over."""
     a = act(g, activation)
     h = a * u if save_h else None
     du = dh * a if a is g else a.mul_(dh)

@@ -11,8 +11,9 @@ from support.cases import P, check_exactness, expected_mask, output_gradient
 from support.properties import OF_OPS, Case, joined
 
 import ckptkern
+from benchmarks.dev import routes
+from benchmarks.model import trace
 from ckptkern import eager, triton_kernels
-from ckptkern.memory import peak_memory
 from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
@@ -94,25 +95,27 @@ def test_a_compiled_graph_follows_the_implementation(device):
         assert spy.called == (impl == "library")
 
 
-@pytest.mark.parametrize("device", ["cpu"])  # on a GPU cuBLAS has a workspace of its own
-@pytest.mark.parametrize(("name", "hidden"), [("mlp", 4), ("gated_mlp", 6)])
-def test_workspace_bounds_the_library_too(name, hidden, device):
-    """`hidden` tensors of the hidden layer at once, in chunks of 128 rows. Without kernels: the interpreter copies tensors."""
-    case = Case(OF_OPS[name], (), "full", Sizes((640,), 8, 64, 8))
-    tensors = case.make(torch.float32, device)
-    workspace = 128 * hidden * 64 * 4
-    with (
-        _choices.forced_impl("library"),
-        mock.patch.object(_choices.primitives("library"), "kernels", eager),
-        mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy,
-    ):
-        y = case(tensors, workspace=workspace, activation="relu")
-        dy = output_gradient(y)
-        with peak_memory(device) as peak:
-            grads = torch.autograd.grad(y, list(tensors.values()), dy)
-    assert spy.call_args.args[1:] == (hidden * 64 * 4, workspace)
-    transient = peak.bytes - sum(g.numel() * g.element_size() * (2 if g.dim() == 1 else 1) for g in grads)
-    assert 0.7 * workspace < transient <= workspace
+@pytest.mark.parametrize("drops", [False, True], ids=["", "dropout"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize(("name", "hidden"), [("mlp", 2), ("gated_mlp", 3)])
+def test_workspace_bounds_the_library_too(name, hidden, mode, drops):
+    """`hidden` tensors of the hidden layer at once, and one more with dropout, in chunks of 128 rows, as tensors without data
+    come and go."""
+    case = Case(OF_OPS[name], ("dropout_p",) if drops else (), mode, Sizes((640,), 8, 64, 8))
+    rows = 128 * (hidden + drops) * 64 * 2
+    with mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy, ckptkern.backend("auto"):
+        made = case.make(torch.bfloat16, "cpu")
+        leaves = {name: torch.empty_like(one, device="meta", requires_grad=True) for name, one in made.items()}
+        with trace.as_on(routes.gpu_of(120), kernels=False), trace._Allocated(leaves.values()) as allocated:
+            y = case(leaves, workspace=rows, activation="gelu")
+            dy, saved = torch.empty_like(y), allocated.now
+            allocated.peak = 0
+            grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    bytes_of_a_row, workspace = spy.call_args.args[1:]
+    assert (bytes_of_a_row, workspace) == ((hidden + drops) * 64 * 2, rows)
+    dx, *others = grads
+    sums = sum(4 * g.numel() * (6 if g.dim() == 1 else 1) for g in others)  # of chunks, and a bias's of 32 rows
+    assert 0.7 * rows < allocated.peak - saved - dx.nbytes - sums <= rows
 
 
 @pytest.fixture

@@ -69,3 +69,18 @@ def test_the_gated_matmul_is_rounded_once(device):
     g, u = gate_and_up(tensors)
     expected = (g.double().relu().square() * u.double()).to(torch.bfloat16)
     assert torch.equal(kernel(LAUNCHERS["gated_bwd"], tensors, "relu2")["h"], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["mlp", "gated"])
+def test_results_over_their_operands(gated, dtype, device):
+    """They have the bits of new ones, and are where they are wanted."""
+    given = [torch.randn(70, 137, device=device).to(dtype) for _ in range(2 + gated)]
+    launcher = triton_kernels.gated_hidden_grad if gated else triton_kernels.hidden_grad
+    sums = {"dbg": True, "dbu": True} if gated else {"db": True}
+    expected = launcher(*given, "gelu", save_h=True, **sums)
+    over = {"over": True, "over_gu": True} if gated else {"over": True, "h_over_z": True}
+    results = launcher(*given, "gelu", save_h=True, **sums, **over)
+    assert all(map(torch.equal, results, expected))
+    places = (given[1], given[2], given[0]) if gated else given  # dg, du, h; dz, h
+    assert [one.data_ptr() for one in results[: len(given)]] == [one.data_ptr() for one in places]

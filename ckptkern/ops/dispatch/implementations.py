@@ -69,11 +69,13 @@ class Library(GroupedExperts, Kernels):
         self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
     ):
         z = self.recomputed(x, w1, b1, activation)
-        return self.act_grad(dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, save_h=save_h, db=db)
+        return self.act_grad(
+            dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, save_h=save_h, h_over_z=True, db=db
+        )
 
     def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
         g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
-        return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted)
+        return self.gated_act_grad(dy, wd, g, u, activation, precision, **wanted, over_gu=True)
 
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
         return self.kernels.act_bwd(dh, self.recomputed(x, w, b, activation), activation, db=db)
@@ -83,7 +85,7 @@ class Library(GroupedExperts, Kernels):
         db=False,
     ):  # fmt: skip
         dh = self.apply_dropout(self.mm(dy, w), dropout, row_base)
-        grads = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db)
+        grads = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db, over=True, h_over_z=h_over_z)
         del dh
         return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
 
@@ -96,10 +98,13 @@ class Library(GroupedExperts, Kernels):
 
     def gated_act_grad(
         self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, dbg=False,
-        dbu=False,
+        dbu=False, over_gu=False,
     ):  # fmt: skip
+        """over_gu: dg and du may be written over g and u."""
         dh = self.apply_dropout(self.mm(dy, wd), dropout, row_base)
-        grads = self.kernels.gated_hidden_grad(dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu)
+        grads = self.kernels.gated_hidden_grad(
+            dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu, over=True, over_gu=over_gu
+        )
         del dh
         return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
 

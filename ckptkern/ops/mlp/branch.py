@@ -341,8 +341,8 @@ def backward_bytes(
     eagerly, held = backend == "eager", 5 if gated else 2
     if eagerly:
         held += max(2 * drops, eager.ACTIVATIONS[activation].temporaries)
-    if backend == "library":
-        held += 1 if gated else 2
+    if backend == "library":  # which writes dz over dh, h over z; dg and du over g and u, h over dh; dropout anew
+        held += drops - (2 if gated else 0)
     masks = hidden if eagerly and drops else 0
     return row_bytes(dtype, on_gpu, held * hidden, masks, hidden + max(features, out), (3 if gated else 2) * hidden)
 

@@ -62,9 +62,9 @@ def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -
 
 def _row_bytes(o: LinearStackOptions, weights: Sequence[Tensor], dtype: torch.dtype, on_gpu: bool) -> int:
     """Of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer, with what its
-    activation's gradient holds, or a library's step, which writes no h over z. Forward takes no more, and the same chunks."""
+    activation's gradient holds. Forward takes no more, and the same chunks."""
     widths = [w.shape[0] for w in weights]
-    temporaries = eager.ACTIVATIONS[o.activation].temporaries if o.backend == "eager" else o.backend == "library"
+    temporaries = eager.ACTIVATIONS[o.activation].temporaries if o.backend == "eager" else 0
     held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
     return row_bytes(dtype, on_gpu, held, 0, summed, sum(widths) + 3 * max(widths))
 
