@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckptkern
 from ckptkern import eager
 from ckptkern.ops import catalog
-from ckptkern.ops.attention import arguments, sdpa
+from ckptkern.ops.attention import arguments, latent_tensors, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
 from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.groups import bytes_of_heads
 from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
 
@@ -214,6 +216,28 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
     unwanted |= set() if repeats else {"repeat_interleave"}
     assert not unwanted & (forward.counts + backward.counts).keys()
     assert rotary or not forward.counts["copy_"], "o has the layout that the op promises"
+
+
+@pytest.mark.parametrize("keys", [64, 96])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_what_flash_attention_allocates_itself_is_counted(kv_heads, keys):
+    """In its backward dq in float32, and for grouped heads dk and dv of every query head (flash_api.cpp)."""
+    x = torch.empty(2, 64, 256, device="meta", dtype=torch.bfloat16)
+    weights = [x.new_empty(heads * 64, 256) for heads in (4, kv_heads, kv_heads)], None, x.new_empty(256, 256), None
+    memory = x.new_empty(2, keys, 256)
+    t, o = gather("test", x, *weights, 4, kv_heads, key_value=memory, residual=True, recompute="full")
+    flash, cudnn = (bytes_of_heads(128, t, o._replace(backend="triton", fused=one)) for one in ("flash", "cudnn"))
+    assert flash - cudnn == 4 * 256 * 128 + (2 * 2 * 256 * 2 * keys if kv_heads == 2 else 0)
+
+
+def test_what_flash_attention_allocates_itself_is_counted_beside_latents():
+    """Latent attention has as many heads of k and v as of q."""
+    sizes = latent_tensors.LatentSizes(H=4, nope=16, rope=8, v=16, q_rank=0, kv_rank=32)
+    o = SimpleNamespace(dtype=torch.bfloat16, backend="triton", recompute="full", dropout_p=0.0, softcap=0.0)
+    flash, cudnn = (
+        latent_tensors._bytes_of_heads(128, sizes, SimpleNamespace(**vars(o), fused=one)) for one in ("flash", "cudnn")
+    )
+    assert flash - cudnn == 128 * 4 * 24 * 4
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:
