@@ -143,6 +143,31 @@ def test_a_mode_of_torchs_bars_cudnn_alone(monkeypatch):
         attention_core._accepts.__wrapped__("flash", 99, torch.bfloat16, case)
 
 
+ON_GPU = SimpleNamespace(is_meta=False, is_cuda=True, device=SimpleNamespace(index=0))  # all that is read of x
+
+
+@pytest.mark.parametrize("right", [lambda Sq, Sk: Sk - Sq, lambda Sq, Sk: Sk // 2], ids=["0", "half of the keys"])
+def test_a_compiled_graph_asks_with_numbers(right, monkeypatch):
+    """Of any length: Dynamo calls what answers, with constants alone."""
+
+    def kernels(index, dtype, head_dim, bounded, windowed, packed, masked, grouped):
+        return ("efficient",) if windowed else ("flash",)
+
+    kernels._dynamo_marked_constant = True
+    monkeypatch.setattr(attention_core, "_constant_kernels", kernels)
+
+    def chosen_of(q, k):
+        Sq, Sk = q.shape[0], k.shape[0]
+        shapes = (2, 4, Sq, 64), (2, 4, Sk, 64)
+        one = attention_core.fused_core("triton", ON_GPU, torch.bfloat16, "ieee", *shapes, None, right(Sq, Sk), 0.125)
+        return q + len(one)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(chosen_of, backend="eager", fullgraph=True, dynamic=True)
+    for S in (100, 120):
+        assert torch.equal(compiled(*torch.zeros(2, S)), chosen_of(*torch.zeros(2, S)))
+
+
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "attention_block"])
 def test_sinks_and_a_window_that_hides_nothing_are_no_reason_for_another_kernel(name, monkeypatch):
     asked, given = [], catalog.OPS[name].inputs(catalog.Sizes())
