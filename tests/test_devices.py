@@ -23,6 +23,8 @@ LLAMA = functools.partial(
 long_on_cpu = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
+# "auto" runs libraries on a GPU, whose recompute has not forward's bits
+each_backend = pytest.mark.parametrize("backend", ["triton", pytest.param("auto", marks=pytest.mark.gpu)])
 
 
 @pytest.fixture(autouse=True)
@@ -96,8 +98,9 @@ def test_float16_autocast_and_a_scaler(device):
 
 
 @long_on_cpu
+@each_backend
 @pytest.mark.parametrize("layer", [ENCODER, LLAMA], ids=["encoder", "llama"])
-def test_compiled(layer, device):
+def test_compiled(layer, backend, device):
     """In one graph, by inductor on a GPU: results, masks included, are those of a call."""
     one = layer().to(device)
     tensors = leaves(one, device, lead=(2, 5))
@@ -106,9 +109,10 @@ def test_compiled(layer, device):
 
     def run(tensors: Tensors) -> Tensor:
         torch.manual_seed(SEED)
-        return compiled(tensors["x"])
+        with ckptkern.backend(backend):
+            return compiled(tensors["x"])
 
-    assert_same_within_rounding(gradients(run, tensors), gradients(running(one), tensors))
+    assert_same_within_rounding(gradients(run, tensors), gradients(running(one, backend), tensors))
 
 
 @pytest.mark.slow
@@ -174,14 +178,16 @@ def test_replays_draw_anew_and_masks_agree_within_one(device):
 
 
 @long_on_cpu
-def test_a_converted_training_step_replays(device):
+@each_backend
+def test_a_converted_training_step_replays(backend, device):
     """Forward, backward and optimizer of layers with dropout at every place: each replay trains, with other masks."""
     network, given = build("converted", 0.2, device=device), ids().to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-5)
 
     def step() -> tuple[Tensor, ...]:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(network(given).flatten(0, 1), given.flatten())
+        with ckptkern.backend(backend):
+            loss = nn.functional.cross_entropy(network(given).flatten(0, 1), given.flatten())
         loss.backward()
         optimizer.step()
         return (loss.detach(),)

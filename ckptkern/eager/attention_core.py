@@ -25,7 +25,7 @@ class AttentionCore(NamedTuple):
     o and lse without them, which `with_sinks` then changes; gradients are formed from the changed ones.
     cu_q, cu_k: int32 [B + 1], where packed sequences begin; q, k, v are then [1, H, total, D]. The window then counts rows
     from i = Sk - Sq, which aligns a sequence's last row with its last column.
-    fused: torch's own kernel that computes this core on a GPU ("cudnn", "flash"), "" for none. softcap: 0 for none.
+    fused: torch's own kernel that computes this core, a name in fused_attention.FUSED, "" for none. softcap: 0 for none.
     workspace: bytes for the scores of a block of queries (`query_blocks`), None for all at once; kernels need none.
     row_base, column_base: where q and k begin among a sequence's rows, which windows, slopes and dropout count from; max_q is
     then the rows of the whole. Kernels take all columns: a column_base of 0.

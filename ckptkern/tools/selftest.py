@@ -200,6 +200,9 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
     yield lambda: check_masks(backends)
     for device, backend in backends:
         yield lambda device=device, backend=backend: check_dropout(device, backend)
+    # on a GPU also by default, where libraries run most matmuls
+    by_default = [(device, "auto") for device, backend in backends if (device, backend) == ("cuda", "triton")]
+    for device, backend in (*backends, *by_default):
         dtypes = (torch.float32, torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32, torch.bfloat16)
         for name in PLAIN:
             for activation in activations_of(name):

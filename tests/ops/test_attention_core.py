@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckptkern
 from ckptkern import eager
 from ckptkern.ops import catalog
-from ckptkern.ops.attention import arguments, sdpa
+from ckptkern.ops.attention import arguments, latent_tensors, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
 from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.groups import bytes_of_heads
 from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
 
@@ -141,6 +143,31 @@ def test_a_mode_of_torchs_bars_cudnn_alone(monkeypatch):
         attention_core._accepts.__wrapped__("flash", 99, torch.bfloat16, case)
 
 
+ON_GPU = SimpleNamespace(is_meta=False, is_cuda=True, device=SimpleNamespace(index=0))  # all that is read of x
+
+
+@pytest.mark.parametrize("right", [lambda Sq, Sk: Sk - Sq, lambda Sq, Sk: Sk // 2], ids=["0", "half of the keys"])
+def test_a_compiled_graph_asks_with_numbers(right, monkeypatch):
+    """Of any length: Dynamo calls what answers, with constants alone."""
+
+    def kernels(index, dtype, head_dim, bounded, windowed, packed, masked, grouped):
+        return ("efficient",) if windowed else ("flash",)
+
+    kernels._dynamo_marked_constant = True
+    monkeypatch.setattr(attention_core, "_constant_kernels", kernels)
+
+    def chosen_of(q, k):
+        Sq, Sk = q.shape[0], k.shape[0]
+        shapes = (2, 4, Sq, 64), (2, 4, Sk, 64)
+        one = attention_core.fused_core("triton", ON_GPU, torch.bfloat16, "ieee", *shapes, None, right(Sq, Sk), 0.125)
+        return q + len(one)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(chosen_of, backend="eager", fullgraph=True, dynamic=True)
+    for S in (100, 120):
+        assert torch.equal(compiled(*torch.zeros(2, S)), chosen_of(*torch.zeros(2, S)))
+
+
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "attention_block"])
 def test_sinks_and_a_window_that_hides_nothing_are_no_reason_for_another_kernel(name, monkeypatch):
     asked, given = [], catalog.OPS[name].inputs(catalog.Sizes())
@@ -214,6 +241,28 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
     unwanted |= set() if repeats else {"repeat_interleave"}
     assert not unwanted & (forward.counts + backward.counts).keys()
     assert rotary or not forward.counts["copy_"], "o has the layout that the op promises"
+
+
+@pytest.mark.parametrize("keys", [64, 96])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_what_flash_attention_allocates_itself_is_counted(kv_heads, keys):
+    """In its backward dq in float32, and for grouped heads dk and dv of every query head (flash_api.cpp)."""
+    x = torch.empty(2, 64, 256, device="meta", dtype=torch.bfloat16)
+    weights = [x.new_empty(heads * 64, 256) for heads in (4, kv_heads, kv_heads)], None, x.new_empty(256, 256), None
+    memory = x.new_empty(2, keys, 256)
+    t, o = gather("test", x, *weights, 4, kv_heads, key_value=memory, residual=True, recompute="full")
+    flash, cudnn = (bytes_of_heads(128, t, o._replace(backend="triton", fused=one)) for one in ("flash", "cudnn"))
+    assert flash - cudnn == 4 * 256 * 128 + (2 * 2 * 256 * 2 * keys if kv_heads == 2 else 0)
+
+
+def test_what_flash_attention_allocates_itself_is_counted_beside_latents():
+    """Latent attention has as many heads of k and v as of q."""
+    sizes = latent_tensors.LatentSizes(H=4, nope=16, rope=8, v=16, q_rank=0, kv_rank=32)
+    o = SimpleNamespace(dtype=torch.bfloat16, backend="triton", recompute="full", dropout_p=0.0, softcap=0.0)
+    flash, cudnn = (
+        latent_tensors._bytes_of_heads(128, sizes, SimpleNamespace(**vars(o), fused=one)) for one in ("flash", "cudnn")
+    )
+    assert flash - cudnn == 128 * 4 * 24 * 4
 
 
 def laid_out(x: torch.Tensor, layout: str) -> torch.Tensor:

@@ -217,6 +217,21 @@ def test_the_workspace_counts_what_a_pass_holds(mode, lora, mm, monkeypatch):
         )
 
 
+@pytest.mark.parametrize("name", ["full", "an empty expert", "dropped", "updates"])
+def test_by_what_the_device_has(name, device):
+    """On a GPU with torch's kernel by that, as often as said above; elsewhere by ours."""
+    call, expected = CASES[name]
+    t = call.make(BF16, device)
+    with (
+        ckptkern.backend("triton"),
+        _choices.forced_impl("library"),
+        mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as spy,
+    ):
+        gradients(call, t)
+        assert spy.call_count == (sum(expected) if grouped.capability_of(t["x"]) in grouped.CAPABILITIES else 0)
+        check_exactness(call, lambda t: joined(call.oracle(t)), t)
+
+
 # -- where torch's kernel runs -----------------------------------------------------------------------------------------
 
 ROWS, STACK = torch.zeros(40, 16, dtype=BF16), torch.zeros(3, 24, 16, dtype=BF16)

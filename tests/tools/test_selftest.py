@@ -44,6 +44,18 @@ def test_passes_and_says_what_it_checked(capsys):
         assert any(name in line for line in checked), name
 
 
+def test_on_a_gpu_what_runs_by_default_is_checked_too(monkeypatch):
+    ran = []
+    monkeypatch.setattr(selftest, "available_backends", lambda: [("cuda", "triton")])
+    for name in ("check_masks", "check_dropout", "check_op"):
+        monkeypatch.setattr(selftest, name, lambda *arguments, name=name: ran.append((name, *arguments[-2:])) or [])
+    for check in selftest.checks():
+        list(check())
+    of_ops = [one[1:] for one in ran if one[0] == "check_op"]
+    assert of_ops.count(("cuda", "auto")) == of_ops.count(("cuda", "triton")) == len(of_ops) / 2 > 0
+    assert ran.count(("check_dropout", "cuda", "triton")) == 1
+
+
 def wrong_gradient(monkeypatch):
     def wrong(dy, z):
         return dy * (z > 0)

@@ -180,7 +180,7 @@ def fused_core(
     ):  # fmt: skip
         return ""
     grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
-    windowed = bounded and (left is not None or right != 0)
+    windowed = True if bounded and (left is not None or right != 0) else False  # noqa: SIM210 (a bool, likewise)
     case = (head_dim, bounded, windowed, packed, bool(masks), grouped)
     for kernel in _constant_kernels(x.device.index, dtype, *case):
         if kernel != "cudnn" or bounded or Sk % 128 == 0:

@@ -123,9 +123,11 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     gate = 0 if not has_gate(t, o) else q if o.gate_in_query else rows * gate_columns(t)
     raw = 0 if o.recompute == "none" else qkv
     copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
-    # torch's attention on a CPU and its memory-efficient one have as many heads of k and v as of q, and sum their gradients
-    repeats = (eagerly or o.fused == "efficient") and o.num_heads != o.num_kv_heads
-    grads, repeated = (3 * q + 2 * kv, 2 * q) if repeats else (q + 2 * kv, 0)
+    # torch's attention on a CPU and its memory-efficient one have as many heads of k and v as of q, and sum their gradients;
+    # flash attention sums these, too, and dq in float32
+    of_queries = 2 * kv // o.num_kv_heads * o.num_heads if o.num_heads != o.num_kv_heads else 0
+    repeated = of_queries if eagerly or o.fused == "efficient" else 0
+    grads = q + 2 * kv + (of_queries + 4 * q // size if o.fused == "flash" else repeated)
     core = raw + copies + repeated + 3 * q + grads + 2 * gate
     rotated = (raw if t.q_norm is not None else 0) + 2 * qkv + gate
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)

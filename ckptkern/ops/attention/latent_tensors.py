@@ -217,6 +217,7 @@ def _bytes_of_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
     q = 0 if saved and sizes.qk == D else D
     v = D if filled else 0 if saved else kv
     core = q + D + v + (D if filled or o.recompute == "full" else 0) + 4 * D
+    core += 4 * D // size if o.fused == "flash" else 0  # which sums dq in float32
     copied = 4 * max(sizes.qk, kv) if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
     temporaries = 4 * sizes.rope * max(size, 4) if eagerly else 0
     by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not by flash attention

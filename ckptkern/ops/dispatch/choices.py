@@ -49,8 +49,9 @@ def backend(name: str) -> Iterator[None]:
     """Choose the backend of the ops called inside: "auto", "eager" or "triton".
 
     "auto" (also the default of the environment variable CKPTKERN_BACKEND) takes Triton kernels for CUDA tensors that
-    they cover and PyTorch ops for the rest; "triton" raises where a kernel does not cover the case. The choice is made
-    in forward and saved for backward. Raises ValueError for another name.
+    they cover, or a library's matmuls and attention where ours were not measured to be faster, and PyTorch ops for the rest;
+    "triton" takes ours wherever there is one, and raises where none covers the case. The choice is made in forward and saved
+    for backward. Raises ValueError for another name.
     """
     check_choice("backend", "name", name, BACKENDS)
     outer, _choice.backend = _choice.backend, name

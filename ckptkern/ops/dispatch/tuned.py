@@ -96,8 +96,8 @@ def table(device_type: str, index: int | None) -> Table:
         return {}
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
         warnings.warn(
-            f"{file or 'the table of tuned implementations'} is not used, because {error}. Matmuls take ckptkern's own; "
-            "`python -m ckptkern autotune` writes the file again",
+            f"{file or 'the table of tuned implementations'} is not used, because {error}. Matmuls take the default "
+            "implementations; `python -m ckptkern autotune` writes the file again",
             stacklevel=2,
         )
         return {}

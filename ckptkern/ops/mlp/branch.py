@@ -191,7 +191,7 @@ class MLPBranch:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.bias_part("up")
-        dy = dy if p is eager else arrived(dy)  # PyTorch ops read it after what they recompute
+        dy = arrived(dy) if o.backend == "triton" else dy  # others read it after what they recompute
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
             arguments = dy, self.parameter("down_weight"), *before, o.activation, o.precision
