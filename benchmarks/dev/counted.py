@@ -1,7 +1,7 @@
 """Peaks of a training step of Llama 8B and 70B, counted on meta tensors: no memory, no GPU, no computation.
 
-Tensors are counted as the ops that make them run (`ckptkern.planning.live`), in bfloat16, one sequence, without parameters and
-their gradients, which are there. What a kernel takes for itself while it runs is not seen. Attention is flash attention's op.
+Tensors are counted as the ops that make them run (`ckptkern.conversion.recorder`), in bfloat16, one sequence, without parameters
+and their gradients, which are there. What a kernel takes for itself while it runs is not seen. Attention is flash attention's op.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern.planning.live import step_of
+from ckptkern.conversion.recorder import step_of
 
 CLASSES = 128256
 WORKSPACE = "2GiB"
@@ -133,5 +133,5 @@ def step_peak(decoder: Decoder, of: Shape, tokens: int, run: Callable[..., Tenso
         (1, tokens) if decoder.run_norm is not decoder.norm else tokens, dtype=torch.int64, device="meta"
     )
     tables = [torch.empty(1, tokens, of.width // of.heads, **to) for _ in range(2)]
-    step = step_of(decoder, (x, target, run, *tables), {}, [], torch.device("meta"), all_there=True)
+    step = step_of(decoder, (x, target, run, *tables), {}, there=decoder.parameters())
     return step.peak + x.nbytes  # it is there when the step begins, and saved by it

@@ -1,7 +1,7 @@
 """One layer of each family at its published width, counted: `make bench-layers`. Nothing is computed, and nothing is measured.
 
 A layer is converted on a few tokens on the CPU, and then called on meta tensors, in bfloat16. saved_bytes: what forward saves
-for backward, the layer's input with it. peak_bytes: of forward and backward (`ckptkern.planning.live`). Both without
+for backward, the layer's input with it. peak_bytes: of forward and backward (`ckptkern.conversion.recorder`). Both without
 parameters, their gradients, and what all layers of the model share: rotary tables, masks, T5's bias. seconds: a roofline of an
 H200 (`ckptkern.planning.timing`); each op of PyTorch is a kernel there, and so is each op of ckptkern in a pass.
 """
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
+from ckptkern.conversion.recorder import step_of
 from ckptkern.conversion.trace import leaves_of, mapped
 from ckptkern.extras import missing
 from ckptkern.memory import saved_tensors
-from ckptkern.planning.live import step_of
 from ckptkern.planning.timing import RATES, estimated
 from ckptkern.tools.estimate.variants import fused_attention
 
@@ -132,7 +132,7 @@ def counted(layer: nn.Module, call: Call, recomputes: bool = False) -> dict[str,
     with fused_attention(), ckptkern.workspace(WORKSPACE):
         with saved_tensors([*layer.parameters(), *layer.buffers(), *call.shared]) as saved:
             training(*call.args, **call.kwargs)
-        peak = step_of(training, *call, [], META, all_there=True).peak
+        peak = step_of(training, *call, there=training.parameters()).peak
         seconds = estimated(step, GPU)
     return {"saved_bytes": saved.bytes, "peak_bytes": peak + call.x.nbytes, "seconds": f"{seconds:.4e}"}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ckptkern.conversion.recorder import step_of
 from ckptkern.memory import Timeline, format_size, memory_timeline
-from ckptkern.planning.live import Live, Step
 
 from . import frontier
 
@@ -31,14 +31,8 @@ def recorded(model: nn.Module, ids: Tensor) -> Timeline:
 
 def standing(model: nn.Module, ids: Tensor, count: int = 6) -> list[str]:
     """The largest tensors at the peak, with the ops that made them."""
-    from ckptkern.ops.registration.functions import bodies_seen
-
-    there = [*model.parameters(), *(p.grad for p in model.parameters()), *model.buffers(), ids]
-    step = Step(Live(there))
-    with bodies_seen(), step.live:
-        model(input_ids=ids, labels=ids).loss.backward()
     alike: dict[str, list[int]] = {}
-    for one in step.live.at_peak:
+    for one in step_of(model, (), {"input_ids": ids, "labels": ids}).at_peak:
         alike.setdefault(one.what, []).append(one.bytes)
     largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:count]
     return [f"{format_size(sum(sizes)):>10}  {len(sizes):3} x {what}" for what, sizes in largest]

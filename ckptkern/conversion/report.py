@@ -59,12 +59,16 @@ class Conversion:
     """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
 
     saved_before, saved_after: bytes that a training call of the whole model with the example inputs saves for backward, besides
-    parameters; None if it could not be measured. groups: the names of layers that are one region, for each (`every`).
+    parameters; None if it could not be measured. peak_before, peak_after: bytes that a step with them allocates at its peak,
+    above what is there when it begins, as in `plan`; None likewise. groups: the names of layers that are one region, for each
+    (`every`).
     """
 
     rows: list[Row] = field(default_factory=list)
     saved_before: int | None = None
     saved_after: int | None = None
+    peak_before: int | None = None
+    peak_after: int | None = None
     groups: list[list[str]] = field(default_factory=list)
 
     @property
@@ -101,8 +105,12 @@ class Conversion:
         count = len(self.converted)
         text.append(f"{count} module{'s' * (count != 1)} converted")
         if self.saved_before is not None and self.saved_after is not None:
-            saved = memory.format_size(self.saved_after), memory.format_size(self.saved_before)
-            text[-1] += f"; the whole model saves {saved[0]} for backward instead of {saved[1]}"
+            size = memory.format_size
+            text[-1] += (
+                f"; the whole model saves {size(self.saved_after)} for backward instead of {size(self.saved_before)}"
+            )
+            if self.peak_before is not None and self.peak_after is not None:
+                text[-1] += f", and a step peaks at {size(self.peak_after)} instead of {size(self.peak_before)}"
         if not count and self.saved_before is not None:
             text.append(WAY)
         elif not self.rows:

@@ -7,8 +7,8 @@ import os
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..conversion.recorder import Alive
 from ..memory import Timeline, three_digits
-from .live import Alive
 
 COLORS = {"eager PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
 LARGEST = 8
@@ -54,7 +54,7 @@ def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str,
     axes.axvline(1.0, color="#9aa3ab", linewidth=1.0, linestyle=":")
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
-    axes.set_title("memory over one training step, without parameters and their gradients", loc="left", fontsize=10)
+    axes.set_title("memory over one training step, above what is there when it begins", loc="left", fontsize=10)
     axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, 2)

@@ -175,7 +175,7 @@ PLANNING = [
     Fault(
         "table: a region's own backward does not count what it saves",
         "ckptkern/planning/table.py",
-        "mode = self._moved(stretch.done «| {stretch.segment}», base, chosen)",
+        "moved = self._moved(stretch.done «| {i}», base, chosen)",
         "",
         ("tests/planning/test_predictions.py",),
     ),
