@@ -16,7 +16,7 @@ from ..conversion.trace import leaves_of, recomputed
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from ..tools.convert import load, model_and_inputs
+from ..tools.models import load, model_and_inputs
 from .cases import MODES, Case, Function, Item, Maker
 
 

@@ -1,7 +1,8 @@
 """Peaks of a training step of Llama 8B and 70B, counted on meta tensors: no memory, no GPU, no computation.
 
-Tensors are counted as the ops that make them run (`ckptkern.conversion.recorder`), in bfloat16, one sequence, without parameters
-and their gradients, which are there. What a kernel takes for itself while it runs is not seen. Attention is flash attention's op.
+Tensors are counted as the ops that make them run (`ckptkern.conversion.recorder`), in bfloat16, one sequence, without
+parameters and their gradients, which are there. What a kernel takes for itself while it runs is not seen. Attention is flash
+attention's op.
 """
 
 from __future__ import annotations

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .. import memory
@@ -120,10 +122,22 @@ class Conversion:
         return "\n".join(text)
 
 
-def aligned(lines: list[tuple[str, ...]]) -> list[str]:
-    """The cells of each line, in columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+def aligned(lines: list[tuple[str, ...]], numbers: int | None = None) -> list[str]:
+    """Returns the cells of each line, in columns. numbers: the first column of those that end at the right."""
+    columns = list(zip(*lines, strict=True))
+    for i, cells in enumerate(columns):
+        justify = str.ljust if numbers is None or i < numbers else str.rjust
+        columns[i] = [justify(cell, max(map(len, cells))) for cell in cells]
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+def write_rows(path: str | os.PathLike, rows: Iterable[dict[str, object]]) -> None:
+    """Writes rows of the same columns as CSV."""
+    rows = list(rows)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _alike(rows: list[Row]) -> list[list[Row]]:

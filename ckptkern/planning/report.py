@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import os
 from contextlib import suppress
@@ -13,7 +12,7 @@ from torch import nn
 
 from .. import memory
 from ..conversion.recorder import Alive, Loss, Step, by_place
-from ..conversion.report import aligned
+from ..conversion.report import aligned, write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
 from .measure import example_of, measure
@@ -59,10 +58,7 @@ class Report:
 
     def csv(self, path: str | os.PathLike) -> None:
         """Writes a row for each line."""
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Line)])
-            writer.writeheader()
-            writer.writerows(map(dataclasses.asdict, self.lines))
+        write_rows(path, map(dataclasses.asdict, self.lines))
 
     def figure(self, path: str | os.PathLike) -> None:
         """Draws memory over the step, one curve for each mode, into a file (PNG, SVG, PDF). Needs matplotlib."""
