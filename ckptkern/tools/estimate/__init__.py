@@ -207,15 +207,13 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
 
 def set_layers(config: Any, layers: str) -> None:
     """Raises ValueError for a number that is none."""
+    from .model import pick_layers
+
     if layers == "auto":
         return
     if not layers.isdigit() or int(layers) < 1:
         raise ValueError(f"--layers: wanted auto or a positive number but got {layers!r}")
-    count = config.num_hidden_layers
-    for name, value in list(vars(config).items()):
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            setattr(config, name, [value[i % count] for i in range(int(layers))])
-    config.num_hidden_layers = int(layers)
+    pick_layers(config, [i % config.num_hidden_layers for i in range(int(layers))])
 
 
 def default_workspace(gpu: str) -> int:
