@@ -1,5 +1,5 @@
 """Figures that others published, each at its size and on its GPU: ``bench --published`` measures the same sizes and shows these
-figures beside its own; the cost model (benchmarks/model/published.py) estimates them."""
+figures beside its own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from . import baselines, micro
 from .cases import CHECKPOINT, HEADLINE, Case, Function, Item, Maker, lm_head_loss
 from .measure import Row
 
-STEP, FORWARD, BACKWARD = "forward + backward", "forward", "backward"
-MATMULS = {STEP: 3, FORWARD: 1, BACKWARD: 3}  # of each weight, that a part's TFLOP/s count
 GIB = 1024  # MiB
 
 
@@ -41,7 +39,6 @@ class Group(NamedTuple):
     op: str
     options: dict[str, Any]
     figures: Sequence[Figure]
-    part: str = STEP
     layers: int = 1
     more: dict[str, Maker] | None = None  # further variants
 
@@ -54,19 +51,17 @@ class Group(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """FLOPs of the matmuls, of all weights that a row meets."""
+        """FLOPs of the matmuls of forward and backward, three of each weight that a row meets."""
         item = self.item()
         with torch.device("meta"):
             model = item.case.model(item.size.width)
         weights = sum(p.numel() for name, p in model.named_parameters() if "router" not in name)
         met = weights // getattr(model, "experts", 1) * getattr(model, "top_k", 1)
-        return 2 * MATMULS[self.part] * item.size.rows * met
+        return 6 * item.size.rows * met
 
-    def complete(self, one: Figure) -> Figure:
-        """With TFLOP/s from the time, or the time from TFLOP/s."""
-        if one.ms is not None:
-            return one._replace(tflops=1e3 * self.flops / (1e12 * one.ms))
-        return one if one.tflops is None else one._replace(ms=1e3 * self.flops / (1e12 * one.tflops))
+    def ms(self, figure: Figure) -> float | None:
+        """The figure's time, from its TFLOP/s where it has no other."""
+        return figure.ms if figure.tflops is None else 1e3 * self.flops / (1e12 * figure.tflops)
 
 
 def stacked(case: Case, layers: int) -> Case:
@@ -94,8 +89,6 @@ TRL_LOSS = _by_source("huggingface/trl#7244")
 TRL = _by_source("huggingface/trl#6858")
 LIGER_DATA = _by_source("linkedin/Liger-Kernel, benchmark/data", "peak with weights and their gradients")
 LIGER_EXPERTS = _by_source("linkedin/Liger-Kernel#1294", "the highest of several sizes")
-LIGER_CUTE = _by_source("linkedin/Liger-Kernel#1422", "three matmuls: two would be above the GPU's peak")
-VEOMNI = _by_source("ByteDance-Seed/VeOmni#460")
 QUACK = _by_source("Dao-AILab/quack, MLP with activation checkpointing", "peak with weights")
 SWIFT = _by_source("modelscope/ms-swift#7090")
 MB = 1e6 / 2**20  # MiB
@@ -117,13 +110,6 @@ def _head(
     rows, width, classes = sizes
     options = dict(features=width, tokens=rows, classes=classes, reduction="mean")
     return Group(gpu, "linear_cross_entropy", options, figures, more={**WORKSPACE, **(more or {})})
-
-
-def _head_backward(rows: int, width: int, classes: int, cute: float, triton: float) -> Group:
-    """Backward alone, of each row's loss, because that of a mean is formed in forward."""
-    options = dict(features=width, tokens=rows, classes=classes)
-    figures = [LIGER_CUTE("Liger, CuTe", tflops=cute), LIGER_CUTE("verl, Triton", tflops=triton)]
-    return Group("h200", "linear_cross_entropy", options, figures, BACKWARD, more=WORKSPACE)
 
 
 GROUPS = (
@@ -150,18 +136,12 @@ GROUPS = (
         TRL("eager, 16-bit logits", 137.00, mib=47.55 * GIB), TRL("chunks of tokens", 224.39, mib=19.67 * GIB),
         TRL("Liger", 321.16, mib=6.05 * GIB), TRL("CCE", 92.55, mib=3.09 * GIB, note="skips small gradients"),
     ]),
-    _head_backward(8192, 2048, 65536, 661.4, 375.2),
-    _head_backward(2048, 4096, 131072, 767.9, 445.2),
-    _head_backward(8192, 4096, 131072, 762.8, 510.6),
-    Group("h100", "moe_mlp", EXPERTS, [
-        VEOMNI("torch's grouped_mm", 10.218), VEOMNI("VeOmni, Triton", 11.502), LIGER_EXPERTS("Liger, Triton", tflops=501),
-    ], FORWARD),
 )  # fmt: skip
 
 
 def items(kind: str) -> list[Item]:
     """The cases of whole steps, the most important first, each once."""
-    found = [group.item(kind) for group in GROUPS if group.part == STEP]
+    found = [group.item(kind) for group in GROUPS]
     return [*{item.name: item for item in reversed(found)}.values()][::-1]
 
 
@@ -169,13 +149,22 @@ def rows(item: Item, kind: str) -> list[Row]:
     """The published figures of this very case, as rows of results.csv."""
     found = []
     for group in GROUPS:
-        if group.part != STEP or kind != "cuda" or group.item().name != item.name:
+        if kind != "cuda" or group.item().name != item.name:
             continue
         gpu = group.gpu.upper() if group.gpu else "GPU not named"
-        for one in map(group.complete, group.figures):
+        for one in group.figures:
             peak, saved = (None if mib is None else round(2**20 * mib) for mib in (one.mib, one.saved_mib))
             found.append(
-                Row(item.name, f"published: {one.variant}, {gpu}", kind, "bfloat16", "published", one.ms, peak_bytes=peak,
-                    saved_bytes=saved, source="; ".join(filter(None, (one.source, group.part, one.note))))
-            )  # fmt: skip
+                Row(
+                    item.name,
+                    f"published: {one.variant}, {gpu}",
+                    kind,
+                    "bfloat16",
+                    "published",
+                    group.ms(one),
+                    peak_bytes=peak,
+                    saved_bytes=saved,
+                    source="; ".join(filter(None, (one.source, "forward + backward", one.note))),
+                )
+            )
     return found
