@@ -491,23 +491,3 @@ def _time_graphs(steps: dict[str, Step], rows: dict[str, Row], rounds: int, emit
     for name, row in rows.items():
         row.graph_ms = statistics.median(times[name]) if name in times else None
         emit(row)
-
-
-def ceilings(device: torch.device, emit: Emit, rounds: int = 30) -> dict[str, float]:
-    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
-    source, n = torch.randn(2**28, device=device), 8192
-    target = torch.empty_like(source)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    steps = {"copy 1 GiB": lambda index: target.copy_(source), "bf16 matmul 8192": lambda index: torch.mm(a, b)}
-    interleaved(steps, cuda_clock, 3, cuda=True)
-    times, _ = interleaved(steps, cuda_clock, rounds, cuda=True)
-    copy_ms, matmul_ms = (statistics.median(taken) for taken in times.values())
-    found = {"copy GB/s": 2e-6 * source.nbytes / copy_ms, "bf16 matmul TFLOP/s": 2e-9 * n**3 / matmul_ms}
-    for (name, taken), (unit, value) in zip(times.items(), found.items(), strict=True):
-        median, p20, p80 = spread(taken)
-        dtype = "float32" if name.startswith("copy") else "bfloat16"
-        emit(
-            Row("ceiling", name, device.type, dtype, ms=median, p20_ms=p20, p80_ms=p80, rounds=len(taken),
-                note=f"{value:.0f} {unit.split()[-1]}")
-        )  # fmt: skip
-    return found

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..segments.tiled import tiled
-from . import baselines, micro
+from . import baselines, micro, table
 from .cases import CHECKPOINT, HEADLINE, Case, Figure, Function, Maker, Within
 
 MB, MIB, GIB = 1e6, 2**20, 2**30  # bytes
@@ -84,7 +84,7 @@ def _tiled(model: nn.Module, x: Tensor) -> Function:
 def _head(gpu: str, rows: int, width: int, classes: int, figures: Sequence[Figure], **more: Maker) -> Group:
     """The step of a head and its mean loss, with a workspace for backward that is not a 32nd of the GPU's memory, too."""
     options = dict(features=width, tokens=rows, classes=classes, reduction="mean")
-    bounded = Within(256 * MIB, lambda model, x: lambda x: micro.run_lm_head(None, model, x, "full"))
+    bounded = Within(256 * MIB, lambda model, x: lambda x: table.run_lm_head(None, model, x, "full"))
     return Group(gpu, "linear_cross_entropy", options, figures, more={"ckptkern full, 256 MiB": bounded, **more})
 
 

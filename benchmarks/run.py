@@ -298,6 +298,26 @@ def with_baselines(chosen: list[Case], targets: list[str]) -> list[Case]:
     return [dataclasses.replace(case, baselines={**case.baselines, **found}) for case in chosen]
 
 
+def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str, float]:
+    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
+    source, n = torch.randn(2**28, device=device), 8192
+    target = torch.empty_like(source)
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    steps = {"copy 1 GiB": lambda index: target.copy_(source), "bf16 matmul 8192": lambda index: torch.mm(a, b)}
+    work = {"copy 1 GiB": (2e-6 * source.nbytes, "copy GB/s"), "bf16 matmul 8192": (2e-9 * n**3, "bf16 matmul TFLOP/s")}
+    measure.interleaved(steps, measure.cuda_clock, 3, cuda=True)
+    times, _ = measure.interleaved(steps, measure.cuda_clock, rounds, cuda=True)
+    found = {}
+    for name, taken in times.items():
+        row = measure.Row("ceiling", name, device.type, "float32" if name.startswith("copy") else "bfloat16")
+        measure.add_times(row, taken, None)
+        amount, unit = work[name]
+        found[unit] = amount / row.ms
+        row.note = f"{found[unit]:.0f} {unit.split()[-1]}"
+        emit(row)
+    return found
+
+
 class Outcome(NamedTuple):
     """bad: what of ours was not right. dropped: cases without the time for them. lost: is the GPU lost to this process?"""
 
@@ -322,7 +342,7 @@ def measure_all(
             bad.append(f"{row.case} {row.variant}: {row.status}: {row.note}")
 
     if kind == "cuda":
-        found["ceilings"] = measure.ceilings(device, emit, rounds)
+        found["ceilings"] = ceilings(device, emit, rounds)
         (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
     for place, (case, makers) in enumerate(jobs, 1):
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from . import micro, published
+from . import micro, published, table
 from .baselines import liger_layer
 from .cases import BY_SUBLAYER, HEADLINE, MODES, Case
 from .models import LlamaLayer
 
-CPU_ROWS, ROWS_ON_GPU = micro.TOKENS["cpu"], micro.TOKENS["cuda"]
+CPU_ROWS, ROWS_ON_GPU = table.TOKENS["cpu"], table.TOKENS["cuda"]
 
 
 class Row(NamedTuple):
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     sizes: dict[str, Sequence[tuple[int, ...]]]
     options: dict[str, Any] | Callable[[int], dict[str, Any]] | None = None
     modes: Sequence[str] | None = None
-    entry: micro.Op | None = None
+    entry: table.Op | None = None
 
     def at(self, kind: str, size: tuple[int, ...], priority: int = 0) -> Case:
         """The case of one size."""
@@ -62,19 +62,23 @@ _HOST = {"cuda": [(64, 64)], "cpu": [(8, 4)]}  # tiny: nearly all of a step is t
 _DROPOUT = {"dropout": 0.125}  # k/65536 exactly, so that torch's scale is ours
 
 
+def _experts(width: int) -> dict[str, Any]:
+    return _EXPERTS.get(width, _EXPERTS[64])
+
+
 def _shared_heads(width: int) -> dict[str, Any]:
     return {"kv_heads": max(1, micro.heads_of(width) // 4)}
 
 
-LLAMA = micro.Op(  # its rotary embeddings, and weights of their own for q, k and v, are no option of the op
+LLAMA = table.Op(  # its rotary embeddings, and weights of their own for q, k and v, are no option of the op
     {"features": 0, "tokens": 0, "length": 0},
     lambda v: LlamaLayer(v.features),
-    micro.run_layer,
-    lambda v, ours: {"liger-kernel layer": liger_layer, **micro.attention_baselines(v, ours)},
+    table.run_layer,
+    lambda v, ours: {"liger-kernel layer": liger_layer, **table.attention_baselines(v, ours)},
 )
 # Without Liger's experts, which take half a minute to compile: too long for the first figures.
-EXPERTS = dataclasses.replace(micro.OPS["moe_mlp"], baselines=lambda v, ours: micro.INTERLEAVED)
-REGION = micro.Op(
+EXPERTS = dataclasses.replace(table.OPS["moe_mlp"], baselines=lambda v, ours: table.INTERLEAVED)
+REGION = table.Op(
     {"features": 0, "tokens": 0},
     lambda v: nn.Sequential(nn.Linear(v.features, v.features), nn.ReLU()),
     lambda v, model, x, mode: ckptkern_checkpoint(model, x),
@@ -87,7 +91,7 @@ ROWS = [
     Row("mlp-relu", "mlp", 3, _MLP, {"activation": "relu"}),
     Row("mlp-gelu_tanh-nobias", "mlp", 3, _sizes((1024, 4096), (128,)), {"activation": "gelu_tanh", "bias": False}),
     Row("gated_mlp-silu", "gated_mlp", 0, _sizes((1024, 4096, 2048), (128, 256))),
-    Row("moe_mlp-silu", "moe_mlp", 0, _sizes((1024, 4096, 2048), (64,), 8192), lambda width: _EXPERTS.get(width, _EXPERTS[64]), entry=EXPERTS),
+    Row("moe_mlp-silu", "moe_mlp", 0, _sizes((1024, 4096, 2048), (64,), 8192), _experts, entry=EXPERTS),
     Row("linear_stack-relu", "linear_stack", 1, {
         "cuda": [(64, 2**18), (1024, ROWS_ON_GPU), (128, 2**18), (256, 2**16), (32, 2**18)],
         "cpu": [(64, 2048), (128, CPU_ROWS)],
@@ -117,11 +121,11 @@ def cases_of(kind: str, headline: bool = False, published_sizes: bool = False) -
         return published.cases_of(kind)
     found = [row.at(kind, size, row.priority + place) for row in ROWS for place, size in enumerate(row.sizes[kind])]
     if headline or kind == "cuda":  # the mean loss, as training has it, of Llama-1B's width; and each other op
-        width = {"cuda": 2048, "cpu": micro.FEATURES["cpu"]}[kind]
+        width = {"cuda": 2048, "cpu": table.FEATURES["cpu"]}[kind]
         found.append(micro.case("linear_cross_entropy", kind, priority=0, reduction="mean", features=width))
         found += [
             micro.case(op, kind, **({"reduction": "mean"} if op == "linear_distillation" else {}))
-            for op in micro.OPS
+            for op in table.OPS
             if op not in {row.op for row in ROWS}
         ]
     if kind == "cuda":
