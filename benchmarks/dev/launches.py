@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ckptkern.benchmarks import cases
+from ckptkern.benchmarks import cases, suite
 
 from . import trace
 
@@ -98,12 +98,10 @@ def _quickest(calls: list[Callable[[], object]], rounds: int, batch: int = 20) -
 
 def caught_launches(case: str, mode: str) -> list[trace.Launch]:
     """Triton's launches of a step of ours on an H200, of a case's first size."""
-    item = next(item for item in cases.items("cuda") if item.case.name == case)
-    with torch.device("meta"):
-        model = item.case.model(item.size.width).to(cases.DTYPES["cuda"]).train()
-        x = torch.empty(item.size.shape, dtype=cases.DTYPES["cuda"], requires_grad=True)
+    found = next(one for one in suite.cases_of("cuda") if one.name.startswith(f"{case}/"))
+    model, x = found.given(torch.device("meta"), cases.DTYPES["cuda"])
     with trace.as_on(90) as log:
-        y = cases.variants(item.case)[f"ckptkern {mode}"](model, x)(x)
+        y = cases.variants(found)[f"ckptkern {mode}"](model, x)(x)
         y.backward(torch.empty_like(y))
     return [launch for launch in log if launch.kernel is not None]
 

@@ -134,20 +134,8 @@ class Run(NamedTuple):
         return ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
 
     def sanitizer(self, seconds: int) -> list[str]:
-        return self.kernels(seconds, "--sanitize")
-
-    def kernels(self, seconds: int, *arguments: str) -> list[str]:
         device = "cpu" if self.dry else "cuda"
-        return self.program(
-            "benchmarks.gpu.kernels",
-            "--device",
-            device,
-            "--workers",
-            self.cores,
-            "--seconds",
-            seconds - SLACK,
-            *arguments,
-        )
+        return self.program("benchmarks.gpu.sanitizer", "--device", device, "--seconds", seconds - SLACK)
 
 
 class Step(NamedTuple):
@@ -168,7 +156,6 @@ STEPS = (
     Step(3, "autotune", 170, Run.autotune),
     Step(3, "other tests", 120, Run.others),
     Step(3, "sanitizer", 60, Run.sanitizer),
-    Step(3, "emulator", 60, Run.kernels),
 )
 
 

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from ckptkern.benchmarks import cases, forecast, run
+from ckptkern.benchmarks import cases, run
 from ckptkern.benchmarks.measure import ENOUGH, GRAPH_BELOW_MS
 
 RESULTS = Path(__file__).parents[1] / "results/h200/results.csv"
 START = 34.0  # seconds to the first case: a build where the extension changed, imports, a CUDA context and the ceilings
 KERNELS = 1.5  # seconds to compile what a variant of ours launches first: 119 for the first 197 rows
+COMPILES = 15.0  # seconds of torch.compile, forward and backward, of a layer
+CHECKS = 5  # steps of a variant before it is timed: its check, its bytes, its warm-up
 FLOAT64, BFLOAT16 = 40e12, 798e12  # FLOP/s of the reference, and of a case that was not measured
 ROUNDS, SECONDS = 30, run.SECONDS["cuda"]  # of a job's timing: at most
 LIMIT = 570  # seconds of a part
@@ -51,25 +54,31 @@ def timing(steps: list[float]) -> float:
     return seconds * (1 + (steps[0] * 1e3 < GRAPH_BELOW_MS))
 
 
+def flops_of(case: cases.Case) -> int:
+    """Returns the FLOPs of eager's forward and backward, in which causal attention counts as if all tokens saw each other."""
+    model, x = case.given(torch.device("meta"), cases.DTYPES["cuda"])
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    return 3 * counter.get_total_flops()
+
+
 def arrivals(jobs: list[run.Job], known: dict[tuple[str, str], float]) -> Iterator[Row]:
     """Yields the rows as they arrive. A variant that was not measured takes eager's time, a case that of its matmuls."""
     now, seen = START, set()
-    for item, makers in jobs:
-        flops = forecast.counted(item, cases.DTYPES["cuda"])[-1]
-        eager = known.get((item.name, cases.EAGER), flops / BFLOAT16)
-        steps = {name: known.get((item.name, name), eager) for name in makers}
+    for case, makers in jobs:
+        flops = flops_of(case)
+        eager = known.get((case.name, cases.EAGER), flops / BFLOAT16)
+        steps = {name: known.get((case.name, name), eager) for name in makers}
         now += flops / FLOAT64
         checked = {}
         for name, seconds in steps.items():
-            compiling = (
-                forecast.COMPILE_SECONDS["cuda"] if name in cases.COMPILED else KERNELS * name.startswith("ckptkern")
-            )
-            checked[name] = now = now + compiling + forecast.CHECKS * seconds
+            compiling = COMPILES if name in cases.COMPILED else KERNELS * name.startswith("ckptkern")
+            checked[name] = now = now + compiling + CHECKS * seconds
         now += timing([*steps.values()])
         for name, seconds in steps.items():
-            if (item.name, name) not in seen:  # eager is timed in several jobs
-                seen.add((item.name, name))
-                yield Row(item.name, name, seconds, checked[name], now)
+            if (case.name, name) not in seen:  # eager is timed in several jobs
+                seen.add((case.name, name))
+                yield Row(case.name, name, seconds, checked[name], now)
 
 
 def main() -> int:

@@ -3,10 +3,9 @@
 import itertools
 
 import pytest
-import torch
 
 from benchmarks.gpu import arrivals
-from ckptkern.benchmarks import cases, forecast, measure, run
+from ckptkern.benchmarks import cases, measure, run, suite
 
 CASE = "mlp-gelu/d1024x16384"
 
@@ -26,23 +25,24 @@ def test_times_are_those_of_the_results():
 
 def test_rows_arrive_in_the_order_of_the_run():
     """One variant was measured; the others take eager's time, and another case that of its FLOPs. Rows come once."""
-    items = run.select("^mlp-gelu/", run.items("cuda", headline=True))
-    jobs = run.jobs_of(items, cases.FIRST_COMPILED, ())
+    chosen = run.select("--cases", "^mlp-gelu/", suite.cases_of("cuda", headline=True))
+    jobs = run.jobs_of(chosen, cases.FIRST_COMPILED, ())
     known = {(CASE, cases.EAGER): 2.0, (CASE, "ckptkern full"): 3.0}
     rows = list(arrivals.arrivals(jobs, known))
-    expected = dict.fromkeys((item.name, name) for item, makers in jobs for name in makers)
+    expected = dict.fromkeys((case.name, name) for case, makers in jobs for name in makers)
     assert [(row.case, row.variant) for row in rows] == [*expected]
 
-    flops = {item.name: forecast.counted(item, torch.bfloat16)[-1] for item in items}
+    flops = {case.name: arrivals.flops_of(case) for case in chosen}
+    assert flops[CASE] == 3 * 2 * 16384 * 2 * 1024 * 4096
     for row in rows:
         step = known.get((CASE, row.variant), 2.0) if row.case == CASE else flops[row.case] / arrivals.BFLOAT16
         assert row.step == pytest.approx(step)
     checked = [row.checked for row in rows]
     assert checked == sorted(checked)
-    assert checked[0] == pytest.approx(arrivals.START + flops[CASE] / arrivals.FLOAT64 + 2.0 * forecast.CHECKS)
+    assert checked[0] == pytest.approx(arrivals.START + flops[CASE] / arrivals.FLOAT64 + 2.0 * arrivals.CHECKS)
     assert all(row.timed > row.checked for row in rows)
     for before, row in itertools.pairwise(rows):
         if before.timed == row.timed and row.variant != cases.EAGER:
-            begins = forecast.COMPILE_SECONDS["cuda"] if row.variant in cases.COMPILED else 0.0
+            begins = arrivals.COMPILES if row.variant in cases.COMPILED else 0.0
             begins += arrivals.KERNELS * row.variant.startswith("ckptkern")
-            assert row.checked - before.checked == pytest.approx(begins + forecast.CHECKS * row.step)
+            assert row.checked - before.checked == pytest.approx(begins + arrivals.CHECKS * row.step)
