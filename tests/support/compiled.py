@@ -22,7 +22,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.codegen import cases, sass
 from benchmarks.codegen.compiling import compile_launch
-from benchmarks.model import rates, trace
+from benchmarks.dev import trace
 from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore
 from ckptkern.ops import backend, catalog
@@ -215,7 +215,7 @@ def options() -> list[str]:
             arguments = entry.inputs(sizes) | ({"recompute": mode} if mode else {}) | more
             shapes, caught = catalog.input_shapes(arguments), []
             leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
-            with trace.as_on(rates.GPUS["h200"]), backend("triton"), compiling.instead_of_launches(
+            with trace.as_on(90), backend("triton"), compiling.instead_of_launches(
                 lambda kernel, grid, args, kwargs, caught=caught: caught.append((kernel, args, kwargs)), 90
             ):  # fmt: skip
                 found = catalog.call(entry, arguments, leaves)

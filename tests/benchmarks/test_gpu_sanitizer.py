@@ -1,8 +1,7 @@
-"""What differs between a GPU and the emulator heads the list, and a sanitizer's report is about the right kernel."""
+"""Every kernel is launched under the sanitizer, and its report is about the right kernel."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -10,47 +9,17 @@ import time
 import pytest
 from support import outside
 
-from benchmarks.gpu import kernels, sanitizer
+from benchmarks.gpu import sanitizer
 
-# In a process without the interpreter. The GPU is another emulator there, whose norm multiplies where it should add, and whose
-# second launch of an activation does.
-INJECTED = """
-import contextlib, json, re
-from benchmarks.gpu import kernels
-from emulator.emulated import emulated
-
-@contextlib.contextmanager
-def other_gpu():
-    launches = []
-
-    def change(ptx):
-        kernel = re.search(r"entry (\\w+)", ptx)[1]
-        launches.append((kernel, ptx))
-        wrong = kernel == "_norm_fwd_kernel" or (kernel == "_act_fwd_kernel" and len(launches) > 1)
-        return re.sub(r"add(\\.rn)?\\.f32", r"mul\\1.f32", ptx, count=1) if wrong else ptx
-
-    with emulated(90, change):
-        yield launches
-
-kernels.REPEATS = 1
-kernels.on_gpu = other_gpu
-cases = [case for case in kernels.cases_of(90) if case.op in ("act_fwd", "norm_fwd", "dropout") and not case.unaligned]
-found = []
-for case in cases:
-    with kernels.settings(90):
-        found.append(kernels.examine(case, "cpu:0"))
-print(json.dumps([[one.case, one.fault, one.suspicion] for one in found]))
-print("\\n".join(kernels.report(found, ["another"])))
-"""
 COVERED = """
 import json, pkgutil, importlib
 from triton.runtime.jit import JITFunction
-from benchmarks.gpu.kernels import cases_of, settings
+from benchmarks.gpu.sanitizer import cases_of, large_tiles
 from ckptkern import triton_kernels
 from ckptkern.tools.compiling import catch_launches
 
 launched = set()
-with settings(90):
+with large_tiles(90):
     for case in cases_of(90):
         launched |= {kernel.fn.__name__ for kernel, _, _ in catch_launches(case.launch, 90)}
 names = [f"{triton_kernels.__name__}.{one.name}" for one in pkgutil.iter_modules(triton_kernels.__path__)]
@@ -69,50 +38,10 @@ def printed(*command: str) -> str:
 
 
 @pytest.mark.slow
-def test_an_injected_difference_heads_the_list():
-    known, header, *table = printed("-c", INJECTED).splitlines()
-    faults = {case.split("/")[0]: (fault, suspicion[1]) for case, fault, suspicion in json.loads(known)}
-    assert set(faults) == {"act_fwd", "norm_fwd", "dropout"}
-    assert re.match(r"tolerance: 0: error \S+, eager's own is", faults["norm_fwd"][0])
-    assert faults["act_fwd"][0] == "tolerance: a launch that is repeated gives other bits: ['0']"
-    assert not faults["dropout"][0]
-    assert faults["dropout"][1] < 1
-    assert table[0].split()[:2] == ["FAULT", "norm_fwd/sm_90/bfloat16/layer+aligned+extras:"], table
-    columns = dict(zip(header.split(), table[1].split(), strict=False))
-    assert float(columns["GPU"]) > 10 * float(columns["emulator"]), "the list does not say that it is the GPU"
-    assert table[-1] == "not run: another"
-    assert "2 faults." in table[-2]
-
-
-@pytest.mark.slow
 def test_every_kernel_is_launched():
     not_launched, count = map(json.loads, printed("-c", COVERED).splitlines())
     assert not not_launched
     assert count > 30
-
-
-class Ends:
-    """A case whose arrival at a worker calls `function`."""
-
-    def __init__(self, name, function, *args):
-        self.name, self.arch, self.call = name, 90, (function, args)
-
-    def __reduce__(self):
-        return self.call
-
-
-@pytest.mark.long
-def test_a_worker_that_ends_or_hangs_is_a_fault_of_its_case():
-    crashes = [Ends("crash", os._exit, 7), Ends("other", os._exit, 8)]
-    found, missing = kernels.examine_all(crashes, "cpu", 1, 600)
-    assert {one.case: one.fault for one in found} == {
-        "crash": "its process ended with status 7",
-        "other": "its process ended with status 8",
-    }
-    assert not missing
-    found, missing = kernels.examine_all([Ends("hang", time.sleep, 1000), Ends("later", time.sleep, 1000)], "cpu", 1, 1)
-    assert [(one.case, one.fault) for one in found] == [("hang", "had not ended when the 1 s were over")]
-    assert missing == ["later"]
 
 
 MEMCHECK = """\
@@ -197,7 +126,7 @@ def test_a_tool_goes_on_behind_a_case_that_ends_it(tmp_path, monkeypatch, capsys
     program.write_text(TOOL)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert sanitizer.main(["a+1", "b", "c"], "cuda", 60) == 1
+    assert sanitizer.watch(["a+1", "b", "c"], "cuda", 60) == 1
     assert capsys.readouterr().out.splitlines() == [
         line
         for tool in sanitizer.TOOLS
@@ -212,7 +141,7 @@ def test_a_tool_goes_on_behind_a_case_that_ends_it(tmp_path, monkeypatch, capsys
 def test_without_the_tool_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sanitizer, "FOLDER", str(tmp_path))
-    assert sanitizer.main(["a"], "cuda", 60) == 1
+    assert sanitizer.watch(["a"], "cuda", 60) == 1
     assert "compute-sanitizer is neither on PATH" in capsys.readouterr().out
 
 
@@ -225,7 +154,7 @@ def test_a_tool_is_given_the_launches(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", outside.TRITON_CACHE)
     monkeypatch.setenv("PYTHONPATH", str(outside.ROOT), prepend=os.pathsep)
-    names = [case.name for case in kernels.cases_of(90) if case.op == "norm_bwd"]
+    names = [case.name for case in sanitizer.cases_of(90) if case.op == "norm_bwd"]
     reports, left = sanitizer.run("memcheck", str(program), names, "cpu", time.monotonic() + 600)
     assert not left
     assert reports == {(kernel, name): [] for name in names for kernel in ("_norm_bwd_kernel", "_sum_rows_kernel")}
