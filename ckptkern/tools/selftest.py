@@ -9,19 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops, state
-from ..extras import missing
+from ..extras import from_checkout, missing
 from ..memory import saved_tensors
 from ..ops import catalog
 from ..ops.dispatch import checks as _checks
@@ -210,26 +206,13 @@ def checks() -> Iterator[Callable[[], Iterator[Result]]]:
                     yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)
 
 
-def from_checkout(module: str) -> ModuleType:
-    """One of the project's own modules, which are not installed."""
-    root = Path(__file__).resolve().parents[2]
-    sys.path += [path for path in (str(root), str(root / "tests")) if path not in sys.path]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"--emulated needs {error.name}, which is not installed: clone ckptkern's repository, `pip install "
-            "--no-build-isolation -e .` there, and run it again"
-        ) from error
-
-
 def emulated_checks() -> Iterator[Callable[[], Iterator[Result]]]:
     """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
 
     if hint := missing("numpy", "triton"):
         raise RuntimeError(hint)
 
-    emulated = from_checkout("emulator.emulated").emulated
+    emulated = from_checkout("emulator.emulated", "selftest --emulated").emulated
 
     def check(arch: int, what: Callable[..., Iterator[Result]], *arguments) -> Iterator[Result]:
         with emulated(arch) as launches:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 
-from ... import eager
-from ..env import load_warning
+from ckptkern import eager
+from ckptkern.tools.env import load_warning
+
 from .config import DTYPES, PRESETS, QUICK, VARIANTS, Config
 from .data import load_corpus
 from .results import AGREEMENT, agreements, print_summary, summarize, write_results

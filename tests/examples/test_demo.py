@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from benchmarks.dev import demo as page
 from ckptkern import __main__
 from ckptkern.memory import Timeline
-from ckptkern.tools import demo, env
-from ckptkern.tools.demo import config, data, model, moe, results, training
+from ckptkern.tools import env
+from examples import demo
+from examples.demo import config, data, model, moe, results, training
 
 TINY = (
     "--device=cpu --dtype=fp32 --steps=4 --batch-size=2 --seq-len=64 --vocabulary=300 --text-mib=1 --layers=2 --d-model=16 "

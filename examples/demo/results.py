@@ -13,8 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...memory import format_size, three_digits
-from ..env import collect
+from ckptkern.memory import format_size, three_digits
+from ckptkern.tools.env import collect
+
 from .config import OURS, Config
 from .data import Corpus
 from .training import Run, measured_step

@@ -8,7 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ...planning.figure import draw_timelines, unit_of
+from ckptkern.planning.figure import draw_timelines, unit_of
+
 from .config import OURS, Config
 from .results import Summary, relative_differences, title
 from .training import Run

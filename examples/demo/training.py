@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...memory import Timeline, memory_timeline, saved_tensors
+from ckptkern.memory import Timeline, memory_timeline, saved_tensors
+
 from .config import DTYPES, Config
 from .data import batches
 from .model import GPT, build

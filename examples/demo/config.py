@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...memory import parse_size
+from ckptkern.memory import parse_size
 
 # what --variants takes: what tables and pictures call it
 VARIANTS = {

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ... import conversion, eager
+import ckptkern
+from ckptkern import eager
+
 from .config import OURS, Config
 from .moe import MoE
 
@@ -118,5 +120,5 @@ def build(config: Config, variant: str) -> GPT:
     if variant in OURS:
         tokens = torch.randint(config.vocabulary, (1, min(SAMPLE, config.seq_len)), device=config.device)
         options = {"recompute": config.recompute, "workspace": config.workspace} if variant == "bounded" else {}
-        conversion.convert(model, tokens, tokens, **options)
+        ckptkern.convert(model, tokens, tokens, **options)
     return model
