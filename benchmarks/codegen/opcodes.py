@@ -17,7 +17,7 @@ HEADER = ("form", "sm_80 kernels", "sm_90 kernels", "example")
 
 def keys_of(case: Case | AttentionCase) -> list[str]:
     """Of each launch of the case, what it is compiled for."""
-    from ckptkern.tools.compiling import catch_launches, specialize
+    from .compiling import catch_launches, specialize
 
     return [specialize(*launch, case.arch).key for launch in catch_launches(case.launch, case.arch)]
 
@@ -26,9 +26,7 @@ def forms_of(case: Case | AttentionCase, places: list[int] | None = None) -> tup
     """(for each kernel {form: an instruction of it}, a line for what does not translate); places: of which launches."""
     import emulator
 
-    from ckptkern.tools.compiling import catch_launches
-
-    from .compiling import compile_launch
+    from .compiling import catch_launches, compile_launch
 
     forms, faults = [], []
     for place, (kernel, args, kwargs) in enumerate(catch_launches(case.launch, case.arch)):

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 import ckptkern
+from benchmarks.codegen.compiling import specialize
 from benchmarks.model import rates, trace
-from ckptkern.tools.compiling import specialize
 
 PATH = Path(__file__).parents[1] / "results" / "routes.csv"
 COLUMNS = ("layer", "dtype", "gpu", "matmuls", "torch", "ours")

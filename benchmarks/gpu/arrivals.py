@@ -22,9 +22,9 @@ import triton
 
 from ckptkern.benchmarks import cases, forecast, run
 from ckptkern.benchmarks.measure import ENOUGH, GRAPH_BELOW_MS
-from ckptkern.tools.compiling import source_of, specialize
 from ckptkern.triton_kernels import fences
 
+from ..codegen.compiling import specialize
 from ..model import rates, trace
 from ..model.sass import key
 
@@ -86,7 +86,7 @@ class Compilations:
         one = specialize(caught.kernel, caught.args, caught.kwargs, self.arch)
         compile = fences.compile_fenced if fences.MISSING else triton.compile
         begin = sum(os.times()[:4])  # of this process and of the assembler's: other work on this machine does not count
-        compile(source_of(one), target=one.target, options=one.options.__dict__)
+        compile(one.source, target=one.target, options=one.options.__dict__)
         return sum(os.times()[:4]) - begin
 
 

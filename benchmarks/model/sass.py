@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.codegen.compiling import compile_launch
-from benchmarks.codegen.sass import INSTRUCTION
-from ckptkern.tools.compiling import inspect_cubin, resources, specialize
+from benchmarks.codegen.compiling import compile_launch, specialize
+from benchmarks.codegen.sass import INSTRUCTION, inspect_cubin, resources
 
 from .trace import Caught
 

@@ -47,7 +47,7 @@ import json, pkgutil, importlib
 from triton.runtime.jit import JITFunction
 from benchmarks.gpu.kernels import cases_of, settings
 from ckptkern import triton_kernels
-from ckptkern.tools.compiling import catch_launches
+from benchmarks.codegen.compiling import catch_launches
 
 launched = set()
 with settings(90):
