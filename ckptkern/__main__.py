@@ -14,7 +14,7 @@ COMMANDS = {
     "demo": (
         "examples.demo",
         "train a GPT in five variants side by side: memory over a step, time, loss",
-        ("matplotlib", "rich"),
+        ("matplotlib",),
     ),
     "convert": (
         ".tools.convert",

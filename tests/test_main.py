@@ -116,6 +116,8 @@ def test_help_and_env_need_torch_alone_and_take_the_backend_of_the_environment(b
 )
 def test_missing_packages_are_named_before_any_work(packages, hint, capsys, monkeypatch, tmp_path):
     """The hint names the packages themselves, because pip would look for an extra of ckptkern's on PyPI."""
+    module, summary, _ = __main__.COMMANDS["demo"]
+    monkeypatch.setitem(__main__.COMMANDS, "demo", (module, summary, ("matplotlib", "rich")))
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as exit_:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import math
+from argparse import Namespace
 
 import torch
 import torch.nn.functional as F
@@ -12,113 +11,122 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern import eager
+from ckptkern.benchmarks.models import MLP, grouped_experts
 
-from .config import OURS, Config
-from .moe import MoE
+from .config import VARIANTS
 
-LOSS_CHUNKS = 16  # of the variant "chunked"
 SAMPLE = 32  # tokens with which convert traces and checks the model
 
 
-class MLP(nn.Module):
-    """fc2(dropout(activation(fc1(x))))."""
+class GroupedExperts(ckptkern.nn.Experts):
+    """The parameters of ckptkern's experts, by torch's ops alone."""
 
-    def __init__(self, d_model: int, activation: str, dropout: float) -> None:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        tensors, kind = (hidden_states, self.gate_up_proj, self.down_proj), hidden_states.device.type
+        if torch.is_autocast_enabled(kind):  # which grouped_mm does not know
+            tensors = [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+        x, *stacks = tensors
+        act = eager.ACTIVATIONS[self.activation].act
+        return grouped_experts(x, top_k_index, top_k_weights.to(x.dtype), *stacks, act)
+
+
+class MoE(nn.Module):
+    """Every token through the `top_k` experts that the router likes best, weighted by its probabilities, which are scaled to a
+    sum of 1 (Mixtral). A token passes as many weights as in the plain MLP of 4 d_model.
+
+    choice: the experts [T, k] of this step of training. The first forward puts them there, and others with the list follow,
+    because a token between two experts goes either way by a rounding, and from there on no two runs compare.
+    """
+
+    def __init__(self, config: Namespace) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(d_model, 4 * d_model)
-        self.fc2 = nn.Linear(4 * d_model, d_model)
-        self.activation = eager.ACTIVATIONS[activation].act
-        self.dropout = nn.Dropout(dropout)
+        self.top_k: int = config.top_k
+        self.choice: list[Tensor] = []
+        hidden = -(-8 * config.d_model // (3 * config.top_k * 8)) * 8
+        self.router = nn.Linear(config.d_model, config.experts, bias=False)
+        self.experts = GroupedExperts(config.experts, config.d_model, hidden, config.activation)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.dropout(self.activation(self.fc1(x))))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, S, d] -> (y alike, the router's imbalance)."""
+        rows = x.flatten(0, -2)
+        probabilities = self.router(rows).softmax(-1, dtype=torch.float32)
+        index = probabilities.topk(self.top_k, -1).indices
+        if self.training:
+            self.choice[:] = self.choice or [index]
+            (index,) = self.choice
+        weights = probabilities.gather(1, index)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return self.experts(rows, index, weights).view(x.shape), imbalance(probabilities, index)
 
 
-class Attention(nn.Module):
-    """Causal self-attention. x [B, S, D] -> [B, S, D]."""
-
-    def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(d_model, 3 * d_model)
-        self.out = nn.Linear(d_model, d_model)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
+    """The auxiliary loss of Switch Transformer (arXiv 2101.03961), E sum_e f_e P_e: f_e is the part of the token-expert
+    pairs index [T, k] that expert e has, P_e its mean of probabilities [T, E]. 1 where all experts have alike, at most E."""
+    experts = probabilities.shape[1]
+    pairs = (index[..., None] == torch.arange(experts, device=index.device)).sum((0, 1))
+    return experts * (pairs / index.numel() * probabilities.mean(0)).sum()
 
 
 class Block(nn.Module):
     """A pre-norm transformer block: x [B, S, D] -> y alike, or with experts (y, the imbalance of its router)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Namespace) -> None:
         super().__init__()
-        d = config.d_model
-        self.norm1, self.norm2 = nn.LayerNorm(d), nn.LayerNorm(d)
-        self.attention = Attention(d, config.heads)
-        self.mlp = MoE(config) if config.experts else MLP(d, config.activation, config.dropout)
+        width, self.heads = config.d_model, config.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        act = eager.ACTIVATIONS[config.activation].act
+        self.mlp = MoE(config) if config.experts else MLP(width, act, dropout_p=config.dropout)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        if isinstance(self.mlp, MLP):
-            return x + self.mlp(self.norm2(x))
-        y, imbalance = self.mlp(self.norm2(x))
-        return x + self.dropout(y), imbalance
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(o.transpose(1, 2).flatten(2)))
+        y = self.mlp(self.norm2(x))
+        return (x + self.dropout(y[0]), y[1]) if isinstance(y, tuple) else x + y
 
 
 class GPT(nn.Module):
     """A decoder: (tokens, next tokens) int64 [B, S] each -> (mean cross-entropy in nats a token, mean imbalance of its
     routers). ``variant`` chooses what is checkpointed, never the ``state_dict``."""
 
-    def __init__(self, config: Config, variant: str) -> None:
+    def __init__(self, config: Namespace, variant: str) -> None:
         super().__init__()
-        self.variant = variant
+        self.variant = VARIANTS[variant]
         self.token = nn.Embedding(config.vocabulary, config.d_model)
         self.position = nn.Embedding(config.seq_len, config.d_model)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
-        for embedding in (self.token, self.position):
-            nn.init.normal_(embedding.weight, std=0.02)
-        for block in self.blocks:  # as in GPT-2: smaller with depth, because each adds to the residual stream
-            last = block.mlp.fc2.weight if isinstance(block.mlp, MLP) else block.mlp.experts.down_proj
-            for weight in (block.attention.out.weight, last):
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.layers))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | float]:
         x, total = self.token(tokens) + self.position.weight[: tokens.shape[1]], 0.0
         for block in self.blocks:
-            run = functools.partial(checkpoint, block, use_reentrant=False) if self.checkpoints else block
-            y = run(x)
+            y = checkpoint(block, x, use_reentrant=False) if self.variant.checkpoints else block(x)
             x, imbalance = y if isinstance(y, tuple) else (y, 0.0)
-            total = total + imbalance
+            total = total + imbalance / len(self.blocks)
         x = self.norm(x)
-        if self.variant == "chunked":
-            return chunked_loss(x, self.head, targets), total / len(self.blocks)
-        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), total / len(self.blocks)
-
-    @property
-    def checkpoints(self) -> bool:
-        return self.variant in ("checkpointing", "chunked")
+        if self.variant.loss_chunks > 1:
+            return chunked_loss(x, self.head, targets, self.variant.loss_chunks), total
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten()), total
 
 
-def chunked_loss(x: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
+def chunked_loss(x: Tensor, head: nn.Linear, targets: Tensor, chunks: int) -> Tensor:
     """The loss in checkpointed chunks of tokens, as users write it: one chunk's logits are in memory at a time."""
 
     def part(x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(x), targets, reduction="sum")
 
-    parts = zip(x.flatten(0, 1).chunk(LOSS_CHUNKS), targets.flatten().chunk(LOSS_CHUNKS), strict=True)
-    return sum(checkpoint(part, *one, use_reentrant=False) for one in parts) / targets.numel()
+    parts = zip(x.flatten(0, 1).chunk(chunks), targets.flatten().chunk(chunks), strict=True)
+    return sum(checkpoint(part, *chunk, use_reentrant=False) for chunk in parts) / targets.numel()
 
 
-def build(config: Config, variant: str) -> GPT:
-    """A variant's model on the device. "convert" has convert's defaults; "bounded" has the run's mode and workspace."""
+def build(config: Namespace, variant: str) -> GPT:
+    """Returns a variant's model on the device."""
     torch.manual_seed(config.seed)
-    model = GPT(config, variant).to(config.device)
-    if variant in OURS:
+    model, options = GPT(config, variant).to(config.device), VARIANTS[variant].convert
+    if options is not None:
         tokens = torch.randint(config.vocabulary, (1, min(SAMPLE, config.seq_len)), device=config.device)
-        options = {"recompute": config.recompute, "workspace": config.workspace} if variant == "bounded" else {}
-        ckptkern.convert(model, tokens, tokens, **options)
+        ckptkern.convert(model, tokens, tokens, **{name: getattr(config, name) for name in options})
     return model
