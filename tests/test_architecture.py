@@ -29,7 +29,11 @@ INSTALLED = {  # files: package
     "triton_kernels/*.py": "ckptkern.triton_kernels",
     "benchmarks/*.py": "ckptkern.benchmarks",
 }
-OWN = {"benchmarks/*/**/*.py": "benchmarks", "tests/emulator/*.py": "emulator"}  # run from a checkout
+OWN = {  # run from a checkout
+    "benchmarks/*/**/*.py": "benchmarks",
+    "examples/**/*.py": "examples",
+    "tests/emulator/*.py": "emulator",
+}
 
 # A part imports from itself and from parts of lower layers. "ckptkern" itself is the top: it imports anything,
 # and ours import nothing from it except its version.

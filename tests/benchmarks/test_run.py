@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks.dev import trade
 from ckptkern.benchmarks import cases, measure, micro, report, run, suite
+from ckptkern.tools import env
 
 CPU = torch.device("cpu")
 TINY = micro.case("mlp", "cpu", title="tiny", features=16, tokens=24)
@@ -367,7 +368,7 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     monkeypatch.setenv("CKPTKERN_COMMIT", "abc")
     assert run.commit() == "abc"
     monkeypatch.delenv("CKPTKERN_COMMIT")
-    monkeypatch.setattr(run, "_answer", lambda *_: None)
+    monkeypatch.setattr(env, "answer", lambda *_: None)
     assert run.commit() == "unknown"
     assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
 

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..memory import format_size, saved_tensors
-from ..segments.checkpoint import checkpoint, checkpointed
-from ..segments.sequential import checkpoint_sequential
+from ckptkern import checkpoint, checkpoint_sequential, checkpointed
+from ckptkern.memory import format_size, saved_tensors
 
 EXAMPLES: dict[str, Callable[[], Example]] = {}
 

@@ -4,16 +4,16 @@ import pytest
 import torch
 
 from ckptkern import __main__
-from ckptkern.tools import examples
+from examples import tutorials
 
 AT_MOST = {  # of the unmodified run's saved bytes
     "deep-net": 0.8, "blocks": 0.15, "transformer-encoder": 0.15, "resnet": 0.6, "unet": 0.5, "nested": 0.05,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", examples.EXAMPLES)
+@pytest.mark.parametrize("name", tutorials.EXAMPLES)
 def test_example(name):
-    outcome = examples.run(name)
+    outcome = tutorials.run(name)
     assert outcome.differ == []
     assert outcome.segmented <= AT_MOST[name] * outcome.unmodified, outcome
 
@@ -28,9 +28,9 @@ def test_the_command(capsys):
 
 def test_a_difference_is_found(monkeypatch, capsys):
     def drifting():
-        model, _, x = examples.EXAMPLES["resnet"]()
-        return examples.Example(model, lambda model, x: model(x) * (1 + torch.finfo(torch.float32).eps), x)
+        model, _, x = tutorials.EXAMPLES["resnet"]()
+        return tutorials.Example(model, lambda model, x: model(x) * (1 + torch.finfo(torch.float32).eps), x)
 
-    monkeypatch.setitem(examples.EXAMPLES, "drifting", drifting)
+    monkeypatch.setitem(tutorials.EXAMPLES, "drifting", drifting)
     assert __main__.main(["examples", "drifting"]) == 1
     assert "DIFFERS: output" in capsys.readouterr().out
