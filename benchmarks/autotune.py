@@ -32,13 +32,14 @@ from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned
 from ..tools.convert import load, model_and_inputs
 from . import measure
-from .cases import Case, Function, Item, Size
+from .baselines import Function
+from .cases import Case, variants
 
 OPS = ("mlp", "gated_mlp", "linear_act")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES, ROWS = (2048, 4096, 1024, 512, 256), 8192  # what is measured by default, the most valuable first
 MARGIN = 0.03  # of the default's median
-OURS = "ckptkern "  # begins a variant that has to be as exact as eager
+OURS = "ckptkern "  # begins a variant of ours, which has to be as exact as eager
 
 
 class Problem(NamedTuple):
@@ -91,20 +92,22 @@ def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[n
     return Matmuls(problem, weights), x
 
 
-def in_impl(impl: str, model: nn.Module, x: Tensor) -> Function:
+def in_impl(model: nn.Module, impl: str) -> Function:
     return functools.partial(model, impl=impl)
 
 
 def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, measure.Row]:
     """Returns the row of each implementation, checked, and timed in turns with the others for so many seconds."""
     rows: dict[str, measure.Row] = {}
-    given = functools.partial(build, problem)
-    case = Case(problem.op, nn.Identity, in_impl, {}, 0, dtype=problem.dtype, given=given)
-    item = Item(case, Size(problem.features, problem.tokens), 0)
-    makers = {OURS + impl: functools.partial(in_impl, impl) for impl in _impls.OF_KERNELS}
-    measure.measure(
-        item, makers, device, lambda row: rows.update({row.variant.removeprefix(OURS): row}), seconds=seconds
+
+    def emit(row: measure.Row) -> None:
+        rows[row.variant.removeprefix(OURS)] = row
+
+    case = Case(
+        str(problem), functools.partial(build, problem), in_impl, modes=[*_impls.OF_KERNELS], dtype=problem.dtype
     )
+    ours = {name: make for name, make in variants(case).items() if name.startswith(OURS)}
+    measure.measure(case, ours, device, emit, seconds=seconds)
     return rows
 
 

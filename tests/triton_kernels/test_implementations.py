@@ -243,7 +243,7 @@ def test_a_backend_that_is_asked_for_takes_no_library(backend):
 
 def test_a_tuned_table_overrules(monkeypatch):
     """In its op, dtype and class of sizes alone."""
-    rows = {("mlp", "bfloat16", 2): "triton", ("moe_mlp", "float16", 1): "library"}
+    rows = {("mlp", "bfloat16", 1024): {"impl": "triton"}, ("moe_mlp", "float16", 512): {"impl": "library"}}
     monkeypatch.setattr(_choices._tuned, "table", lambda *device: rows)
     assert chosen("mlp", (9, 0), 1024) == chosen("mlp", (12, 0), 513) == "triton"
     assert (
