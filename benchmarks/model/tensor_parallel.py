@@ -28,7 +28,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from benchmarks.dev.counted import SHAPES, Shape
 from ckptkern.benchmarks.models import LlamaLayer
 from ckptkern.benchmarks.report import with_part
 from ckptkern.parallel import TensorParallel
@@ -49,6 +48,17 @@ HEADER = (
     "ms_without_overlap", "ms", "ratio",
 )  # fmt: skip
 BEGIN, END = "<!-- tensor-parallel:begin -->", "<!-- tensor-parallel:end -->"
+
+
+class Shape(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+
+
+SHAPES = {"Llama 8B": Shape(32, 4096, 32, 8, 14336), "Llama 70B": Shape(80, 8192, 64, 8, 28672)}
 
 
 class Case(NamedTuple):
