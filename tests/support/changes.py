@@ -1,12 +1,7 @@
-"""What a recompute sees if something has changed since forward: ``python -m benchmarks.dev.recompute``.
-
-A layer reads something, of which another layer, or none, is in a region of its own. Between forward and backward it changes.
-The table has the relative distance of the gradients from those without a region, or the error.
-"""
+"""Changes between forward and backward, or before a recompute, to a model of three layers in regions, and its gradients."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -298,32 +293,3 @@ def verdict(found: Tensor | Exception, plain: Tensor | Exception, unchanged: Ten
     assert isinstance(plain, Tensor)
     distance = ((found - plain).norm() / plain.norm()).item()
     return "right" if distance < 1e-12 else f"{distance:.2g} off"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.recompute", description=__doc__.partition("\n")[0])
-    parser.add_argument("case", nargs="*", help=f"of: {'; '.join(CASES)} (default: all)")
-    parser.add_argument(
-        "--all-ways", action="store_true", help="every way of ckptkern to make a region, not checkpoint alone"
-    )
-    args = parser.parse_args()
-    if unknown := set(args.case) - set(CASES):
-        parser.error(f"no case is named {', '.join(sorted(unknown))}")
-    ways = [*WAYS] if args.all_ways else ["checkpoint"]
-    heading = [
-        "changed since forward",
-        "plain autograd",
-        "torch.utils.checkpoint",
-        *(f"ckptkern, {way}" for way in ways),
-    ]
-    print(f"| {' | '.join(heading)} |\n|{'---|' * len(heading)}")
-    for name in args.case or CASES:
-        case = CASES[name]
-        both = gradient(case, None), gradient(case._replace(between=nothing), None)
-        found = [both[0], gradient(case, None, TORCH), *(gradient(case, way) for way in ways)]
-        cells = [verdict(one, *both) for one in found]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()
