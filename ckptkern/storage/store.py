@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from ..frozen import Frozen
 from ..memory import dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
-CHUNK = 1 << 20  # elements that a store works on at a time, so that its scratch memory is bounded
 
 
 def changed_in_place(tensor: Tensor, version: int) -> RuntimeError:
@@ -45,11 +45,8 @@ class Stays:
     def __init__(self, tensor: Tensor, itself: bool = False):
         self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
 
-    def changed(self) -> bool:
-        return self.tensor._version != self.version
-
     def unpack(self) -> Tensor:
-        if self.changed():
+        if self.tensor._version != self.version:
             raise changed_in_place(self.tensor, self.version)
         return self.tensor
 
@@ -281,7 +278,17 @@ class _Here(Store):
         yield saved.tensor
 
 
-def next_store(name: str, then: Store | None) -> Store:
-    if then is not None and not isinstance(then, Store):
-        raise TypeError(f"{name}: then must be a store such as offload(), not {type(then).__name__}")
-    return _Here() if then is None else then
+class Chained(Store):
+    """A store that passes what it makes of a tensor on.
+
+    then: the store for it, such as ``offload()``; None leaves it on the device. options: those of ``Store``.
+    """
+
+    def __init__(self, *, then: Store | None = None, **options: Any):
+        super().__init__(**options)
+        if then is not None and not isinstance(then, Store):
+            raise TypeError(f"{type(self).__name__}: then must be a store such as offload(), not {type(then).__name__}")
+        self._then = _Here() if then is None else then
+
+    def accepts(self, tensor: Tensor) -> bool:
+        return self._then.accepts(tensor)
