@@ -11,11 +11,10 @@ from torch import Tensor
 from .. import ops
 from ..ops.attention.masks import diagonal_of
 from ..ops.attention.sdpa import attention_with_weights
-from ..ops.dispatch.checks import check_mode
-from ..ops.dispatch.choices import autocast_dtype, parse_bytes
+from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import ranks_of_rows, refuse_shard
 from ..subclasses import PLAIN, own_dispatch
-from .share import check_kind, share
+from .layer import Layer
 from .unmodified import composed, dense, strided
 
 
@@ -70,7 +69,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return ops.linear_act(x, weight, bias, "identity")
 
 
-class MultiheadAttention(torch.nn.MultiheadAttention):
+class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     """Replaces torch.nn.MultiheadAttention, with the same arguments, parameters and results in training and evaluation.
 
         o = concat_h softmax(q_h k_h^T / sqrt(D) + mask) v_h;  y = o Wo^T + bo
@@ -90,6 +89,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     with their own dispatch (DTensor), and wrong arguments, for which it raises its own error. In these cases, and with
     parametrised or quantised weights, the module is one ckptkern.checkpoint, which saves its inputs.
     """
+
+    torch_class = torch.nn.MultiheadAttention
+    shown = ("embed_dim", "num_heads", "recompute", "workspace")
 
     def __init__(
         self,
@@ -111,28 +113,30 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        check_mode(type(self).__name__, recompute)
-        parse_bytes(type(self).__name__, workspace)
-        self.recompute, self.workspace = recompute, workspace
-
-    @classmethod
-    def from_torch(
-        cls, module: torch.nn.MultiheadAttention, recompute: str = "selective", workspace: int | str | None = None
-    ) -> MultiheadAttention:
-        """Returns a drop-in replacement of `module` that shares its parameters, buffers, hooks and settings."""
-        check_kind(cls, module, torch.nn.MultiheadAttention)
-        check_mode(cls.__name__, recompute)
-        parse_bytes(cls.__name__, workspace)
-        return share(cls, module, recompute=recompute, workspace=workspace)
-
-    def extra_repr(self) -> str:
-        modes = f"recompute={self.recompute!r}, workspace={self.workspace!r}"
-        return f"{self.embed_dim}, num_heads={self.num_heads}, {modes}"
+        self.set_options(recompute, workspace)
 
     @property
     def dropout_p(self) -> float:
         """The dropout probability now: 0 in evaluation."""
         return self.dropout if self.training else 0.0
+
+    def swapped(self, x: Tensor) -> Tensor:
+        """Returns x [L, B, E] of a module without batch_first as [B, L, E], and the reverse."""
+        return x.transpose(0, 1) if x.dim() == 3 and not self.batch_first else x
+
+    def covers(
+        self,
+        query: Tensor,
+        memory: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> bool:
+        """Does ckptkern.attention_block compute the output for keys and values of memory?"""
+        unread = key_padding_mask, attn_mask if is_causal else None
+        return self.fits(query, memory, memory, key_padding_mask, attn_mask, is_causal) and self.one_segment(
+            query, memory, memory, *unread
+        )
 
     def fits(
         self,
@@ -219,9 +223,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if not self._qkv_same_embed_dim:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             bias = None if bias is None else bias.chunk(3)
-        swapped = key.dim() == 3 and not self.batch_first
         return {
-            "key_value": None if key is query else key.transpose(0, 1) if swapped else key,
+            "key_value": None if key is query else self.swapped(key),
             "qkv_weight": weight,
             "qkv_bias": bias,
             "out_weight": self.out_proj.weight,
@@ -257,12 +260,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 super().forward, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights,
                 is_causal,
             )  # fmt: skip
-        swapped = query.dim() == 3 and not self.batch_first
         if not need_weights and self.one_segment(query, key, value, key_padding_mask, attn_mask if is_causal else None):
-            x = query.transpose(0, 1) if swapped else query
             arguments = self.block_arguments(query, key, key_padding_mask, attn_mask, is_causal)
-            y = ops.attention_block(x, **arguments, recompute=self.recompute, workspace=self.workspace)
-            return y.transpose(0, 1) if swapped else y, None
+            return self.swapped(ops.attention_block(self.swapped(query), **arguments, **self.modes)), None
         arguments = (query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         return self._separate(*arguments) if self._dense() else composed(self._separate, *arguments)
 
