@@ -151,7 +151,7 @@ STORAGE = [
     Fault(
         "store: a changed tensor has the values of before",
         "ckptkern/storage/store.py",
-        "key = StorageWeakRef(tensor.untyped_storage()), «tensor._version,» around if any(around) else (), *place",
+        "key = StorageWeakRef(tensor.untyped_storage()), «tensor._version,» around if any(around) else (), *at",
         "",
         ("tests/storage/test_store.py",),
     ),
