@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import nn, ops
+from .. import ops
 from ..eager import ACTIVATIONS
 from ..extras import missing
-from ..nn.experts import BIASES, check_layout
-from ..nn.parts import activation_in
+from ..nn.activations import activation_of
 from ..ops.dispatch.checks import check_mode
 from ..ops.dispatch.choices import parse_bytes
 from .layouts import experts_layout
@@ -58,12 +57,25 @@ def routed(reading: dict[str, Any], x: int, flat: list[Any], rows: int = 512) ->
     yield f"{rows} rows at one expert", [many.get(i, v) for i, v in enumerate(flat)]
 
 
+# What transformers' experts have. How they say that they are of another kind, and what they say if they are of ours.
+PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+KIND = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_post_expert_norm": False}
+
+
 def _activation(module: torch.nn.Module) -> str:
     """The name of its activation; the module is looked at once, and again if it has another one."""
     seen, name = module.__dict__.get("_ckptkern_activation", (None, ""))
     if seen is None or seen is not module.act_fn:
-        check_layout(nn.Experts, module)
-        name = activation_in(nn.Experts, module, None)
+        kind = type(module)
+        for attribute, value in KIND.items():
+            if getattr(module, attribute, value) != value:
+                raise TypeError(f"register_experts: {kind.__name__} has {attribute}={not value}")
+        gate = getattr(kind, "_apply_gate", None)
+        if gate is not None and gate.__name__ != "_default_apply_gate":
+            raise TypeError(f"register_experts: {kind.__name__} has another gate than act(g) * u")
+        if more := {name for name, p in module._parameters.items() if p is not None} - PARAMETERS:
+            raise TypeError(f"register_experts: {kind.__name__} has a {min(more)}, which moe_mlp has not")
+        name = activation_of("register_experts", module.act_fn)
         module.__dict__["_ckptkern_activation"] = module.act_fn, name
     return name
 
@@ -73,7 +85,7 @@ def experts_forward(
     top_k_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
-    gate_up_bias, down_bias = (getattr(module, name, None) for name in BIASES)
+    gate_up_bias, down_bias = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
     return ops.moe_mlp(
         hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, _activation(module),
         gate_up_bias=gate_up_bias, down_bias=down_bias, recompute=recompute, workspace=workspace,

@@ -145,10 +145,6 @@ REFUSED = {
     "slopes": (
         lambda: sdpa(NARROW, NARROW, NARROW, alibi_slopes=SLOPES), "the kernels form no gradient of alibi_slopes"
     ),
-    "weights": (
-        lambda: ckptkern.nn.MultiheadAttention(8, 2)(ROWS, ROWS, ROWS)[1],
-        "the kernels do not return the weights: pass need_weights=False",
-    ),
 }  # fmt: skip
 
 
