@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from support import catalog
 from support.cases import DTYPES, MODES, uninitialised_is_nan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.ops import catalog
 from ckptkern.ops.attention import arguments, latent_tensors, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import P, check_exactness, expected_mask, output_gradient
+from support.catalog import Sizes
 from support.properties import OF_OPS, Case, joined
 
 import ckptkern
 from benchmarks.dev import routes
 from benchmarks.model import trace
 from ckptkern import eager, triton_kernels
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.mlp import branch as mlp_branch
