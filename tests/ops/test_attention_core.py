@@ -18,9 +18,8 @@ from ckptkern import eager
 from ckptkern.ops.attention import arguments, latent_tensors, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
-from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.block import AttentionBlock
 from ckptkern.ops.attention.groups import bytes_of_heads
-from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
 
 GPUS = [(8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)]
@@ -225,15 +224,15 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
             )  # fmt: skip
         o = o._replace(fused=fused)
         with Calls() as forward:
-            y, made = attention_sublayer(x, t, o)
-        _, promised = attention_sublayer(x, t, o._replace(fused=""))  # as fakes do
-        saved = {name: made[name] for name in saves(o)}
+            y, made = AttentionBlock.compute(x, t, o)
+        _, promised = AttentionBlock.compute(x, t, o._replace(fused=""))  # as fakes do
+        saved = {name: made[name] for name in AttentionBlock.saves(o)}
         for name, tensor in saved.items():
             kinds = [(one.shape, one.dtype, one.stride()) for one in (tensor, promised[name])]
             assert kinds[0] == kinds[1], name
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
-            attention_sublayer_backward(torch.empty_like(y), AttentionSublayer(x, t, o), saved, needs)
+            AttentionBlock.gradients(torch.empty_like(y), x, t, o, saved, needs)
     assert [one.counts[KERNELS[fused]] for one in (forward, backward)] == [1, mode == "full"]
     assert [one.counts[backward_of(fused)] for one in (forward, backward)] == [0, 1]
     repeats = fused == "efficient" and kv_heads != H

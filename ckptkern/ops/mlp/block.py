@@ -12,39 +12,23 @@ from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compu
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
+from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
 from .branch import LAYERS, saves
 from .sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
 
 
-class MLPBlock(Op):
+class MLPBlock(SublayerOp):
     name = "mlp_block"
-    Options = MLPOptions
+    Tensors, Options = MLPTensors, MLPOptions
+    compute = staticmethod(mlp_sublayer)
+    gradients = staticmethod(mlp_sublayer_backward)
+    in_torch_ops = staticmethod(mlp_reference)
 
     @staticmethod
     def saves(o):
         return saves(o.gated, o)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, saved = mlp_sublayer(x, MLPTensors(*others), o)
-        return unflattened(y, x), saved
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        grads = mlp_sublayer_backward(rows_2d(dy), x, MLPTensors(*others), o, saved, needs)
-        return in_order(grads, MLPTensors, needs)
-
-    @staticmethod
-    def reference(tensors, o):
-        x, *others = tensors
-        return mlp_reference(x, MLPTensors(*others), o)
 
 
 _apply = build(MLPBlock)

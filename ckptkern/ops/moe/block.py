@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,14 +31,11 @@ from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
 from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
+from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import (
-    CONSTANT,
     LOGITS,
     SHARED,
     MoEOptions,
@@ -51,36 +47,19 @@ from .sublayer import (
 )
 
 
-class MoEBlock(Op):
+class MoEBlock(SublayerOp):
     name = "moe_block"
-    Options = MoEOptions
-    constants = frozenset({CONSTANT})
+    Tensors, Options = MoETensors, MoEOptions
+    constants = frozenset({1 + MoETensors._fields.index("score_bias")})
+    decisions = ("index",)
     saves = staticmethod(saves)
+    compute = staticmethod(moe_sublayer)
+    gradients = staticmethod(moe_sublayer_backward)
+    in_torch_ops = staticmethod(moe_reference)
 
     @staticmethod
     def more_results(o):
         return (LOGITS,)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, made = moe_sublayer(x, MoETensors(*others), o)
-        return unflattened(y, x), made
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        grads = moe_sublayer_backward(rows_2d(dy), x, MoETensors(*others), o, saved, needs)
-        return in_order(grads, MoETensors, needs)
-
-    @staticmethod
-    def reference(tensors, o, index=None):
-        x, *others = tensors
-        return moe_reference(x, MoETensors(*others), o, index)
-
-    @classmethod
-    def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, index=saved["index"])
 
 
 _apply = build(MoEBlock)

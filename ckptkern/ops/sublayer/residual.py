@@ -7,7 +7,6 @@ z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -104,14 +103,6 @@ class Sublayer:
         if key not in self.held:
             self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
         return viewed(self.held[key][1], views)
-
-    def drop_held(self) -> None:
-        """Frees the dequantised weights: what comes next has a workspace of its own."""
-        self.held.clear()
-
-    def casting(self, *, last: bool) -> Callable[[Tensor | None, torch.dtype], Tensor | None]:
-        """`cast` in place of `cast_parameter`, for the op of a branch."""
-        return functools.partial(self.cast, last=last)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
         """Of a gradient: its parameter's; True for a part, which is not rounded; False where it is not needed."""
@@ -335,11 +326,6 @@ def output_dtype(x: Tensor, o: Any) -> torch.dtype:
 
 def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
-
-
-def after_branch(o: Any) -> frozenset[str]:
-    """The sublayer's parameters that lie after its branch's last matmul."""
-    return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
 
 
 def reads_branch(o: Any, need: Collection[str]) -> bool:
