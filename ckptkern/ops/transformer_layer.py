@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -234,29 +234,35 @@ _APPLY = {one.Options: build(one) for one in LAYER_OPS}
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
 
-def _arguments_of(block) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of a block's arguments that the layer hands on, and of those that it must have."""
-    handed = [p for p in inspect.signature(block).parameters.values() if p.name not in OWN_ARGUMENTS]
-    return tuple(p.name for p in handed), tuple(p.name for p in handed if p.default is p.empty)
+class Arguments(NamedTuple):
+    """A block's arguments that the layer hands on: names of those that must be given, and the others' defaults."""
+
+    required: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, block: Callable[..., Any]) -> Arguments:
+        handed = [p for p in inspect.signature(block).parameters.values() if p.name not in OWN_ARGUMENTS]
+        defaults = {p.name: p.default for p in handed if p.default is not p.empty}
+        return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
+
+    def checked(self, op: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All of them, `given` and defaults."""
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
+        for key in given:
+            if key in OWN_ARGUMENTS:
+                raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
+            if key not in self.defaults and key not in self.required:
+                known = ", ".join((*self.required, *self.defaults))
+                raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {known}")
+        if missing := [key for key in self.required if key not in given]:
+            raise TypeError(f"{op}: {name} must have {', '.join(missing)}")
+        return self.defaults | dict(given)
 
 
-ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
-LATENT_ARGUMENTS, MOE_ARGUMENTS = _arguments_of(latent_attention_block), _arguments_of(moe_block)
-
-
-def check_arguments(
-    op: str, name: str, given: Mapping[str, Any], known: tuple[str, ...], required: tuple[str, ...]
-) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
-    for key in given:
-        if key in OWN_ARGUMENTS:
-            raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
-        if key not in known:
-            raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {', '.join(known)}")
-    for key in required:
-        if key not in given:
-            raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
+ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of(mlp_block)
+LATENT_ARGUMENTS, MOE_ARGUMENTS = Arguments.of(latent_attention_block), Arguments.of(moe_block)
 
 
 def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
@@ -269,8 +275,7 @@ def has_router(mlp_arguments: Mapping[str, Any]) -> bool:
 
 
 def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool, routes: bool) -> None:
-    check_arguments(op, "cross_attention_arguments", arguments, *ATTENTION_ARGUMENTS)
-    if arguments.get("key_value") is None:
+    if arguments["key_value"] is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
     if parallel:
         raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
@@ -282,11 +287,11 @@ def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: b
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
     for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
-        if given.get("norm") is not None and given.get("norm_first", True) is False:
+        if given["norm"] is not None and given["norm_first"] is False:
             raise ValueError(
                 f"{op}: parallel sublayers have no norm after the residual, but {name} has norm_first=False"
             )
-    if mlp_arguments.get("residual", True) is not True:
+    if mlp_arguments["residual"] is not True:
         raise ValueError(f"{op}: the MLP of parallel sublayers is added, but mlp_arguments has residual=False")
 
 
@@ -297,9 +302,8 @@ def _by_sublayers(
     """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
-        given = dict(training=training, recompute=recompute[0], workspace=workspace)
         block = latent_attention_block if is_latent(arguments) else attention_block
-        mid = block(mid, **given, **{"residual": True} | dict(arguments))
+        mid = block(mid, training=training, recompute=recompute[0], workspace=workspace, **arguments)
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
     if has_router(mlp_arguments):
         y, logits = moe_block(x if parallel else mid, **given)
@@ -343,26 +347,29 @@ def transformer_layer(
     """
     op = "transformer_layer"
     latent, routes = is_latent(attention_arguments), has_router(mlp_arguments)
-    of_attention = LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS
-    check_arguments(op, "attention_arguments", attention_arguments, *of_attention)
-    check_arguments(op, "mlp_arguments", mlp_arguments, *(MOE_ARGUMENTS if routes else MLP_ARGUMENTS))
+    of_attention, of_mlp = (
+        LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS,
+        MOE_ARGUMENTS if routes else MLP_ARGUMENTS,
+    )
+    attentions = [of_attention.checked(op, "attention_arguments", attention_arguments)]
+    mlp_arguments = of_mlp.checked(op, "mlp_arguments", mlp_arguments)
     if cross_attention_arguments is not None:
-        check_cross(op, cross_attention_arguments, parallel, latent, routes)
+        attentions.append(ATTENTION_ARGUMENTS.checked(op, "cross_attention_arguments", cross_attention_arguments))
+        check_cross(op, attentions[1], parallel, latent, routes)
     modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
-        check_parallel(op, attention_arguments, mlp_arguments)
-        mlp_arguments = dict(mlp_arguments) | {"residual": False}
-    given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
+        check_parallel(op, attentions[0], mlp_arguments)
+        mlp_arguments |= {"residual": False}
     if not isinstance(recompute, str):
-        return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
+        return _by_sublayers(x, attentions, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     if latent:
         refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
         raise NotSharded("a layer with a router has no sharded form")
     if ACTIVE.shard is not None:
-        return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
-    return _as_one(op, x, given, mlp_arguments, parallel, latent, routes, training, recompute, workspace)
+        return ACTIVE.shard.transformer_layer(x, attentions, mlp_arguments, parallel, training, recompute, workspace)
+    return _as_one(op, x, attentions, mlp_arguments, parallel, latent, routes, training, recompute, workspace)
 
 
 def _as_one(
@@ -372,14 +379,14 @@ def _as_one(
     """The layer as one region."""
     common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention
-    sublayers = [gather(op, x, recompute=recompute, **common, **{"residual": True} | dict(one)) for one in attentions]
+    sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]
     for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
     inner = "none" if sublayers[0][1].recompute == "none" else "full"
-    tm, om = (gather_moe if routes else gather_mlp)(op, x, recompute=inner, **common, **dict(mlp_arguments))
+    tm, om = (gather_moe if routes else gather_mlp)(op, x, recompute=inner, **common, **mlp_arguments)
     if parallel and tm.down_weight.shape[-2] != x.shape[-1]:
         raise ShapeError(
             f"{op}: parallel sublayers are added, so down_weight must have {x.shape[-1]} rows, but it has "

@@ -21,6 +21,7 @@ from ckptkern.ops.attention.arguments import gather
 from ckptkern.ops.attention.block import AttentionBlock
 from ckptkern.ops.attention.groups import bytes_of_heads
 from ckptkern.ops.dispatch.choices import primitives
+from ckptkern.ops.transformer_layer import ATTENTION_ARGUMENTS
 
 GPUS = [(8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)]
 
@@ -200,6 +201,13 @@ KERNELS = {  # its op; that of its gradients adds a word
 each_kernel = pytest.mark.parametrize("fused", KERNELS)
 
 
+def gathered(x, *given, recompute: str = "full", **options):
+    """The tensors and options of attention_block's arguments."""
+    names = ("qkv_weight", "qkv_bias", "out_weight", "out_bias", "num_heads", "num_kv_heads")
+    arguments = ATTENTION_ARGUMENTS.checked("test", "the arguments", dict(zip(names, given, strict=True)) | options)
+    return gather("test", x, training=True, recompute=recompute, workspace=None, **arguments)
+
+
 def backward_of(fused: str) -> str:
     return f"{KERNELS[fused].removesuffix('_forward')}_backward"
 
@@ -217,8 +225,8 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
         x = torch.empty(B, S, d, device="meta", dtype=torch.bfloat16)
         weights = [x.new_empty((H + 2 * kv_heads) * D, d), None, x.new_empty(d, d), x.new_empty(d)]
         with ckptkern.backend("eager"):
-            t, o = gather(
-                "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=mode,
+            t, o = gathered(
+                x, *weights, H, kv_heads, is_causal=True, recompute=mode,
                 rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
                 sinks=x.new_empty(H) if sinks else None,
             )  # fmt: skip
@@ -249,7 +257,7 @@ def test_what_flash_attention_allocates_itself_is_counted(kv_heads, keys):
     x = torch.empty(2, 64, 256, device="meta", dtype=torch.bfloat16)
     weights = [x.new_empty(heads * 64, 256) for heads in (4, kv_heads, kv_heads)], None, x.new_empty(256, 256), None
     memory = x.new_empty(2, keys, 256)
-    t, o = gather("test", x, *weights, 4, kv_heads, key_value=memory, residual=True, recompute="full")
+    t, o = gathered(x, *weights, 4, kv_heads, key_value=memory, recompute="full")
     flash, cudnn = (bytes_of_heads(128, t, o._replace(backend="triton", fused=one)) for one in ("flash", "cudnn"))
     assert flash - cudnn == 4 * 256 * 128 + (2 * 2 * 256 * 2 * keys if kv_heads == 2 else 0)
 

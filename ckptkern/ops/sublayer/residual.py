@@ -416,11 +416,13 @@ def check_modulation(
 
 
 def around(
-    op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
-    norm_scale=None, norm_shift=None, post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5,
-    resid_dropout_p=0.0, layer_scale=None, drop_path_p=0.0,
+    op, x, output, features, *, residual, norm, norm_weight, norm_bias, norm_eps, norm_first, norm_scale, norm_shift,
+    post_norm, post_norm_weight, post_norm_bias, post_norm_eps, resid_dropout_p, layer_scale, drop_path_p,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Checks a sublayer's arguments around its branch, whose result has `features`; returns them as tensors and options."""
+    """Checks a sublayer's arguments around its branch, whose last weight, `output`, has `features` rows; returns them as
+    tensors and options."""
+    if residual and features != x.shape[-1]:
+        raise ShapeError(f"{op}: residual needs {output} with {x.shape[-1]} rows, but it has {features}")
     check_probability(op, resid_dropout_p)
     check_probability(op, drop_path_p)
     check_flags(op, norm_first=norm_first, residual=residual)
