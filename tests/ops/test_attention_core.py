@@ -55,6 +55,8 @@ CHOICES = {  # core: whose kernel it is on GPUS; one name: on all of them; "" is
     "a float32 mask": (cores(512, masks=(PADDING, PADDING.float())), ""),
     "a trained mask": (cores(512, masks=(PADDING.bfloat16().requires_grad_(),)), ""),
     "a mask of each head": (cores(512, masks=(PADDING.expand(2, 4, 1, 1),)), ""),
+    "a mask of each row of queries": (cores(512, masks=(PADDING.expand(2, 1, 512, 1), PADDING)), ""),
+    "float32, a mask of each row of queries": (cores(512, **FP32, masks=(PADDING[:1].expand(1, 1, 512, 1),)), ""),
     "causal, padding": (cores(512, **CAUSAL, masks=(PADDING,)), ""),
     "a window": (cores(1000, left=3, right=0), "flash"),
     "a window of both sides, heads of 128": (cores(1000, 128, left=3, right=3), "flash flash - flash flash flash"),
