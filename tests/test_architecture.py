@@ -76,7 +76,6 @@ OPS_LAYERS = {
     "distillation": 4,
     "transformer_layer": 5,
     "sharded": 5,
-    "examples": 0,
     "catalog": 6,
 }
 

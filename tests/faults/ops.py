@@ -129,14 +129,14 @@ OPS = [
     ),
     Fault(
         "attention: a norm before a gate gets no gradient through it",
-        "ckptkern/ops/attention/gradients.py",
+        "ckptkern/ops/attention/backward.py",
         'or «not {"x", *OF_NORM}.isdisjoint(inner)»',
         '"x" in inner',
         (cost("[attention_block"),),
     ),
     Fault(
         "attention: all three core gradients whatever is trained",
-        "ckptkern/ops/attention/gradients.py",
+        "ckptkern/ops/attention/backward.py",
         "return «bool(behind_q & inner), bool(inner - behind_q)»",
         "True, True",
         (cost("[attention_block"),),

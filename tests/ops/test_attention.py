@@ -14,12 +14,12 @@ from support.cases import (
     gradients,
     output_gradient,
 )
+from support.catalog import Sizes
 from support.properties import call_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern.ops.attention import latent_sublayer, sublayer
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.registration.functions import bodies_seen
 
 QUERY, KEY = (2, 4, 7, 6), (2, 4, 5, 6)

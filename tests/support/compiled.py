@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 import torch
 import triton
 import triton.language as tl
+from support import catalog
+from support.catalog import ACROSS_RANKS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
@@ -25,8 +27,7 @@ from benchmarks.codegen.compiling import catch_launches, compile_launch
 from benchmarks.dev import trace
 from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore
-from ckptkern.ops import backend, catalog
-from ckptkern.ops.catalog import ACROSS_RANKS
+from ckptkern.ops import backend
 from ckptkern.tools.compiling import instead_of_launches
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.tile import Tile

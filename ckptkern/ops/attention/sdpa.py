@@ -134,7 +134,8 @@ def scaled_dot_product_attention(
     transformers): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). dsink = -sum of exp(sink - lse) rowsum(do o).
     workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
     "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
-    share one of key. Kernels write none of it out, but cuDNN's and the memory-efficient one copy a mask.
+    share one of key. Kernels write none of it out, but cuDNN's and the memory-efficient one copy a mask of keys, [B, 1, 1, Sk];
+    a mask with rows of queries takes ours.
     A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values (zeros with sinks), as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
