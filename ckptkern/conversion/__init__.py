@@ -8,7 +8,7 @@ layout and by transformers' interface heads, logits the LM head before a loss, a
 
 from .bound import revert
 from .convert import convert
-from .experts import register_experts
+from .moe import register_experts
 from .report import Conversion, Row
 from .trl import patch_trl
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .computed import Of, call
-from .leaves import in_training
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps
+from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, in_training
 from .trace import Node
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -119,7 +118,7 @@ def _with_bias(scores: Node, shape: torch.Size) -> tuple[Node, Node, Node, float
 
 def _factor_of_heads(product: Node) -> tuple[Node, Node] | None:
     """(a factor [H, 1, 1] for each head, the scores that it scales)."""
-    for factor, scores in (product.inputs, product.inputs[::-1]) if len(product.inputs) == 2 else ():
+    for factor, scores in product.pairs:
         if len(scores.shape) == 4 and factor.shape in ((scores.shape[1], 1, 1), (1, scores.shape[1], 1, 1)):
             return factor, scores
     return None

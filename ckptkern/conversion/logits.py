@@ -2,7 +2,7 @@
 
 `Logits` follows the operations of models between the LM head and F.cross_entropy or F.nll_loss: views and masks of tokens,
 float(), a scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token
-(`token_statistics`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
+(`tokens.statistic`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
 are computed once with their graph, or without one for a read of what detach() returned.
 """
 
@@ -28,11 +28,25 @@ from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
 from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
 from ..subclasses import PLAIN
-from .detached import asks_for_copy, read_apart
 from .reading import ADD, DIVIDE, MULTIPLY
 from .sharding import announces_backward, shards_of, unshard
-from .token_statistics import LOGITS, LOSSES, form_after, loss, product, statistic
-from .tokens import COPIES, NEGATE, PARTS, SCALES, VIEWS, Tokens, share
+from .tokens import (
+    COPIES,
+    LOGITS,
+    LOSSES,
+    NEGATE,
+    PARTS,
+    SCALES,
+    VIEWS,
+    Tokens,
+    asks_for_copy,
+    form_after,
+    loss,
+    product,
+    read_apart,
+    share,
+    statistic,
+)
 from .trace import is_in_place, leaves_of, mapped
 
 # What Logits answer without values: every attribute of a tensor that does not show them.
@@ -305,7 +319,7 @@ class Logits(Tensor):
     cap: float | None = None
     bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
-    form: str = LOGITS  # of token_statistics: which function of that over the classes they are
+    form: str = LOGITS  # which function of that over the classes they are
     factor: float = 1.0  # which that function is multiplied by
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     source: Logits | None = None  # what the last step was called with
@@ -323,12 +337,6 @@ class Logits(Tensor):
                 self.made.append(made.detach() if self.detached else made)
         return self.made[0]
 
-    def describes(self, function: Callable) -> bool:
-        """Is it a function that needs no values?"""
-        if self.matmul.is_shown:
-            return False
-        return function in DESCRIBING or (function in PLACING and all(step.name in VIEWS for step in self.steps))
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
@@ -337,8 +345,11 @@ class Logits(Tensor):
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
             return RemovableHandle(OrderedDict())
+        describes = function in DESCRIBING or (
+            function in PLACING and all(before.name in VIEWS for before in self.steps)
+        )
         if (
-            self.describes(function)
+            (describes and not matmul.is_shown)
             or (function is Tensor.register_hook and matmul.has_loss)
             or any(map(is_result, given))
         ):

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import ops
 from ..extras import missing
 from ..ops.dispatch.choices import parse_bytes
 from ..segments.patch import Patch
-from .token_statistics import NEVER
+from .tokens import NEVER
 
 NAME = "patch_trl"
 # Of trl.kernels.ChunkedLogProbFunction.forward in TRL 1.16: its arguments, and what it returns after the log-probabilities.
@@ -23,7 +23,6 @@ ARGUMENTS = (
     "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
 )  # fmt: skip
-ROWS = 1024  # classes at a time whose soft-capped logits are averaged
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 _patches: list[Patch] = []  # not yet removed, oldest first
@@ -78,35 +77,22 @@ def token_log_probs(
     cap = None if final_logit_softcapping is None else final_logit_softcapping / temperature
     scale = logit_scale / temperature
 
-    def statistics(factor: float = 1.0, **returned: bool):
+    def statistics(factor: float = 1.0, **options: Any):
         return ops.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="none", ignore_index=NEVER, logit_scale=factor * scale,
-            softcap=None if cap is None else factor * cap, workspace=workspace, **returned,
+            softcap=None if cap is None else factor * cap, workspace=workspace, **options,
         )  # fmt: skip
 
-    wants_lse = "log_sum_sq_probs" in outputs
+    wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
     found = statistics(
-        return_log_probs=True, return_entropy="entropy" in outputs, return_accuracy="is_top1" in outputs, return_lse=wants_lse
-    )  # fmt: skip
+        return_log_probs=True,
+        return_entropy="entropy" in outputs,
+        return_accuracy="is_top1" in outputs,
+        return_lse=wants_squares or wants_mean,
+        label_smoothing=float(wants_mean),  # the loss is then lse - the mean logit
+    )
     with torch.no_grad():  # sum p^2 = sum exp(2 z - 2 lse)
-        squared = statistics(2.0, return_lse=True).lse - 2 * found.lse if wants_lse else None
-        mean = mean_logits(hidden, weight, bias, scale, cap) if "mean_logits" in outputs else None
+        squared = statistics(2.0, return_lse=True).lse - 2 * found.lse if wants_squares else None
+        mean = found.lse - found.loss if wants_mean else None
     top = found.accuracy.bool() if found.accuracy is not None else None
     return found.log_probs, found.entropy, squared, mean, top
-
-
-def mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Tensor:
-    """The mean over the classes of scale z, or of cap tanh(scale z / cap), float32 [N]: where it is linear in z = hidden
-    weight^T + bias, that of the mean weight."""
-    hidden = hidden.float()
-    total = hidden.new_zeros(len(hidden))
-    if cap is None:
-        weight, bias = (
-            weight.float().mean(0, keepdim=True),
-            None if bias is None else bias.float().mean(0, keepdim=True),
-        )
-    for start in range(0, len(weight), ROWS):
-        part = slice(start, start + ROWS)
-        z = F.linear(hidden, weight[part].float(), None if bias is None else bias[part].float()) * scale
-        total += (z if cap is None else cap * torch.tanh(z / cap)).sum(-1)
-    return total / len(weight)
