@@ -269,10 +269,15 @@ _TABLES = WeakTensorKeyDictionary()
 
 def _shared_table(tensor: Tensor, form: str, length: int) -> Tensor:
     if (
-        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active() or tensor.requires_grad or tensor.is_inference()
-        or torch.is_inference_mode_enabled() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):  # fmt: skip
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensor.requires_grad
+        or tensor.is_inference()
+        or torch.is_inference_mode_enabled()
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return table_of(tensor, form, length)
     state = tensor._version, tensor.data_ptr()
     held = _TABLES.get(tensor)

@@ -106,9 +106,13 @@ def of_core(
     """The arguments that say how core attention and the output projection compute. factor: of q and k beside the core's own;
     after: the dropouts behind the branch; sliced: see `_mask`."""
     arguments = {
-        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "scale": core.scale * factor,
-        "dropout_p": core.dropout_p, "resid_dropout_p": steps.probability(after),
-    }  # fmt: skip
+        "out_weight": out.weight,
+        "out_bias": out.bias,
+        "is_causal": core.is_causal,
+        "scale": core.scale * factor,
+        "dropout_p": core.dropout_p,
+        "resid_dropout_p": steps.probability(after),
+    }
     arguments |= _masks(steps, core.masks, sliced)
     if core.excludes:
         arguments["mask_is_exclusion"] = True
@@ -223,10 +227,14 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
             updated[i] = layers[1].update and layers[1].update.rows(i - 1, 2)
     k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
     arguments = {
-        "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
-        "num_heads": rows // D, "num_kv_heads": k_rows // D, **crossing, **gated,
+        "qkv_weight": weights,
+        "qkv_bias": biases if any(b is not None for b in biases) else None,
+        "num_heads": rows // D,
+        "num_kv_heads": k_rows // D,
+        **crossing,
+        **gated,
         **updates(**dict(zip("qkv", updated, strict=True)), out=out),
-    }  # fmt: skip
+    }
     return arguments, x, []
 
 
@@ -424,21 +432,26 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
     crossing = _crossing(*(steps.strip(call[name]) for name in ("query", "key", "value")))
-    masks = {
-        name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")
-    }  # fmt: skip
+    masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
         raise Unreadable("nn.MultiheadAttention with a mask for each head")
     bias = module.in_proj_bias is not None
     arguments = {
-        "qkv_weight": Weight(f"{path}.in_proj_weight"), "qkv_bias": Weight(f"{path}.in_proj_bias") if bias else None,
-        "out_weight": Weight(f"{path}.out_proj.weight"), "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
-        "num_heads": module.num_heads, "scale": 1 / math.sqrt(module.head_dim), "mask_is_exclusion": True,
-        "is_causal": bool(call.get("is_causal", False)), "dropout_p": in_training(module.dropout),
-        "resid_dropout_p": resid_dropout_p, **masks, **crossing,
-    }  # fmt: skip
+        "qkv_weight": Weight(f"{path}.in_proj_weight"),
+        "qkv_bias": Weight(f"{path}.in_proj_bias") if bias else None,
+        "out_weight": Weight(f"{path}.out_proj.weight"),
+        "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
+        "num_heads": module.num_heads,
+        "scale": 1 / math.sqrt(module.head_dim),
+        "mask_is_exclusion": True,
+        "is_causal": bool(call.get("is_causal", False)),
+        "dropout_p": in_training(module.dropout),
+        "resid_dropout_p": resid_dropout_p,
+        **masks,
+        **crossing,
+    }
     return Part(arguments, call["query"])
 
 

@@ -161,9 +161,16 @@ class Segment:
     """
 
     def __init__(
-        self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
-        caches: Collection[int] = (), logits_of: str = "", apart: str = "",
-    ):  # fmt: skip
+        self,
+        module: nn.Module,
+        op: str,
+        template: dict[str, Any],
+        x: int,
+        result: tuple | None = None,
+        caches: Collection[int] = (),
+        logits_of: str = "",
+        apart: str = "",
+    ):
         self.apart = apart
         self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
@@ -300,8 +307,12 @@ class Forward:
         return True
 
     def checkpointed(
-        self, args: tuple, kwargs: dict[str, Any], context_fn: Callable = noop_context_fn, why: Callable[[], str] | None = None
-    ):  # fmt: skip
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        context_fn: Callable = noop_context_fn,
+        why: Callable[[], str] | None = None,
+    ):
         """The original forward as an activation checkpoint, in which caches stay empty: a recompute would fill them twice."""
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches:

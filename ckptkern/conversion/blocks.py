@@ -194,23 +194,6 @@ def parts_of(values: Any) -> Saved:
     return found
 
 
-class Writes(TorchDispatchMode):
-    """Notes when a storage was last written into, on a clock of writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[Any, int] = {}
-        self.now = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for i, one in enumerate(func._schema.arguments):
-            if one.alias_info is not None and one.alias_info.is_write:
-                self.now += 1
-                self.last |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
-        return func(*args, **kwargs)
-
-
 class Called:
     """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
     by the clock of writes; inner: the calls in it."""
@@ -225,29 +208,42 @@ class Called:
             yield from one.walk()
 
 
-class Record:
-    """What one training forward of a model saves besides parameters and buffers, in order, and the calls of its modules."""
+class Record(TorchDispatchMode):
+    """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
+    storage was last written into, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
+        super().__init__()
         self.model = model
         self.known = {key for one in (*model.parameters(), *model.buffers()) for key in parts_of(one)}
         self.saved: list[tuple[Any, int]] = []
-        self.writes = Writes()
+        self.written: dict[Any, int] = {}
+        self.now = 0
         self.root = Called(None, 0, {})
         self._stack = [self.root]
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for i, one in enumerate(func._schema.arguments):
+            if one.alias_info is not None and one.alias_info.is_write:
+                self.now += 1
+                self.written |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
+        return func(*args, **kwargs)
+
+    def others(self, values: Any) -> Saved:
+        """The storages of what are no parameters and buffers."""
+        return {key: size for key, size in parts_of(values).items() if key not in self.known}
+
     def save(self, tensor: Tensor) -> None:
-        self.saved += [one for one in parts_of(tensor).items() if one[0] not in self.known]
+        self.saved += self.others(tensor).items()
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        takes = {key: size for key, size in parts_of((args, kwargs)).items() if key not in self.known}
-        called = Called(module, len(self.saved), takes, self.writes.now)
+        called = Called(module, len(self.saved), self.others((args, kwargs)), self.now)
         self._stack[-1].inner.append(called)
         self._stack.append(called)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        called = self._stack.pop()
-        called.stop = len(self.saved)
+        self._stack.pop().stop = len(self.saved)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -264,17 +260,13 @@ class Record:
     def between(self, start: int, stop: int) -> Saved:
         return dict(self.saved[start:stop])
 
-    @property
-    def bytes(self) -> int:
-        return sum(self.between(0, len(self.saved)).values())
-
 
 def recorded(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Record | None:
     """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
     record = Record(model)
     with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
         model.train()
-        with record.hooks(), memory.counting(record.save), record.writes:
+        with record.hooks(), memory.counting(record.save), record:
             model(*args, **kwargs)
         record.root.stop = len(record.saved)
         return record
@@ -292,7 +284,7 @@ class Cut:
         self.inside = record.between(self.start, self.stop)
         self.size = sum(self.inside.values())
         # a recompute would read what was written into what it takes
-        self.is_read_only = all(record.writes.last.get(key, 0) <= calls[0].at for key in self.takes)
+        self.is_read_only = all(record.written.get(key, 0) <= calls[0].at for key in self.takes)
 
     @property
     def gains(self) -> bool:
@@ -302,10 +294,6 @@ class Cut:
     def part(self) -> nn.Module:
         """The module, or one of these layers alone."""
         return self.module if self.layers is None else nn.Sequential(*list(self.module)[slice(*self.layers)])
-
-    def modules(self) -> set[nn.Module]:
-        """Returns what is inside."""
-        return set(self.part.modules())
 
 
 class Cuts:

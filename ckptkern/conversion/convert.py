@@ -117,9 +117,16 @@ class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, probe: Probe, shards: Shards, shown: Callable[[str], None], recompute: str | tuple[str, str],
-        workspace: int | str | None, include, exclude, otherwise: str,
-    ):  # fmt: skip
+        self,
+        probe: Probe,
+        shards: Shards,
+        shown: Callable[[str], None],
+        recompute: str | tuple[str, str],
+        workspace: int | str | None,
+        include,
+        exclude,
+        otherwise: str,
+    ):
         self.workspace = workspace
         self.recompute, self.include, self.exclude, self.shards = recompute, include, exclude, shards
         self.attention, self.mlp = recompute if isinstance(recompute, tuple) else (recompute, recompute)
@@ -293,7 +300,7 @@ class _Conversion:
                     row = Row(name, class_of(module).__name__, None)
                     if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
                         put()
-                        inside = cut.modules()
+                        inside = set(cut.part.modules())
                         changed |= {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
                         within = {names[module], *(names[m] for m in (*inside, *changed) if m in names)}
                         self.rows = [one for one in self.rows if one.name not in within]

@@ -38,9 +38,14 @@ def read_core(steps: Steps, node: Node) -> Core:
         call = node.called_with(*SDPA)
         scale, D, mask = call.get("scale"), call["query"].shape[-1], call.get("attn_mask")
         return Core(
-            call["query"], call["key"], call["value"], [] if mask is None else [mask], in_training(call.get("dropout_p", 0.0)),
-            bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
-        )  # fmt: skip
+            call["query"],
+            call["key"],
+            call["value"],
+            [] if mask is None else [mask],
+            in_training(call.get("dropout_p", 0.0)),
+            bool(call.get("is_causal", False)),
+            D**-0.5 if scale is None else float(scale),
+        )
     if node.is_function("causal_attention"):
         query, key, value, mask, sinks, dropout_p, scale, window, causal = node.args
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -89,9 +94,18 @@ def _written_out(steps: Steps, node: Node) -> Core:
     else:
         query, key = scores.inputs
     return Core(
-        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, sinks=sinks, head_scale=head_scale,
+        query,
+        key,
+        value,
+        masks,
+        steps.probability(dropouts),
+        False,
+        scale,
+        softcap,
+        sinks=sinks,
+        head_scale=head_scale,
         excludes=excludes,
-    )  # fmt: skip
+    )
 
 
 def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:

@@ -51,11 +51,11 @@ def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], b
         if unread(leaves[i]):
             leaves[i] = Probabilities()
     tensors = [i for i in tensors if isinstance(leaves[i], Tensor)]
-    if len(tensors) != 1 or others:
-        raise Unreadable(
-            f"forward returns {len(tensors)} tensors" if len(tensors) != 1 else "forward returns an object"
-        )
-    at = tensors[0]
+    if len(tensors) != 1:
+        raise Unreadable(f"forward returns {len(tensors)} tensors")
+    if others:
+        raise Unreadable("forward returns an object")
+    (at,) = tensors
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
 
 

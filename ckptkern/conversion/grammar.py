@@ -53,9 +53,11 @@ class Grammar(Steps):
         down = self.linear(down_node, "the branch's end")
         h = self.strip(down.input, hidden)
         arguments = {
-            "down_weight": down.weight, "down_bias": down.bias, "dropout_p": self.probability(hidden),
+            "down_weight": down.weight,
+            "down_bias": down.bias,
+            "dropout_p": self.probability(hidden),
             "resid_dropout_p": self.probability(after),
-        }  # fmt: skip
+        }
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(self.strip(z), "what the activation reads")
@@ -80,19 +82,23 @@ class Grammar(Steps):
                 w, b, update = up_layer.weight, up_layer.bias, up_layer.update
                 orders = [
                     {
-                        "gate_weight": Rows(w, i, 2), "gate_bias": b and Rows(b, i, 2),
-                        "up_weight": Rows(w, 1 - i, 2), "up_bias": b and Rows(b, 1 - i, 2),
+                        "gate_weight": Rows(w, i, 2),
+                        "gate_bias": b and Rows(b, i, 2),
+                        "up_weight": Rows(w, 1 - i, 2),
+                        "up_bias": b and Rows(b, 1 - i, 2),
                         **updates(gate=update and update.rows(i, 2), up=update and update.rows(1 - i, 2), down=down),
                     }
                     for i in (0, 1)
-                ]  # fmt: skip
+                ]
                 return Part(arguments | orders[0], up_layer.input, [orders])
             if self.strip(gate_layer.input) is self.strip(up_layer.input):
                 weights = {
-                    "gate_weight": gate_layer.weight, "gate_bias": gate_layer.bias,
-                    "up_weight": up_layer.weight, "up_bias": up_layer.bias,
+                    "gate_weight": gate_layer.weight,
+                    "gate_bias": gate_layer.bias,
+                    "up_weight": up_layer.weight,
+                    "up_bias": up_layer.bias,
                     **updates(gate=gate_layer, up=up_layer, down=down),
-                }  # fmt: skip
+                }
                 return Part(arguments | weights, up_layer.input)
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 

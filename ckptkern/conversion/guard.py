@@ -237,9 +237,12 @@ class Watch:
     """
 
     def __init__(
-        self, module: nn.Module, reads: dict[str, Reads | None], live: Collection[tuple[str, str]] = (),
+        self,
+        module: nn.Module,
+        reads: dict[str, Reads | None],
+        live: Collection[tuple[str, str]] = (),
         given: Collection[str] = (),
-    ):  # fmt: skip
+    ):
         """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
         paths of modules whose hooks a call gives what they collect."""
         self.module, self.given = module, [module.get_submodule(path) for path in given]

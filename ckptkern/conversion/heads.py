@@ -3,14 +3,17 @@ that computes the loss; and the norm whose result the head reads, and makes it s
 
 A norm written in PyTorch ops, such as transformers' RMSNorm, saves its input, in float32, and what it is divided to, all
 tokens of each. In a model whose layers save their inputs these are the largest tensors beside them.
+
+TRL's trainers read the head's weight themselves since version 1.16 and never call the head, so they take no lazy logits of it:
+`patch_trl` makes their fused head run linear_cross_entropy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +24,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .. import ops
+from ..extras import missing
 from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
+from ..ops.dispatch.choices import parse_bytes
 from ..ops.sublayer.lora import LoRA
+from ..segments.patch import Patch
 from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled
@@ -38,8 +45,8 @@ from .reading import Steps, is_linear
 from .report import AGAIN, Row
 from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .tokens import LOSSES, callers
-from .trace import Call, Unreadable, is_leaf, leaves_of, switched_off, trace, upcast
+from .tokens import LOSSES, NEVER, callers
+from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -106,7 +113,7 @@ class Ran(TorchFunctionMode):
 def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [one for one in leaves if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point()]
+    return [one for one in leaves if is_floating(one) and one.dim() == 0]
 
 
 def base_linear(module: nn.Module) -> nn.Module | None:
@@ -237,23 +244,6 @@ def may_be_norm(module: nn.Module) -> bool:
     )
 
 
-@contextlib.contextmanager
-def watching(model: nn.Module) -> Iterator[list[tuple[nn.Module, Tensor, Tensor]]]:
-    """Collects (norm, input, result) of the calls of the model's norms inside."""
-    calls = []
-
-    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
-            calls.append((module, upcast(module)(args[0]), y.detach()))
-
-    handles = [m.register_forward_hook(note, with_kwargs=True) for m in list(model.modules()) if may_be_norm(m)]
-    try:
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class Norm(Forward):
     """The class's forward in chunks of tokens that fit the workspace, which saves its input and recomputes each chunk in
     backward; as it is at recompute="none", without gradients, under torch.compile, which recomputes of itself what is
@@ -376,13 +366,22 @@ class Heads:
     def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[Wanted]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
         (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
+        norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
+
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
+            if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
+                norms.append((module, upcast(module)(args[0]), y.detach()))
+
+        hooks = [m.register_forward_hook(note, with_kwargs=True) for m in list(self.model.modules()) if may_be_norm(m)]
         try:
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with seeded(), unmoved(self.model), torch.no_grad(), watching(self.model) as calls:
+            with seeded(), unmoved(self.model), torch.no_grad():
                 self.model.eval()
                 after = scalars(self.model(*args, **kwargs))
         finally:
+            for hook in hooks:
+                hook.remove()
             for head in heads.values():
                 head.unbind()
         read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
@@ -393,7 +392,7 @@ class Heads:
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
         fused = [head for head in heads.values() if any(one.covered for one in head.log)]
         inputs = {x.untyped_storage()._cdata for head in fused for x in head.inputs}
-        self.norms = {module: x for module, x, y in calls if y.untyped_storage()._cdata in inputs}
+        self.norms = {module: x for module, x, y in norms if y.untyped_storage()._cdata in inputs}
         return {module: head.log for module, head in heads.items()}
 
     def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Forward | None]:
@@ -405,9 +404,12 @@ class Heads:
         if module not in self.logs:
             row.reason = NO_LOSS
             likely = (
-                not self.ran.classes and is_linear(module) and id(module.weight) in self.ran.weights
-                and len(module.weight) in self.embedded and not any(map(str.isdigit, name.split(".")))  # in no layer
-            )  # fmt: skip
+                not self.ran.classes
+                and is_linear(module)
+                and id(module.weight) in self.ran.weights
+                and len(module.weight) in self.embedded
+                and not any(map(str.isdigit, name.split(".")))  # in no layer
+            )
             return row if likely else None, None
         log = self.logs[module]
         chains = {
@@ -437,3 +439,99 @@ class Heads:
         forward = Head(module, recompute, self.adapted.get(module))
         forward.only_loss = not others and not self.ran.of_module
         return row, forward
+
+
+# Of trl.kernels.ChunkedLogProbFunction.forward in TRL 1.16: its arguments, and what it returns after the log-probabilities.
+ARGUMENTS = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+_patches: list[Patch] = []  # not yet removed, oldest first
+
+
+def patch_trl(workspace: int | str | None = None) -> Patch:
+    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()``, or the
+    end of a ``with`` block.
+
+        ckptkern.convert(model, input_ids=ids, labels=ids)
+        ckptkern.patch_trl()
+        trl.SFTTrainer(model, ...).train()
+
+    For TRL 1.16's SFT, DPO, KTO, GRPO and RLOO, which compute a token's log-probability, entropy and accuracy from the hidden
+    states and lm_head.weight in buffers of 4,096 tokens x 32,768 classes. Here their memory is bounded by `workspace` (see
+    linear_cross_entropy), no float32 gradient of the whole weight is formed, and logits are float32 where TRL rounds them to
+    the hidden states' dtype. Saves 8 bytes a token for backward. The latest patch's workspace holds until all are removed.
+
+    Raises ImportError, which says what to install, RuntimeError if TRL's function is not that of 1.16, ValueError (workspace);
+    a call raises RuntimeError for a weight that DeepSpeed's ZeRO-3 has split.
+    """
+    size = parse_bytes("patch_trl", workspace)
+    if hint := missing("trl"):
+        raise ImportError(hint)
+    try:
+        from trl.kernels import ChunkedLogProbFunction as function
+    except ImportError:
+        function = None
+    if function is None or tuple(inspect.signature(function.forward).parameters) != ARGUMENTS:
+        raise RuntimeError(
+            "ckptkern.patch_trl: this version of TRL has no trl.kernels.ChunkedLogProbFunction with the arguments of TRL 1.16. "
+            "Leave the patch out: where TRL reads logits, those of a converted model are lazy"
+        )
+    function.apply = functools.partial(token_log_probs, size)
+    return Patch(_patches, functools.partial(delattr, function, "apply"))
+
+
+def token_log_probs(
+    workspace: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> tuple[Tensor | None, ...]:
+    """Computes what TRL's function returns: log-probabilities of targets [N], and the outputs that are asked for, else None:
+    entropy [N], log(sum p^2) [N], mean logit [N], is the target the arg max? [N], of logits
+    softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature. hidden [N, d], weight [V, d], bias [V]."""
+    if hasattr(weight, "ds_id"):
+        raise RuntimeError(
+            "ckptkern.patch_trl: DeepSpeed's ZeRO-3 has split the head's weight, which backward would not gather. Leave the "
+            "patch out"
+        )
+    if not torch.is_autocast_enabled(hidden.device.type):  # TRL computes in the hidden states' dtype
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    cap = None if final_logit_softcapping is None else final_logit_softcapping / temperature
+    scale = logit_scale / temperature
+
+    def statistics(factor: float = 1.0, **options: Any):
+        return ops.linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            linear_bias=bias,
+            reduction="none",
+            ignore_index=NEVER,
+            logit_scale=factor * scale,
+            softcap=None if cap is None else factor * cap,
+            workspace=workspace,
+            **options,
+        )
+
+    wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
+    found = statistics(
+        return_log_probs=True,
+        return_entropy="entropy" in outputs,
+        return_accuracy="is_top1" in outputs,
+        return_lse=wants_squares or wants_mean,
+        label_smoothing=float(wants_mean),  # the loss is then lse - the mean logit
+    )
+    with torch.no_grad():  # sum p^2 = sum exp(2 z - 2 lse)
+        squared = statistics(2.0, return_lse=True).lse - 2 * found.lse if wants_squares else None
+        mean = found.lse - found.loss if wants_mean else None
+    top = found.accuracy.bool() if found.accuracy is not None else None
+    return found.log_probs, found.entropy, squared, mean, top

@@ -57,6 +57,11 @@ class Parts(NamedTuple):
     score_bias: str | None
     shared_expert_gate: str | None
 
+    @property
+    def router(self) -> str:
+        """The path of the module that has the router's weight."""
+        return self.router_weight.rpartition(".")[0]
+
 
 def parts_of(module: nn.Module) -> Parts | None:
     """The parts of an MoE block; None for a module that has others, or lacks one."""
@@ -83,9 +88,13 @@ def parts_of(module: nn.Module) -> Parts | None:
     if any(tuple(b.shape) != (E,) for _, b in buffers):
         return None
     return Parts(
-        experts[0], shared[0] if shared else None, found["router_weight"], found.get("router_bias"),
-        buffers[0][0] if buffers else None, found.get("shared_expert_gate"),
-    )  # fmt: skip
+        experts[0],
+        shared[0] if shared else None,
+        found["router_weight"],
+        found.get("router_bias"),
+        buffers[0][0] if buffers else None,
+        found.get("shared_expert_gate"),
+    )
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -148,9 +148,15 @@ class Matmul:
     """
 
     def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str = "full", log: list[Wanted] | None = None,
-        workspace: int | str | None = None, lora: LoRA | None = None,
-    ):  # fmt: skip
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mode: str = "full",
+        log: list[Wanted] | None = None,
+        workspace: int | str | None = None,
+        lora: LoRA | None = None,
+    ):
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
         self.lora: ReplayedLoRA | None = None
         if (
@@ -272,9 +278,13 @@ class _LazyLogits(torch.autograd.Function):
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
         one, matmul = fields["tokens"].placeholder, fields["matmul"]
         made = Tensor._make_wrapper_subclass(
-            Logits, one.shape, strides=one.stride(), storage_offset=one.storage_offset(), dtype=one.dtype,
+            Logits,
+            one.shape,
+            strides=one.stride(),
+            storage_offset=one.storage_offset(),
+            dtype=one.dtype,
             device=matmul.x.device,
-        )  # fmt: skip
+        )
         vars(made).update(fields, made=[])
         matmul.given.append(weakref.ref(made))
         ctx.matmul, ctx.steps, ctx.made = matmul, made.steps, made.made
@@ -479,12 +489,21 @@ class Logits(Tensor):
         """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
         one, V = next(iter(step.others), None), self.tokens.classes
         if (
-            len(step.others) == 1 and isinstance(one, Tensor) and type(one) in PLAIN and not one.requires_grad
-            and one.shape[-1:] == (V,) and one.numel() == V and one.dim() <= self.dim() and one.device == self.device
-            and one.dtype in (self.dtype, torch.float32) and torch.promote_types(one.dtype, self.dtype) == one.dtype
-            and self.tokens.others() == list(range(self.dim() - 1)) and self.cap is None and self.scale
+            len(step.others) == 1
+            and isinstance(one, Tensor)
+            and type(one) in PLAIN
+            and not one.requires_grad
+            and one.shape[-1:] == (V,)
+            and one.numel() == V
+            and one.dim() <= self.dim()
+            and one.device == self.device
+            and one.dtype in (self.dtype, torch.float32)
+            and torch.promote_types(one.dtype, self.dtype) == one.dtype
+            and self.tokens.others() == list(range(self.dim() - 1))
+            and self.cap is None
+            and self.scale
             and not step.is_in_place
-        ):  # fmt: skip
+        ):
             return self.tokens.copied(self.shape, one.dtype)
         return None
 
@@ -501,6 +520,14 @@ class Logits(Tensor):
         bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
             return ops.linear_cross_entropy(
-                rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, logit_scale=scale, softcap=self.cap,
-                lora=matmul.lora, recompute=matmul.mode, workspace=matmul.workspace, **options,
-            )  # fmt: skip
+                rows,
+                matmul.weight,
+                target.reshape(rows.shape[:-1]),
+                linear_bias=bias,
+                logit_scale=scale,
+                softcap=self.cap,
+                lora=matmul.lora,
+                recompute=matmul.mode,
+                workspace=matmul.workspace,
+                **options,
+            )

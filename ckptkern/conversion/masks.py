@@ -28,9 +28,16 @@ OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which row
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, dropout_p: float, scale: float | None,
-    window: int | None, is_causal: bool = True,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    window: int | None,
+    is_causal: bool = True,
+) -> Tensor:
     """o [B, H, S, D] of causal attention; mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
     among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
 
@@ -51,10 +58,18 @@ def window_of(window: int | None) -> tuple[int, int]:
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
-    s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention function: as that of "sdpa", causal with a padding mask [B, S] or a window, and with sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -83,9 +98,17 @@ def attention_forward(
         attention_mask, ours = seen[None, None] if padding is None else padding & seen, False
     if not ours:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window,
-            is_causal=is_causal, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+            **kwargs,
+        )
     out = causal_attention(query, key, value, padding, s_aux, dropout, scaling, sliding_window)
     return out.transpose(1, 2).contiguous(), None
 

@@ -54,7 +54,7 @@ def called_with(module: nn.Module, parts: Parts, call: Call) -> tuple[list[Any],
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    router = module.get_submodule(parts.router_weight.rpartition(".")[0])
+    router = module.get_submodule(parts.router)
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         router.register_forward_hook(lambda _, inner, result: returned.append(result)),
@@ -83,13 +83,13 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
 def updates_of_experts(module: nn.Module) -> dict[str, Update]:
     """The low-rank updates that wrappers of experts (`base_of`) add to their weights in a call, as moe_mlp's `lora`. Raises
     Unreadable for what it does not take."""
-    base, layout, found = base_of(module)[1], experts_layout(module), {}
+    (prefix, base), layout, found = base_of(module), experts_layout(module), {}
     layers = {layout[f"{layer}_weight"]: layer for layer in LAYERS}
     path, wrapper = "", module
     while wrapper is not base:
         adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
-            layer = layers.get(base_of(module)[0] + wrapper.parameter_name)
+            layer = layers.get(prefix + wrapper.parameter_name)
             if layer is None or layer in found or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
             weights = (Weight(f"{path}lora_{one}.{adapters[0]}.weight") for one in "AB")
@@ -223,9 +223,8 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
     w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
     logits = F.linear(many.reshape(-1, many.shape[-1]), w, b)
     readings: list[list[dict[str, Any]]] = []
-    path = parts.router_weight.rpartition(".")[0]
     # the plain numbers among the attributes of the block and its router
-    values = [n for one in (module, module.get_submodule(path)) for n in plain_attributes(one).values()]
+    values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
     numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
     for size in BIAS_SIZES if parts.score_bias else BIAS_SIZES[-1:]:
         vary_choices(module, size)
@@ -238,7 +237,8 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
     experts = module.get_submodule(parts.experts)
     arguments: dict[str, Any] = prefixed(layout_of(experts), parts.experts)
     lora = prefixed(updates_of_experts(experts), parts.experts)
-    arguments |= {name: Weight(path) for name, path in zip(parts._fields[2:4], parts[2:4], strict=True) if path}
+    own = ("router_weight", "router_bias", "shared_expert_gate")
+    arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
     o = SimpleNamespace(**found[0], top_k=index.shape[-1])
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
@@ -248,14 +248,12 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
         lora |= shared.pop("lora")
         arguments |= shared
     arguments |= {"lora": lora} if lora else {}
-    if parts.shared_expert_gate is not None:
-        arguments["shared_expert_gate"] = Weight(parts.shared_expert_gate)
     for one in found:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
     ways = [[{(k,): v for k, v in one.items()} for one in found], *choices]
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
-    return Reading("moe_block", arguments, tensors[0], ways, path if is_logits else "")
+    return Reading("moe_block", arguments, tensors[0], ways, parts.router if is_logits else "")
 
 
 @contextlib.contextmanager
@@ -344,15 +342,27 @@ def _activation(module: nn.Module) -> str:
 
 
 def experts_forward(
-    recompute: str, workspace: int | str | None, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
+    recompute: str,
+    workspace: int | str | None,
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
     top_k_weights: Tensor,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
     gate_up_bias, down_bias = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
     return ops.moe_mlp(
-        hidden_states, top_k_index, top_k_weights, module.gate_up_proj, module.down_proj, _activation(module),
-        gate_up_bias=gate_up_bias, down_bias=down_bias, recompute=recompute, workspace=workspace,
-    )  # fmt: skip
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        module.gate_up_proj,
+        module.down_proj,
+        _activation(module),
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        recompute=recompute,
+        workspace=workspace,
+    )
 
 
 def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:

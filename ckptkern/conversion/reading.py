@@ -35,13 +35,6 @@ class Weight(NamedTuple):
     form: str = ""
 
 
-class Linear(NamedTuple):
-    weight: Weight
-    bias: Weight | None
-    out_features: int
-    in_features: int
-
-
 class Norm(NamedTuple):
     kind: str
     weight: Weight | None
@@ -149,14 +142,15 @@ class Steps:
 
     # -- linear layers
 
-    def linear_leaf(self, node: Node) -> Linear | None:
-        if node.is_function("linear"):
-            call = node.called_with("input", "weight", "bias")
-            weight, bias = call["weight"], call.get("bias")
-            if weight.kind == "parameter" and (bias is None or bias.kind == "parameter"):
-                return Linear(Weight(weight.source), bias and Weight(bias.source), *weight.shape)
+    def linear_leaf(self, node: Node) -> Layer | None:
+        if not node.is_function("linear"):
+            found = self.once("linear", node, _find_linear)
+            return found and Layer(*found, node.inputs[0])
+        call = node.called_with("input", "weight", "bias")
+        weight, bias = call["weight"], call.get("bias")
+        if weight.kind != "parameter" or (bias is not None and bias.kind != "parameter"):
             return None
-        return self.once("linear", node, _find_linear)
+        return Layer(Weight(weight.source), bias and Weight(bias.source), weight.shape[0], node.inputs[0])
 
     # -- norms
 
@@ -229,16 +223,12 @@ class Steps:
 
     def linear_of(self, node: Node) -> Layer | None:
         """The linear layer that a node is the result of."""
-        linear = self.linear_leaf(node)
-        if linear is not None:
-            return Layer(*linear[:3], node.inputs[0])
+        if (layer := self.linear_leaf(node)) is not None:
+            return layer
         for base, update in node.pairs if node.is_function(*ADD) else ():
-            base = self.strip(base)
-            if (linear := self.linear_leaf(base)) is None:
-                continue
-            found = self.update(update, self.strip(base.inputs[0]))
-            if found is not None:
-                return Layer(*linear[:3], base.inputs[0], found)
+            layer = self.linear_leaf(self.strip(base))
+            if layer is not None and (found := self.update(update, self.strip(layer.input))) is not None:
+                return layer._replace(update=found)
         return None
 
     def update(self, node: Node, x: Node) -> Update | None:
@@ -303,7 +293,7 @@ def _parameters(leaf: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in leaf._parameters.items() if p is not None}
 
 
-def _find_linear(path: str, leaf: nn.Module, node: Node) -> Linear | None:
+def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight | None, int] | None:
     own = _parameters(leaf)
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
@@ -312,7 +302,7 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> Linear | None:
         x = torch.randn(3, w.shape[1], dtype=w.dtype, device=w.device)
         y = _outcome(leaf, x)
         if y is not None and same(y, F.linear(x, w, bias)) and (is_linear(leaf) or _acts_linear(leaf, form, x)):
-            return Linear(Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), *w.shape)
+            return Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), len(w)
     return None
 
 

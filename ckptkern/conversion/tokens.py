@@ -115,9 +115,13 @@ class Tokens(NamedTuple):
         """Those that a mask of the leading dimensions leaves; None for another index."""
         one, lead = self.placeholder, mask.dim()
         if (
-            mask.dtype != torch.bool or type(mask) not in PLAIN or mask.device != self.rows.device or not 0 < lead < one.dim()
-            or self.others() != list(range(one.dim() - 1)) or mask.shape != one.shape[:lead]
-        ):  # fmt: skip
+            mask.dtype != torch.bool
+            or type(mask) not in PLAIN
+            or mask.device != self.rows.device
+            or not 0 < lead < one.dim()
+            or self.others() != list(range(one.dim() - 1))
+            or mask.shape != one.shape[:lead]
+        ):
             return None
         rows = self.shown().reshape(*one.shape[:-1], self.rows.shape[-1])[mask]
         return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
@@ -329,9 +333,12 @@ def statistic(step: Any, logits: Tensor) -> Tensor | None:
     dim, index, dtype = class_dim(logits), arguments.get("index"), arguments.get("dtype")
     lead = torch.Size(size for i, size in enumerate(logits.shape) if i != dim)
     if step.name == "gather" and (
-        type(index) not in PLAIN or index.dtype != torch.int64 or index.device != logits.device or arguments.get("sparse_grad")
+        type(index) not in PLAIN
+        or index.dtype != torch.int64
+        or index.device != logits.device
+        or arguments.get("sparse_grad")
         or index.shape != (*lead[:dim], 1, *lead[dim:])
-    ):  # fmt: skip
+    ):
         return None
     if dtype is not None and dtype not in (logits.dtype, torch.float32):  # a float64 sum of float32 would be rounded
         return None
@@ -369,16 +376,17 @@ def loss(step: Any, logits: Tensor) -> Tensor | None:
     target, weight, others = arguments["target"], arguments.get("weight"), logits.tokens.others()
     options = {name: arguments[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in arguments}
     is_nll, are_log_probs = step.function is F.nll_loss, logits.form == LOG_PROBS
-    covered = (
-        (are_log_probs and (is_nll or logits.factor == 1)) or (logits.form == LOGITS and not is_nll)
-    ) and (
-        isinstance(target, Tensor) and target.dtype == torch.int64 and target.device == logits.device
+    covered = ((are_log_probs and (is_nll or logits.factor == 1)) or (logits.form == LOGITS and not is_nll)) and (
+        isinstance(target, Tensor)
+        and target.dtype == torch.int64
+        and target.device == logits.device
         and PLAIN.issuperset((type(target), type(weight)))
         and (weight is None or (weight.dtype == logits.dtype and not weight.requires_grad))
-        and arguments.get("size_average") is None and arguments.get("reduce") is None
+        and arguments.get("size_average") is None
+        and arguments.get("reduce") is None
         and others == [i for i in range(logits.dim()) if i != min(logits.dim() - 1, 1)]
         and target.shape == torch.Size(logits.shape[i] for i in others)
-    )  # fmt: skip
+    )
     if not covered:
         return None
     result = logits.cross_entropy(target, weight=weight, **options)

@@ -278,8 +278,14 @@ class _Tracer(Watched):
         return len(self.calls) - 1, *mapped(self.node, (args, kwargs))
 
     def record(
-        self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object, function: Callable | None = None
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        source: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        results: object,
+        function: Callable | None = None,
+    ) -> None:
         at, args, kwargs = self.counted(args, kwargs)
         leaves = leaves_of((args, kwargs))
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
