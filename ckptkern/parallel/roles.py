@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_map
 from .. import nn as ours
 from ..conversion.arguments import look_up
 from ..conversion.binding import Fused, Own
-from ..conversion.leaves import Weight
-from ..conversion.reading import Rows
+from ..conversion.reading import Rows, Weight
 
 Template = dict[str, Any]  # of an op's arguments, in which a Weight names a parameter
 
