@@ -24,9 +24,8 @@ from .. import memory
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
-from .calls import Call
 from .protection import gradients_unmoved, seeded, unmoved
-from .trace import leaves_of, mapped
+from .trace import Call, leaves_of, mapped
 
 Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
 Saved = dict[StorageWeakRef, int]  # bytes of storages

@@ -23,7 +23,6 @@ from torch.autograd import Function
 
 from .. import memory
 from ..conversion.alike import call_kinds, same_inside
-from ..conversion.calls import Call
 from ..conversion.protection import gradients_unmoved, seeded, unmoved
 from ..conversion.recorder import (
     Called,
@@ -38,7 +37,7 @@ from ..conversion.recorder import (
     set_gradients,
     step_of,
 )
-from ..conversion.trace import leaves_of, mapped
+from ..conversion.trace import Call, leaves_of, mapped
 from ..storage import offload
 from .segments import Segment, Strategy, Workspaces, original_forwards
 from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..conversion.calls import Call
 from ..conversion.recorder import Alive, Loss, Step, step_of
 from ..conversion.report import aligned, name_of
+from ..conversion.trace import Call
 from ..memory import format_size, three_digits
 from .agree import largest_of
 from .segments import Segment, Strategy, Workspaces
