@@ -1,7 +1,8 @@
 """Peak memory and time of a training step over the length of the sequence: `make bench-frontier`.
 
-Models of transformers, float32, one thread, gradients allocated before the step. Variants run interleaved. Peak bytes are exact;
-of times only the ratio to gradient checkpointing means anything, and only within one run. Writes a CSV and prints the tables.
+Models of transformers, float32, one thread, gradients allocated before the step. Variants run interleaved. Peak bytes are
+exact; of times only the ratio to gradient checkpointing means anything, and only within one run. Writes a CSV and prints the
+tables.
 """
 
 from __future__ import annotations
