@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
-from .calls import Call
 from .protection import seeded, unmoved
 from .sharding import holds_sharded, is_sharded
-from .trace import leaves_of, recomputed
+from .trace import Call, leaves_of, recomputed
 
 
 def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:

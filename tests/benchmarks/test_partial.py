@@ -9,9 +9,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from support import outside
+from support.catalog import HEAD_DIM, OPS, Entry, Sizes, call, input_shapes
 from torch.utils.flop_counter import FlopCounterMode
 
-from ckptkern.ops.catalog import HEAD_DIM, OPS, Entry, Sizes, backend, call, input_shapes
+from ckptkern.ops import backend
 
 NAMES = ("linear_act", "linear_stack", "mlp", "gated_mlp", "mlp_block", "attention_block", "transformer_layer")
 MODES = ("none", "selective", "full")

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ... import ops
-from ...conversion.groups import group_layers
+from ...conversion.binding import group_layers
 from ...conversion.report import Row
 from ...extras import missing
 from ...ops.dispatch.choices import workspace
