@@ -320,17 +320,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-class _Nothing:
-    """A context that does nothing and may be entered again and again."""
-
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *_):
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()  # may be entered again and again
 
 
 class _Unreadable(TorchDispatchMode):
