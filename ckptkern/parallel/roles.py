@@ -132,9 +132,16 @@ def sublayers_of(template: Template) -> Iterator[Template]:
 
 
 SPLIT = {
-    "qkv_weight": ROWS, "qkv_bias": ROWS, "out_weight": COLUMNS, "gate_weight": ROWS, "gate_bias": ROWS, "up_weight": ROWS,
-    "up_bias": ROWS, "down_weight": COLUMNS, "sinks": ROWS,
-}  # fmt: skip
+    "qkv_weight": ROWS,
+    "qkv_bias": ROWS,
+    "out_weight": COLUMNS,
+    "gate_weight": ROWS,
+    "gate_bias": ROWS,
+    "up_weight": ROWS,
+    "up_bias": ROWS,
+    "down_weight": COLUMNS,
+    "sinks": ROWS,
+}
 
 
 def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
