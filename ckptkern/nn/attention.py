@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention on fused ops that recompute in backward."""
+"""Defines torch.nn.MultiheadAttention on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
 
     @property
     def dropout_p(self) -> float:
-        """The dropout probability now: 0 in evaluation."""
+        """Returns the dropout probability now: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
     def swapped(self, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
     def block_arguments(
         self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> dict[str, object]:
-        """The arguments of ckptkern.attention_block, by name, that this module stands for, besides query [B, L, E]. With the
+        """Returns the arguments of ckptkern.attention_block that this module stands for, besides query [B, L, E]. With the
         is_causal hint attn_mask must be the causal mask and is not read."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if not self._qkv_same_embed_dim:

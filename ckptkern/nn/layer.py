@@ -85,7 +85,7 @@ class Layer(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))
 
     def __prepare_scriptable__(self):
-        """Called by torch.jit.script for every module of a model."""
+        """Raises an error: torch.jit.script calls it for every module of a model."""
         raise NotImplementedError(
             f"torch.jit.script: {type(self).__name__} is a layer of ckptkern.nn, which cannot be scripted. Use torch.compile "
             "or torch.export, or torch's own layer"

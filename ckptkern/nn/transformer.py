@@ -1,4 +1,4 @@
-"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
+"""Defines torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .unmodified import DROPOUT, composed, unmodified, untouched
 
 
 class _Layer(Layer):
-    """What the encoder's and the decoder's layer share: their sublayers as arguments of ops."""
+    """Holds what the encoder's and the decoder's layer share: their sublayers as arguments of ops."""
 
     has_sublayers = True
     shown = ("recompute", "workspace")
@@ -89,7 +89,7 @@ class _Layer(Layer):
         )
 
     def _around(self, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout) -> dict[str, Any]:
-        """The arguments that both kinds of sublayer have."""
+        """Returns the arguments that both kinds of sublayer have."""
         return {
             "norm": "layer",
             "norm_weight": norm.weight,
@@ -122,7 +122,7 @@ def _probability(dropout: torch.nn.Dropout) -> float:
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
-    """The masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
+    """Returns the masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
     evaluation it may take a kernel that reads additive masks as bool."""
     padding = F._canonical_mask(
         src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", src.dtype
