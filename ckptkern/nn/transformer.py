@@ -122,8 +122,8 @@ def _probability(dropout: torch.nn.Dropout) -> float:
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
-    """Returns the masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
-    evaluation it may take a kernel that reads additive masks as bool."""
+    """Returns the masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for
+    this: in evaluation it may take a kernel that reads additive masks as bool."""
     padding = F._canonical_mask(
         src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", src.dtype
     )

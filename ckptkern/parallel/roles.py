@@ -19,8 +19,8 @@ Template = dict[str, Any]  # of an op's arguments, in which a Weight names a par
 
 
 class Place(NamedTuple):
-    """Says where a parameter lies. dim: along which it is split, None if every rank has all of it. summed: is its gradient the sum
-    of the ranks' own? "sequence": under sequence parallelism, where each rank sees its rows alone."""
+    """Says where a parameter lies. dim: along which it is split, None if every rank has all of it. summed: is its gradient the
+    sum of the ranks' own? "sequence": under sequence parallelism, where each rank sees its rows alone."""
 
     dim: int | None
     summed: bool | str = False
