@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from ..ops.dispatch.checks import check_choice, check_flags
 from .layer import Layer
 from .unmodified import composed, unmodified
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 NAME = "LinearCrossEntropyLoss"
 TORCH_CLASS = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
 RETURNED = ("lse", "log_probs", "entropy", "accuracy")  # with return_
@@ -29,6 +32,21 @@ OWN = {
     "top_k": None,
 }
 TORCHS = ("reduction", "ignore_index", "label_smoothing")
+
+
+class LossOptions(TypedDict, total=False):
+    """Types the options that torch's module has not."""
+
+    logit_scale: float
+    softcap: float | None
+    z_loss: float
+    return_lse: bool
+    return_log_probs: bool
+    return_entropy: bool
+    return_accuracy: bool
+    top_k: int | None
+    recompute: str
+    workspace: int | str | None
 
 
 class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
@@ -66,7 +84,7 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         label_smoothing: float = 0.0,
         options: None = None,
         linear_weight: torch.nn.Parameter | None = None,
-        **own: Any,
+        **own: Unpack[LossOptions],
     ):
         _WeightedLoss.__init__(self, weight, None, None, reduction)
         if options is not None:
