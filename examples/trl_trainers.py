@@ -47,7 +47,7 @@ def convert(model: LlamaForCausalLM, packed: bool) -> ckptkern.Conversion:
 def sft(model: LlamaForCausalLM, **options) -> Trainer:
     data = Dataset.from_dict({"text": [text(i, 5, 20 + i % 30) for i in range(96)]})
     settings = SFTConfig(
-        packing=True, max_length=128, per_device_train_batch_size=2, max_steps=10, learning_rate=1e-2, **options
+        packing=True, max_length=128, per_device_train_batch_size=2, max_steps=12, learning_rate=1e-2, **options
     )
     return SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
 

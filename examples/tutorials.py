@@ -166,21 +166,18 @@ def run(name: str, seed: int = 0) -> Outcome:
     """One step of an example, unmodified and checkpointed, from one seed and the same parameters."""
     torch.manual_seed(seed)
     model, segmented, input = EXAMPLES[name]()
-
-    def step(model: nn.Module, function) -> tuple[int, dict[str, Tensor]]:
+    steps = []
+    for one, function in ((model, nn.Module.__call__), (copy.deepcopy(model), segmented)):
         torch.manual_seed(seed + 1)
         x = input.clone().requires_grad_()
-        with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
-            y = function(model, x)
+        with saved_tensors(exclude=[*one.parameters(), *one.buffers()]) as saved:
+            y = function(one, x)
         y.square().mean().backward()
-        results = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
-        results |= {f"gradient of {key}": p.grad for key, p in model.named_parameters()}
-        return saved.bytes, results | {f"buffer {key}": b for key, b in model.named_buffers()}
-
-    ours = copy.deepcopy(model)
-    before, expected = step(model, nn.Module.__call__)
-    after, results = step(ours, segmented)
-    return Outcome(before, after, [key for key, value in expected.items() if not torch.equal(value, results[key])])
+        tensors = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
+        tensors |= {f"gradient of {key}": p.grad for key, p in one.named_parameters()}
+        steps.append((saved.bytes, tensors | {f"buffer {key}": b for key, b in one.named_buffers()}))
+    (before, expected), (after, tensors) = steps
+    return Outcome(before, after, [key for key, value in expected.items() if not torch.equal(value, tensors[key])])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
