@@ -38,7 +38,7 @@ COMMANDS = {
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "autotune": (
-        ".tools.autotune",
+        ".benchmarks.autotune",
         "measure which implementation is quickest for each matmul here, and remember it",
         (),
     ),

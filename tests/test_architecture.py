@@ -190,7 +190,7 @@ def test_imports_keep_to_the_layers():
         ("ckptkern.ops.experts", "from ..triton_kernels import mlp", "first use"),
         ("ckptkern.ops.experts", "import ckptkern.state", "not relative"),
         ("ckptkern.benchmarks.run", "from ckptkern.state import draw", "not relative"),
-        ("ckptkern.tools.race", "def f():\n    from emulator import run", "not installed"),
+        ("ckptkern.tools.env", "def f():\n    from emulator import run", "not installed"),
         ("ckptkern.ops.experts", "if True:\n    import numpy", "not a dependency"),
     ],
 )

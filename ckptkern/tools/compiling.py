@@ -72,7 +72,7 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
             (torch.cuda, "get_device_capability", _always(divmod(chip.arch, 10))),
             (attention, "shared_memory_of", _always(chip.block_shared)),
             (choices, "_device_reason", _always(None)),
-            (choices, "_device_workspace", _always(chip.memory // 32)),
+            (choices, "default_workspace", _always(chip.memory // 32)),
             (core, "_accepts", _always(True)),
             (functions, "DISPATCHED", 0),  # so that op bodies run, not their fakes
             (across, "DISPATCHED", 0),

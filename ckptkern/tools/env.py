@@ -224,7 +224,8 @@ def _tuned_impls() -> dict[str, Any]:
         try:
             table = _tuned.read(file, _tuned.machine(device, index))
             answer[device] = {"table": str(file)} | {
-                f"{op} {dtype}, {_impls.size_text(size)}": impl for (op, dtype, size), impl in sorted(table.items())
+                f"{op} {dtype}, {_impls.size_text(size)}": row["impl"]
+                for (op, dtype, size), row in sorted(table.items())
             }
         except FileNotFoundError:
             answer[device] = "none: python -m ckptkern autotune"

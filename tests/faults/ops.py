@@ -331,7 +331,7 @@ OPS = [
     Fault(
         "dispatch: an op inside a checkpoint saves for itself",
         "ckptkern/ops/dispatch/choices.py",
-        'return «"none" if _inside_checkpoint(seen) else recompute»',
+        '            return recompute\n    return «"none"»',
         "recompute",
         ("tests/ops/test_op.py -k inside_a_checkpoint",),
     ),

@@ -204,7 +204,7 @@ def test_libraries_run_what_nobody_measured():
         key
         for key in itertools.product(
             ("linear_act", "mlp", "gated_mlp", "linear_stack", "moe_mlp"), CAPABILITIES, (BF16, FP16, FP32),
-            range(len(_impls.SIZES)),
+            _impls.SIZES,
         )
         if _impls.default_impl(*key) != "library"
     }  # fmt: skip
@@ -214,8 +214,11 @@ def test_libraries_run_what_nobody_measured():
 
 
 def test_classes_of_sizes():
-    assert [_impls.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)] == [0, 0, 1, 2, 5, 5]
-    assert [_impls.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
+    assert [_impls.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)] == [256, 256, 512, 1024, 2**62, 2**62]
+    assert [_impls.size_text(_impls.SIZES[place]) for place in (0, 5)] == [
+        "up to 256 features",
+        "more than 4096 features",
+    ]
     with pytest.raises(ValueError, match="wanted at most 4611686018427387904 features"):
         _impls.size_class(2**62 + 1)
 
@@ -240,7 +243,7 @@ def test_a_backend_that_is_asked_for_takes_no_library(backend):
 
 def test_a_tuned_table_overrules(monkeypatch):
     """In its op, dtype and class of sizes alone."""
-    rows = {("mlp", "bfloat16", 2): "triton", ("moe_mlp", "float16", 1): "library"}
+    rows = {("mlp", "bfloat16", 1024): {"impl": "triton"}, ("moe_mlp", "float16", 512): {"impl": "library"}}
     monkeypatch.setattr(_choices._tuned, "table", lambda *device: rows)
     assert chosen("mlp", (9, 0), 1024) == chosen("mlp", (12, 0), 513) == "triton"
     assert (

@@ -1,7 +1,6 @@
 """The tuned table: what is timed and chosen, what is written, and which files are refused."""
 
 import argparse
-import functools
 import json
 import re
 import types
@@ -12,11 +11,12 @@ import pytest
 import torch
 
 import ckptkern
+from ckptkern import triton_kernels
 from ckptkern.__main__ import main
+from ckptkern.benchmarks import autotune, measure
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.dispatch import tuned as _tuned
-from ckptkern.tools import autotune, race
 
 FP16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def file_of_this_machine():
 
 def write(impl="triton", **changes) -> None:
     row = {"op": "mlp", "dtype": "float16", "features": 256, "impl": impl}
-    _tuned.write(file_of_this_machine(), _tuned.machine("cpu", None) | changes, [row])
+    autotune.write(file_of_this_machine(), _tuned.machine("cpu", None) | changes, [row])
     forget()
 
 
@@ -65,13 +65,17 @@ def write(impl="triton", **changes) -> None:
 
 
 def planned(ms: dict[str, list[float]]):
-    """A timer whose implementations take these ms, again and again."""
+    """Times in turns that are these ms, again and again."""
 
-    def timer(problem, impl, operands, clock):
-        times = iter(ms[impl] * 1000)
-        return lambda: next(times)
+    def interleaved(steps, clock, rounds, seconds, cuda):
+        return {name: (ms[name.removeprefix(autotune.OURS)] * rounds)[:rounds] for name in steps}, {}
 
-    return timer
+    return mock.patch.object(measure, "interleaved", interleaved)
+
+
+def measured(problem=PROBLEM, seconds=60.0) -> autotune.Outcome:
+    with ckptkern.backend("auto"):
+        return autotune.outcome_of(problem, CPU, seconds)
 
 
 @pytest.mark.parametrize(
@@ -85,23 +89,19 @@ def planned(ms: dict[str, list[float]]):
     ],
 )
 def test_an_implementation_has_to_be_surely_quicker(two_routes, ms, chosen):
-    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned(ms))
-    assert {name: len(times) for name, times in outcome.ms.items()} == dict.fromkeys(_impls.OF_KERNELS, race.ROUNDS)
-    assert autotune.choice(outcome) == chosen
+    with planned(ms):
+        outcome = measured()
+    assert outcome.rows.keys() == _impls.OF_KERNELS.keys()
+    assert autotune.choice([outcome]) == chosen
 
 
-def test_the_time_bounds_the_rounds(two_routes, monkeypatch):
-    """It is asked once a round behind ENOUGH of them, and a second later each time."""
-    seconds = iter(range(1000))
-    monkeypatch.setattr(race, "time", types.SimpleNamespace(perf_counter=lambda: next(seconds)))
-    for patience, rounds in ((0.0, race.ENOUGH), (7.5, race.ENOUGH + 7)):
-        outcome = autotune.measure(PROBLEM, CPU, patience, timer=planned({"library": [1.0], "triton": [1.0]}))
-        assert {len(times) for times in outcome.ms.values()} == {rounds}
+def row(impl: str, ms: float) -> measure.Row:
+    return measure.Row("", impl, "cpu", "float16", ms=ms, p20_ms=ms, p80_ms=ms)
 
 
 def timed(features: int, **ms: float) -> autotune.Outcome:
     problem = PROBLEM._replace(features=features, out=features)
-    return autotune.Outcome(problem, "library", {name: [one] * 5 for name, one in ms.items()})
+    return autotune.Outcome(problem, "library", {name: row(name, one) for name, one in ms.items()})
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,9 @@ def timed(features: int, **ms: float) -> autotune.Outcome:
 )
 def test_problems_of_one_row_choose_together(first, second, chosen):
     for pair in ((first, second), (second, first)):
-        [row] = autotune.rows_of([timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)])
+        [row] = autotune.rows_of(
+            [timed(features, **ms) for features, ms in zip((140, 200), pair, strict=True)]
+        ).values()
         assert row["impl"] == chosen
         assert row["measured"] == [[140, 40, 140, 32], [200, 40, 200, 32]]
     assert len(autotune.rows_of([timed(140, **first), timed(300, **second)])) == 2
@@ -128,13 +130,12 @@ def test_problems_of_one_row_choose_together(first, second, chosen):
 
 def test_what_is_printed_is_what_the_table_has(two_routes, monkeypatch, capsys):
     """Of two problems in one row, which would choose otherwise alone."""
-    times = {140: {"library": [10.0], "triton": [5.0]}, 200: {"library": [20.0], "triton": [30.0]}}
-    measured = autotune.measure
-    monkeypatch.setattr(
-        autotune,
-        "measure",
-        lambda problem, *args: measured(problem, *args, timer=planned(times[problem.features])),
-    )
+    times = {140: {"library": 10.0, "triton": 5.0}, 200: {"library": 20.0, "triton": 30.0}}
+
+    def rows(problem, device, seconds):
+        return {impl: row(impl, ms) for impl, ms in times[problem.features].items()}
+
+    monkeypatch.setattr(autotune, "timed", rows)
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "200x40,140x40", "--tokens", "16"]) == 0
     forget()
     assert impl() == "library"
@@ -145,7 +146,7 @@ def test_what_is_printed_is_what_the_table_has(two_routes, monkeypatch, capsys):
     ("bug", "why"),
     [(lambda dh: dh.mul_(1.01), "times eager's"), (lambda dh: 1 / 0, "ZeroDivisionError: division by zero")],
 )
-def test_a_wrong_implementation_is_not_timed(two_routes, bug, why, monkeypatch):
+def test_a_wrong_implementation_is_not_timed(two_routes, bug, why, monkeypatch, capsys):
     """Quick and the default as it is. It costs itself alone."""
 
     def mm(a, b, **out):
@@ -154,35 +155,62 @@ def test_a_wrong_implementation_is_not_timed(two_routes, bug, why, monkeypatch):
         return dh
 
     monkeypatch.setattr(_impls.Library, "mm", staticmethod(mm))
-    outcome = autotune.measure(PROBLEM, CPU, 60, timer=planned({"triton": [10.0], "library": [1.0]}))
-    assert outcome.ms.keys() == {"triton"}
-    assert outcome.wrong.keys() == {"library"}
-    assert why in outcome.wrong["library"]
-    assert autotune.choice(outcome) == "triton"
-    assert f"triton 10 ms; library: {outcome.wrong['library']}" in autotune.line(outcome)
+    with planned({"triton": [10.0], "library": [1.0]}):
+        outcome = measured()
+    assert outcome.rows.keys() == {"triton"}
+    assert autotune.choice([outcome]) == "triton"
+    printed = capsys.readouterr().out
+    assert "triton 10 ms" in printed
+    assert re.search(f"library: .*{why}", printed)
 
 
-def test_times_that_have_the_host_in_them_are_said():
-    outcome = timed(140, library=1.0)
-    assert "host" not in autotune.line(outcome)
-    outcome.ahead = False
-    assert "library 1 ms; kernels waited for the host, whose time is in these" in autotune.line(outcome)
+def test_a_problem_that_does_not_run_costs_itself_alone(two_routes, monkeypatch, capsys):
+    monkeypatch.setattr(
+        measure, "build", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory\nof 80 GiB"))
+    )
+    assert measured().rows == {}
+    assert "triton: OutOfMemoryError: CUDA out of memory; library: OutOf" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("op", autotune.OPS)
 def test_every_op_is_timed_for_real(two_routes, op):
     problem = PROBLEM._replace(op=op, hidden=0 if op == "linear_act" else 40, out=300)
-    outcome = autotune.measure(problem, CPU, 0.0)
-    assert outcome.wrong == {}
+    outcome = measured(problem, 0.0)
+    assert outcome.rows.keys() == _impls.OF_KERNELS.keys()
+    model, x = autotune.build(problem, CPU, problem.dtype)
     _choices._choice.seen = seen = []
     try:
-        race.forward(problem, race.tensors_of(problem, CPU, 3))
+        model(x, "triton")
     finally:
         _choices._choice.seen = None
     assert seen == [problem[:5]]  # the row that is written is the row that is read
-    assert [row["features"] for row in autotune.rows_of([outcome])] == [512]
-    assert {len(times) for times in outcome.ms.values()} == {race.ENOUGH}
-    assert min(map(min, outcome.ms.values())) > 0
+    assert [features for *_, features in autotune.rows_of([outcome])] == [512]
+    assert {row.rounds for row in outcome.rows.values()} == {measure.ENOUGH}
+    assert min(row.ms for row in outcome.rows.values()) > 0
+
+
+@pytest.mark.parametrize("impl", [*_impls.OF_KERNELS, "eager"])
+def test_what_is_timed_is_the_implementation(two_routes, impl):
+    model, x = autotune.build(PROBLEM, CPU, FP16)
+    with (
+        mock.patch.object(_impls.Library, "mlp_bwd", autospec=True, side_effect=_impls.Library.mlp_bwd) as library,
+        mock.patch.object(triton_kernels, "mlp_bwd", side_effect=triton_kernels.mlp_bwd) as kernels,
+    ):
+        model(x, impl).sum().backward()
+    assert (library.called, kernels.called) == (impl == "library", impl == "triton")
+    assert {name for name, _ in model.named_parameters()} == {
+        f"weights.fc{n}_{kind}" for n in "12" for kind in ("weight", "bias")
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", autotune.OPS)
+def test_implementations_are_timed_on_a_gpu(op):
+    device = torch.device("cuda", torch.cuda.current_device())
+    problem = autotune.Problem(op, 1024, 0 if op == "linear_act" else 4096, 1024, BF16, 8192)
+    rows = autotune.timed(problem, device, 0.5)
+    assert {impl: row.status for impl, row in rows.items()} == dict.fromkeys(_impls.OF_KERNELS, "ok")
+    assert min(row.ms for row in rows.values()) > 0
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -190,9 +218,8 @@ def test_every_op_is_timed_for_real(two_routes, op):
 
 @pytest.fixture
 def kernels_are_quicker(two_routes, monkeypatch):
-    timer = planned({"triton": [5.0], "library": [10.0]})
-    measured = autotune.measure
-    monkeypatch.setattr(autotune, "measure", functools.partial(measured, timer=timer))
+    with planned({"triton": [5.0], "library": [10.0]}):
+        yield
 
 
 def test_the_table_is_written_and_followed(kernels_are_quicker, capsys):
@@ -243,7 +270,10 @@ def test_the_matmuls_of_a_model(tmp_path, kernels_are_quicker, capsys):
     file.write_text(MODEL)
     found = autotune.of_model(f"{file}:build")
     assert found == [("mlp", 24, 40, 24, FP16), ("gated_mlp", 24, 32, 24, FP16)]
-    assert [dtype for *_, dtype in autotune.of_model(f"{file}:build", [BF16])] == [BF16, BF16]
+    parser = argparse.ArgumentParser()
+    autotune.add_arguments(parser)
+    asked = parser.parse_args(["--model", f"{file}:build", "--tokens", "9", "--dtype", "bf16"])
+    assert autotune.problems(asked, CPU) == [autotune.Problem(*one[:4], BF16, 9) for one in found]
     assert main(["autotune", "--model", f"{file}:build", "--ops", "mlp"]) == 2
     assert "--ops cannot be combined with it" in capsys.readouterr().err
     assert main(["autotune", "--model", f"{file}:plain"]) == 2
@@ -279,7 +309,7 @@ def test_shapes_that_are_none(shapes, capsys):
             lambda file: file.write_text(file.read_text().replace('"format": 4', '"format": 3')),
             "another version of ckptkern wrote it: its format is 3, not 4",
         ),
-        (lambda file: write(["library"]), "it is damaged (TypeError: an implementation that is not a string"),
+        (lambda file: write(["library"]), "it is damaged (TypeError: unhashable type: 'list'"),
         (lambda file: (file.unlink(), file.mkdir()), "[Errno 21] Is a directory"),
     ],
 )
@@ -315,22 +345,22 @@ def test_nothing_can_be_chosen_where_no_kernel_runs(capsys):
 def test_a_folder_that_cannot_be_written_is_said_before_measuring(two_routes, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CKPTKERN_CACHE", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr(autotune, "measure", mock.Mock(side_effect=AssertionError("measured")))
+    monkeypatch.setattr(autotune, "timed", mock.Mock(side_effect=AssertionError("measured")))
     assert main(["autotune", "--ops", "mlp", "--shapes", "24x40"]) == 2
     assert "ckptkern autotune: [Errno 20] Not a directory" in capsys.readouterr().err
 
 
 def test_the_next_run_begins_with_what_is_left(kernels_are_quicker, monkeypatch, capsys):
     """Of two matmuls each takes more than the time. A whole table is measured anew, in the order of the command line."""
-    quick, seconds, reached = autotune.measure, [0.0], []
+    quick, seconds, reached = autotune.timed, [0.0], []
     monkeypatch.setattr(autotune, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
 
-    def measure(problem, *given):
+    def timed(problem, *given):
         reached.append(problem.features)
         seconds[0] += 61
         return quick(problem, *given)
 
-    monkeypatch.setattr(autotune, "measure", measure)
+    monkeypatch.setattr(autotune, "timed", timed)
     arguments = ["--ops", "mlp", "--dtype", "fp16", "--shapes", "24x40,300x40", "--tokens", "16", "--minutes", "1"]
     for after in ([24], [24, 300], [24, 300, 24]):
         assert main(["autotune", *arguments]) == 0
@@ -347,14 +377,16 @@ def test_rows_that_are_whole():
     first, second, other = PROBLEM, PROBLEM._replace(tokens=64), PROBLEM._replace(features=300)
 
     def finished(*problems: autotune.Problem) -> set:
-        outcomes = [autotune.Outcome(one, "library", {"library": [2.0]}) for one in problems]
-        return autotune.finished(json.loads(json.dumps(autotune.rows_of(outcomes))), [first, second, other])
+        outcomes = [autotune.Outcome(one, "library", {"library": row("library", 2.0)}) for one in problems]
+        rows = autotune.rows_of(outcomes)
+        assert json.loads(json.dumps([*rows.values()])) == [*rows.values()]
+        return autotune.finished(rows, [first, second, other])
 
     assert finished() == set()
     assert finished(other) == {other}
     assert finished(first) == set()  # its row has two problems, which choose together
     assert finished(first, second) == {first, second}
-    assert autotune.finished([{"op": "mlp", "dtype": "float16", "features": 512}], [other]) == set()
+    assert autotune.finished({other.key: {"impl": "triton"}}, [other]) == set()
 
 
 def test_what_is_measured_by_default(two_routes):
@@ -375,34 +407,31 @@ def test_an_older_table_is_made_anew(kernels_are_quicker, capsys):
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
     why = "is made anew, because another version of ckptkern wrote it: its format is 3, not 4"
     assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
-    assert [row["features"] for row in _tuned.rows(file_of_this_machine())] == [512]
+    assert [*_tuned.read(file_of_this_machine(), _tuned.machine("cpu", None))] == [("mlp", "float16", 512)]
 
 
 def test_an_interrupt_loses_nothing(kernels_are_quicker, monkeypatch):
-    quick, done = autotune.measure, []
+    quick, done = autotune.timed, []
 
-    def measure(*arguments):
+    def timed(*arguments):
         if done:
             raise KeyboardInterrupt
         done.append(arguments)
         return quick(*arguments)
 
-    monkeypatch.setattr(autotune, "measure", measure)
+    monkeypatch.setattr(autotune, "timed", timed)
     with pytest.raises(KeyboardInterrupt):
         main(["autotune", "--ops", "mlp", "gated_mlp", "--dtype", "fp16", "--shapes", "24x40", "--tokens", "16"])
     forget()
     assert [impl(), impl(op="gated_mlp")] == ["triton", "library"]
 
 
-def test_an_implementation_that_fails_later_is_dropped(two_routes):
-    def timer(problem, name, operands, clock):
-        times = iter([1.0, 1.0] if name == "triton" else [5.0] * 99)
-        return lambda: next(times)
-
-    outcome = autotune.measure(PROBLEM, CPU, 60, timer=timer)
-    assert outcome.wrong == {"triton": "StopIteration: "}
-    assert outcome.ms.keys() == {"library"}
-    assert autotune.choice(outcome) == "library"
+def test_an_implementation_that_fails_later_is_dropped(two_routes, monkeypatch):
+    times = {"ckptkern library": [5.0] * 30}, {"ckptkern triton": "RuntimeError: an illegal access"}
+    monkeypatch.setattr(measure, "interleaved", lambda *_: times)
+    outcome = measured()
+    assert outcome.rows.keys() == {"library"}
+    assert autotune.choice([outcome]) == "library"
 
 
 @pytest.mark.parametrize("name", _impls.OF_KERNELS)
@@ -420,7 +449,6 @@ def test_a_table_of_a_gpu(monkeypatch):
     file = _tuned.path("cuda", 0)
     assert file.name == "implementations-nvidia-h200.json"
     row = {"op": "mlp", "dtype": "bfloat16", "features": 2048, "impl": "triton"}
-    _tuned.write(file, _tuned.machine("cuda", 0), [row])
-    place = _impls.size_class(2048)
-    assert [_choices._impl("mlp", "cuda", 0, dtype, place) for dtype in (BF16, FP16)] == ["triton", "library"]
+    autotune.write(file, _tuned.machine("cuda", 0), [row])
+    assert [_choices._impl("mlp", "cuda", 0, dtype, 2048) for dtype in (BF16, FP16)] == ["triton", "library"]
     assert json.loads(file.read_text())["machine"]["device"] == "NVIDIA H200"
