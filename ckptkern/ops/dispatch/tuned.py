@@ -29,7 +29,8 @@ def _version(package: str) -> str:
 
 
 def machine(device_type: str, index: int | None) -> dict[str, str]:
-    """What a table is valid for: a GPU and versions. On a CPU nothing can be chosen, but where kernels are interpreted."""
+    """Returns what a table is valid for: a GPU and versions. On a CPU nothing can be chosen, but where kernels are
+    interpreted."""
     device = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return {"device": device, **{name: _version(name) for name in ("torch", "triton", "ckptkern")}}
 
