@@ -10,12 +10,13 @@ from torch import Tensor
 from .. import ops
 from ..errors import ShapeError
 from ..ops.attention.masks import diagonal_of, merged_mask
-from ..ops.attention.rotary import check_theta, positions_of, reference_rotary, rotary_tables
+from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
 from ..ops.dispatch.checks import (
     check_count,
     check_input,
     check_number,
     check_options,
+    check_positive,
     check_tensor,
     modes_of_sublayers,
 )
@@ -92,7 +93,7 @@ class LlamaAttention(torch.nn.Module):
         check_count(op, "head_dim", head_dim)
         check_number(op, "norm_eps", norm_eps)
         if rope_theta is not None:
-            check_theta(op, "rope_theta", rope_theta)
+            check_positive(op, "rope_theta", rope_theta)
         factory = {"device": device, "dtype": dtype}
         self.q_proj = torch.nn.Linear(hidden_size, num_heads * head_dim, bias, **factory)
         self.k_proj = torch.nn.Linear(hidden_size, num_kv_heads * head_dim, bias, **factory)

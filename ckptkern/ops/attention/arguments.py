@@ -16,6 +16,7 @@ from ..dispatch.checks import (
     check_mode,
     check_number,
     check_probability,
+    check_softcap,
     check_tensor,
     check_weight,
 )
@@ -31,7 +32,7 @@ from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .context import check_context
-from .core import check_sinks, check_softcap, check_whole_sequence, fused_core
+from .core import check_sinks, check_whole_sequence, fused_core
 from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
@@ -235,6 +236,19 @@ def check_hidden(
     return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
 
 
+def check_scores(op: str, x: Tensor, recompute, dropout_p, scale, softcap, shapes: str, **flags: bool) -> float:
+    """Checks what both kinds of attention take; returns softcap. shapes: those of x, in words."""
+    check_mode(op, recompute)
+    check_probability(op, dropout_p)
+    check_flags(op, **flags)
+    check_number(op, "scale", 1.0 if scale is None else scale)
+    softcap = check_softcap(op, softcap)
+    check_input(op, x)
+    if x.dim() not in (2, 3):
+        raise ShapeError(f"{op}: input must be {shapes}, not {tuple(x.shape)}")
+    return softcap
+
+
 def gather(
     op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, *, key_value, qkv_layout, qk_norm, qk_norm_kind,
     qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask, mask_is_exclusion, key_padding_mask, window_size,
@@ -243,18 +257,22 @@ def gather(
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
     """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
     check_whole_sequence(op, takes_parts=True)
-    check_mode(op, recompute)
-    check_probability(op, dropout_p)
-    check_flags(
-        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
-        training=training, gate_in_query=gate_in_query,
-    )  # fmt: skip
+    softcap = check_scores(
+        op,
+        x,
+        recompute,
+        dropout_p,
+        scale,
+        softcap,
+        "[B, S, d], [S, d], or [tokens, d] with cu_seqlens",
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        mask_is_exclusion=mask_is_exclusion,
+        residual=residual,
+        training=training,
+        gate_in_query=gate_in_query,
+    )
     check_number(op, "qk_norm_eps", qk_norm_eps)
-    check_number(op, "scale", 1.0 if scale is None else scale)
-    softcap = check_softcap(op, softcap)
-    check_input(op, x)
-    if x.dim() not in (2, 3):
-        raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
     context = ACTIVE.context
     seen = x if context is None else context.whole(x)  # of all ranks
     B, S = batch_and_rows(seen)

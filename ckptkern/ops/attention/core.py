@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.checks import check_number, check_tensor
+from ..dispatch.checks import check_tensor
 from ..dispatch.choices import kernels_alone
 from ..dispatch.shard import refuse_context
 from ..registration.functions import bodies_are_seen
@@ -148,8 +147,8 @@ def fused_core(
 
     precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
     slopes, dropout, softcap, not sinks. The backend's kernel runs
-    - if any of the others is not None, or a mask is trained, has several heads or rows of queries, of which torch's kernel reads
-      a copy that no workspace counts, or is a float of another dtype, which the backend's kernel adds in float32;
+    - if any of the others is not None, or a mask is trained, has several heads or rows of queries, of which torch's kernel
+      reads a copy that no workspace counts, or is a float of another dtype, which the backend's kernel adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
     - in float32 unless the precision is known to be "ieee";
@@ -258,13 +257,3 @@ def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
             f"{op}: inside torch's context_parallel this op would attend to this rank's part of the sequence alone. Call "
             "torch.nn.functional.scaled_dot_product_attention there, in a ckptkern.checkpoint to recompute it"
         )
-
-
-def check_softcap(op: str, softcap: float | None) -> float:
-    """softcap, 0 for none."""
-    if softcap is None:
-        return 0.0
-    check_number(op, "softcap", softcap)
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"{op}: softcap must be above 0 and finite, not {softcap!r}")
-    return float(softcap)

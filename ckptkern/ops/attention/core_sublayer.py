@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
 
+from ... import eager
 from ..registration.gradients import PartGrads
 from ..sublayer.lora import names_of
 from ..sublayer.op import SublayerOp
 from ..sublayer.residual import AFTER_BRANCH, LAST, Sublayer, reads_branch
+from .core import CoreOptions, CoreTensors, core_of
+from .masks import merged_mask
+from .rotary import positions_of, rotary_tables
 from .tensors import batch_and_rows
 
 OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
+
+
+def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
+    """(cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
+    context, whole = o.context, S if o.context is None else S * o.context.size
+    if o.theta:
+        positions = positions_of(whole, t.wo.device, t.cu)
+        positions = positions if context is None else context.own(positions, 0)
+        return rotary_tables(positions, dim, o.theta, interleaved=o.interleaved)
+    if context is None or t.cos is None or t.cos.shape[-2] == S:
+        return t.cos, t.sin
+    return context.own(t.cos, -2), context.own(t.sin, -2)
+
+
+def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
+    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
+    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
+    options = CoreOptions(
+        dropout_p=o.dropout_p, scale=o.scale, left=o.left, right=o.right, max_q=o.max_len, max_k=o.max_len,
+        backend=o.backend, precision=o.precision, fused=o.fused, softcap=o.softcap, first_plane=o.first_plane, planes=o.planes,
+        workspace=workspace,
+    )  # fmt: skip
+    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), options)
 
 
 class CoreSublayer(Sublayer):
@@ -21,6 +49,7 @@ class CoreSublayer(Sublayer):
     `attend`, which gives what the op saves, `branch`, which gives the branch's result from that, and `backward`."""
 
     group_count: int
+    rotary_dim: int  # of tables that are made of a theta
     attend: Callable[[bool], dict[str, Tensor | None]]
     branch: Callable[[dict[str, Tensor | None]], Tensor]
 
@@ -36,6 +65,14 @@ class CoreSublayer(Sublayer):
         f: the branch's result, if it is at hand.
         """
         raise NotImplementedError
+
+    @functools.cached_property
+    def core(self) -> eager.AttentionCore:
+        return sublayer_core(self.t, self.o)
+
+    @functools.cached_property
+    def angles(self) -> tuple[Tensor | None, Tensor | None]:
+        return rotary_of(self.S, self.rotary_dim, self.t, self.o)
 
     def out_rows(self, heads: Tensor) -> Tensor:
         """[B, H, S, N] -> [tokens, H N], a view if memory is [B, S, H, N]."""

@@ -7,11 +7,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ..dispatch.checks import (
     check_count,
-    check_flags,
-    check_input,
-    check_mode,
     check_number,
-    check_probability,
     check_weight,
 )
 from ..dispatch.choices import (
@@ -23,8 +19,8 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from ..sublayer.residual import around, check_norm
-from .arguments import check_hidden
-from .core import check_softcap, check_whole_sequence, fused_core
+from .arguments import check_hidden, check_scores
+from .core import check_whole_sequence, fused_core
 from .latent_tensors import LatentOptions, LatentSizes, LatentTensors
 from .rotary import check_rotary
 from .tensors import batch_and_rows
@@ -68,19 +64,22 @@ def gather_latent(
     """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
     options."""
     check_whole_sequence(op)
-    check_mode(op, recompute)
-    check_probability(op, dropout_p)
-    check_flags(
-        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
+    softcap = check_scores(
+        op,
+        x,
+        recompute,
+        dropout_p,
+        scale,
+        softcap,
+        "[B, S, d] or [S, d]",
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        mask_is_exclusion=mask_is_exclusion,
+        residual=residual,
         training=training,
-    )  # fmt: skip
+    )
     check_number(op, "latent_norm_eps", latent_norm_eps)
-    check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "num_heads", num_heads)
-    softcap = check_softcap(op, softcap)
-    check_input(op, x)
-    if x.dim() not in (2, 3):
-        raise ShapeError(f"{op}: input must be [B, S, d] or [S, d], not {tuple(x.shape)}")
     (B, S), H = batch_and_rows(x), num_heads
     sizes = check_latents(
         op, x, H, (q_a_weight, q_a_bias, q_a_norm_weight), (q_weight, q_bias, None), (kv_a_weight, kv_a_bias, kv_a_norm_weight),

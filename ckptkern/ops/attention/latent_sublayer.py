@@ -17,16 +17,14 @@ from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
 from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .core import attend, attention_grads
-from .core_sublayer import CoreSublayer, add_part, reads_core
+from .core_sublayer import CoreSublayer, add_part, reads_core, rotary_of, sublayer_core
 from .latent_tensors import (
     LatentGroup,
     LatentOptions,
     LatentSizes,
     LatentTensors,
-    latent_core,
     latent_group,
     latent_groups,
-    latent_rotary,
     sizes_of,
 )
 from .rotary import reference_rotary
@@ -61,13 +59,9 @@ class LatentSublayer(CoreSublayer):
     def sizes(self) -> LatentSizes:
         return sizes_of(self.t, self.o.num_heads)
 
-    @functools.cached_property
-    def core(self) -> eager.AttentionCore:
-        return latent_core(self.t, self.o)
-
-    @functools.cached_property
-    def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        return latent_rotary(self.S, self.t, self.o)
+    @property
+    def rotary_dim(self) -> int:
+        return self.sizes.rope
 
     @functools.cached_property
     def group_count(self) -> int:
@@ -379,9 +373,9 @@ def latent_reference(x: Tensor, t: LatentTensors, o: LatentOptions) -> Tensor:
     k, value = linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb).unflatten(-1, (H, nope + v)).split([nope, v], -1)
     unrotated, q = q.split([nope, rope], -1)
     shared = shared.unsqueeze(2)
-    cos, sin = latent_rotary(S, t, o)
+    cos, sin = rotary_of(S, rope, t, o)
     if cos is not None:
         q, shared = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, shared))
     q, k = torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1)
-    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2), latent_core(t, o))
+    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2), sublayer_core(t, o))
     return reference_output(x, linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * v), t.wo, t.bo), t, o)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ... import eager
 from ...errors import DeviceError, DtypeError, ShapeError
 from ...subclasses import own_dispatch
-from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_tensor
+from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_softcap, check_tensor
 from ..dispatch.choices import (
     autocast_dtype,
     autocast_off,
@@ -32,7 +32,6 @@ from .core import (
     attend,
     attention_grads,
     check_sinks,
-    check_softcap,
     check_whole_sequence,
     core_of,
     fused_core,
@@ -85,13 +84,15 @@ class Attention(Op):
 _apply = build(Attention)
 
 
-def _cast_qkv(
-    op: str, query: Tensor, key: Tensor, value: Tensor, *, jagged: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks query, key and value; returns them in one dtype."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_input(f"{op}: {name}", tensor, jagged=jagged)
+        check_input(f"{op}: {name}", tensor, jagged=not packed)
         if tensor.device != query.device:
             raise DeviceError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
+        if tensor.dim() != 3 if packed else tensor.dim() < 2:
+            shape = "[tokens, heads, head_dim]" if packed else "[..., S, D]"
+            raise ShapeError(f"{op}: {name} must be {shape}, but has shape {tuple(tensor.shape)}")
     dtype = autocast_dtype(query)
     if dtype is not None and torch.float64 not in (query.dtype, key.dtype, value.dtype):
         return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -145,10 +146,7 @@ def scaled_dot_product_attention(
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
     check_number(op, "scale", 1.0 if scale is None else scale)
-    query, key, value = _cast_qkv(op, query, key, value, jagged=True)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise ShapeError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
+    query, key, value = _cast_qkv(op, query, key, value, packed=False)
     left, right = check_window(op, window_size)
     softcap = check_softcap(op, softcap)
     diagonal = diagonal_of(op, attn_mask, query.shape[-2], key.shape[-2])
@@ -307,10 +305,7 @@ def varlen_attn(
     RuntimeError (backend).
     """
     op = "varlen_attn"
-    query, key, value = _cast_qkv(op, query, key, value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 3:
-            raise ShapeError(f"{op}: {name} must be [tokens, heads, head_dim], but has shape {tuple(tensor.shape)}")
+    query, key, value = _cast_qkv(op, query, key, value, packed=True)
     for name, cu in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
         check_tensor(op, name, cu, query, floating=False)
         if cu.dim() != 1 or cu.dtype != torch.int32 or cu.numel() < 1:

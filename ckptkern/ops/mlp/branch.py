@@ -194,6 +194,11 @@ class MLPBranch:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
+    def result_of(self, saved: dict[str, Tensor], start: int) -> Tensor:
+        """Returns y of rows that begin at `start` from what `saves` names of them, by one matmul."""
+        hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
+        return self.linear("down", hidden, start)
+
     def chunks(self, rows: int) -> list[tuple[int, int]]:
         """[start, stop) of the rows that are taken at once, the same in forward and backward."""
         bytes_ = 0 if self.o.workspace is None else self.row_bytes()  # sizes may be symbols

@@ -101,8 +101,7 @@ class MLPSublayer(Sublayer):
         branch, start = self.branch, self.first_row
         if branch.updates or not saved:
             return self.drop(branch.forward_rows(h, start)[0])
-        hidden = saved["h"] if "h" in saved else branch.activated(list(saved.values()), start)
-        return self.drop(branch.linear("down", hidden, start))
+        return self.drop(branch.result_of(saved, start))
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", and what its branch saves."""

@@ -15,7 +15,7 @@ from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums, row_bytes
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
-from ..mlp.sublayer import AROUND_BRANCH, AROUND_NORM
+from ..mlp.sublayer import AROUND_BRANCH, AROUND_NORM, MLPTensors
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, token_chunks
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
@@ -67,26 +67,7 @@ class MoETensors(NamedTuple):
     path_rng: Tensor | None = None
 
 
-class SharedTensors(NamedTuple):
-    """The shared expert's, as MLPBranch reads them."""
-
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    gate_lora_a: Tensor | None
-    gate_lora_b: Tensor | None
-    up_lora_a: Tensor | None
-    up_lora_b: Tensor | None
-    down_lora_a: Tensor | None
-    down_lora_b: Tensor | None
-    lora_rng: Tensor | None
-    rng = None
-
-
-SHARED = SharedTensors._fields[:-1]
+SHARED = tuple(name for name in MLPTensors._fields if f"shared_{name}" in MoETensors._fields)
 
 
 class MoEOptions(NamedTuple):
@@ -133,12 +114,12 @@ def saves(o: MoEOptions) -> tuple[str, ...]:
     return ("index", "gu", *(f"shared_{name}" for name in shared))
 
 
-def shared_of(t: MoETensors) -> SharedTensors | None:
-    return (
-        None
-        if t.shared_up_weight is None
-        else SharedTensors(*(getattr(t, f"shared_{name}") for name in SHARED), t.lora_rng)
-    )
+def shared_of(t: MoETensors) -> MLPTensors | None:
+    """Returns the shared expert's tensors, as MLPBranch reads them."""
+    if t.shared_up_weight is None:
+        return None
+    own = {name: getattr(t, f"shared_{name}", None) for name in MLPTensors._fields}
+    return MLPTensors(**own | {"lora_rng": t.lora_rng})
 
 
 class Gradients:
@@ -229,8 +210,7 @@ class MoESublayer(Sublayer):
         """(the shared expert's result, what it saves), from what forward saved of it, if it did."""
         if not saved:
             return self.shared.forward_rows(h, self.first_row)
-        hidden = saved["h"] if "h" in saved else self.shared.activated(list(saved.values()), self.first_row)
-        return self.shared.linear("down", hidden, self.first_row), saved
+        return self.shared.result_of(saved, self.first_row), saved
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
