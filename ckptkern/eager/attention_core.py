@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..subclasses import own_dispatch
-from .elementwise import NO_DROPOUT, Dropout
+from .elementwise import NO_DROPOUT, Dropout, wide_of
 
 
 class AttentionCore(NamedTuple):
@@ -69,7 +69,7 @@ def as_heads(x: Tensor) -> Tensor:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return wide_of(x.dtype)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import Head, capped, target_columns, uncapped_logits
+from .cross_entropy import Head, capped, target_columns, uncapped_logits, write_gradient
 from .elementwise import wide_of
 
 
@@ -120,10 +120,4 @@ def divergence_bwd(
         above_likeliest.scatter_(1, column, torch.where(here, 0, above_likeliest.gather(1, column)))
         dz = log_q.exp_().mul_(above_likeliest.sub_(of.student_kl[:, 1:]))
     dz.mul_((dy * (share_of_student(beta) * head.scale))[:, None])
-    if head.softcap:
-        dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
-    if ignored is not None:
-        dz.masked_fill_(ignored[:, None], 0)
-    if dz is not out:
-        out.copy_(dz)
-    return dz.sum(0) if db else None
+    return write_gradient(dz, u, head.softcap, 1.0, ignored, out, db)

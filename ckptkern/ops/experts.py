@@ -152,14 +152,20 @@ class ExpertsBranch:
         wanted = dict(
             hs=not need.isdisjoint(READ_H), dgu=not need.isdisjoint(("x", "gate_up_bias", *READ_X)), ds="s" in need
         )
-        du = self.inner_gradient_of_down(dy, groups, wanted, sums)
+        (a, b), update, du = names_of("down"), self.updates.get("down"), None
+        if update is not None and (wanted["dgu"] or wanted["ds"] or a in need):  # not yet weighted
+            du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
         hs, dgu, ds = self.hidden_gradients(x, dy, s, gu, groups, wanted, du)
         made = {}
         if "s" in need:
             made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
             sums.weights["down_weight"].add(dy, hs, groups, "a")
-        self.add_update_of_down(dy, du, hs, groups, sums)
+        # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
+        if a in need:
+            sums.weights[a].add(du, hs, in_order_of_rows(groups), "a")
+        if b in need:
+            sums.weights[b].add(dy, update.inner(p, hs, groups), groups, "a")
         hs = du = None  # gone before the other gradients are made
         if "gate_up_weight" in need:
             sums.weights["gate_up_weight"].add(dgu, x, groups, "b")
@@ -175,25 +181,6 @@ class ExpertsBranch:
                 rows.add_(self.updates["gate_up"].input_gradient(p, du, groups))
             made["dx"] = p.experts_combine(rows, None, groups)
         return made
-
-    def inner_gradient_of_down(
-        self, dy: Tensor, groups: eager.Groups, wanted: dict[str, bool], sums: ExpertsSums
-    ) -> Tensor | None:
-        """du [rows, r] of the down weight's update, not yet weighted, if any gradient is made of it."""
-        read = wanted["dgu"] or wanted["ds"] or names_of("down")[0] in sums.need
-        if "down" not in self.updates or not read:
-            return None
-        return self.updates["down"].inner_gradient(self.p, eager.gather_rows(dy, groups), groups)
-
-    def add_update_of_down(
-        self, dy: Tensor, du: Tensor | None, hs: Tensor | None, groups: eager.Groups, sums: ExpertsSums
-    ) -> None:
-        """hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once."""
-        a, b = names_of("down")
-        if a in sums.need:
-            sums.weights[a].add(du, hs, in_order_of_rows(groups), "a")
-        if b in sums.need:
-            sums.weights[b].add(dy, self.updates["down"].inner(self.p, hs, groups), groups, "a")
 
     def add_update_of_gate_up(
         self, dgu: Tensor | None, x: Tensor | None, groups: eager.Groups, sums: ExpertsSums

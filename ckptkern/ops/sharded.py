@@ -15,7 +15,7 @@ masks are those of the unsharded block, by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +87,6 @@ class Shard:
             return whole if rows.dim() == 2 else whole.squeeze(0)
 
         return finished
-
-    def sum(self, y: Tensor) -> Tensor:
-        return self.summing(y)()
 
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of y over the group; what it returns waits for it and gives it."""
@@ -186,7 +183,8 @@ class Shard:
         if has_trailing_norm(o):
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
-        adds = alone and adds_alone(t, o, inner)
+        plain = o.residual and not o.post_norm and o.branch_factor == 1.0
+        adds = alone and plain and all(getattr(t, name) is None for name in inner)  # is the sublayer x + f?
         f = across(self, o._replace(**options), adds, x, *t._replace(**inner))
         if adds:
             return f
@@ -259,12 +257,6 @@ class Shard:
         return made
 
 
-def adds_alone(t: Any, o: Any, around: Iterable[str]) -> bool:
-    """Is the sublayer x + f? around: names of the tensors that would come between."""
-    plain = o.residual and not o.post_norm and o.branch_factor == 1.0
-    return plain and all(getattr(t, name) is None for name in around)
-
-
 class Summed(torch.autograd.Function):
     """Identity; the gradients are summed over the group, in one all-reduce for each dtype."""
 
@@ -280,7 +272,7 @@ class Summed(torch.autograd.Function):
             sums.setdefault(grad.dtype, []).append(i)
         made: list[Tensor | None] = [None] * len(grads)
         for places in sums.values():
-            total = ctx.shard.sum(torch.cat([grads[i].reshape(-1) for i in places]))
+            total = ctx.shard.summing(torch.cat([grads[i].reshape(-1) for i in places]))()
             for i, part in zip(places, total.split([grads[i].numel() for i in places]), strict=True):
                 made[i] = part.view(grads[i].shape)
         return None, *made

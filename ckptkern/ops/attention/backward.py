@@ -107,7 +107,9 @@ class AttentionSublayer(AttentionForward):
         1 - sigmoid(gate) would have few digits in 16 bits."""
         made = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
-            made = self.p.attn_delta(out, do, self.row_core).transpose(1, 2)[..., None]
+            context, core = self.o.context, self.core
+            core = core if context is None else context.core_of_rows(core)
+            made = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
         return (made * torch.sigmoid(-gate)).to(gate.dtype)
 
     def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

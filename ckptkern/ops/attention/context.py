@@ -251,7 +251,7 @@ class GatheredHeads(SpreadHeads):
             sums = k.new_zeros((B, size * S, 2 * H_kv, D), dtype=torch.promote_types(k.dtype, torch.float32))
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
-            outs = [None if sums is None else one[:, :, :columns] for one in self._halves(sums)]
+            outs = [None] * 2 if sums is None else sums.transpose(1, 2)[:, :, :columns].chunk(2, 1)
             later = rows.start > 0  # what other rows have given stays
             places = [dq[:, :, at] if need_dq else None, *outs]
             if later and need_dkv:
@@ -271,10 +271,6 @@ class GatheredHeads(SpreadHeads):
         parts = _c10d.wait_tensor(self.context.scattering(self.context.parted(sums).flatten(0, 1)))
         dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
         return [dq if need_dq else None, dk, dv]
-
-    @staticmethod
-    def _halves(sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if sums is None else sums.transpose(1, 2).chunk(2, 1)
 
     def sink_gradient(
         self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None

@@ -19,7 +19,7 @@ from ...errors import ShapeError
 from ..dispatch.checks import check_tensor
 from ..dispatch.choices import kernels_alone
 from ..dispatch.shard import refuse_context
-from ..registration.functions import bodies_are_seen
+from ..registration.functions import Bodies
 from ..sublayer.dropout import dropout_arguments
 
 
@@ -124,18 +124,16 @@ def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase)
         return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
 
 
-def _is_enabled(kernel: str) -> bool:
-    return getattr(torch.backends.cuda, f"{'mem_efficient' if kernel == 'efficient' else kernel}_sdp_enabled")()
-
-
 def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tuple[str, ...]:
     """`kernel_order` without what the user disables or torch refuses."""
     asked = CoreCase(dtype == torch.float32, *case)
     kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
-    return tuple(kernel for kernel in kernels if _is_enabled(kernel) and _accepts(kernel, index, dtype, asked))
+    names = {"efficient": "mem_efficient"}  # what torch's setting calls it
+    enabled = (one for one in kernels if getattr(torch.backends.cuda, f"{names.get(one, one)}_sdp_enabled")())
+    return tuple(kernel for kernel in enabled if _accepts(kernel, index, dtype, asked))
 
 
-_constant_kernels._dynamo_marked_constant = True  # as in _choices: called, not traced
+_constant_kernels._dynamo_marked_constant = True  # as in `dispatch.choices`: called, not traced
 
 
 def fused_core(
@@ -158,7 +156,7 @@ def fused_core(
     """
     if (
         x.is_meta
-        and bodies_are_seen()
+        and Bodies.seen
         and not any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *masks))
     ):
         return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
@@ -245,7 +243,7 @@ def in_context_parallel() -> bool:
     return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed")
 
 
-in_context_parallel._dynamo_marked_constant = True  # as _constant_fused
+in_context_parallel._dynamo_marked_constant = True  # as _constant_kernels
 
 
 def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:

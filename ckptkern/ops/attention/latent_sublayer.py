@@ -166,25 +166,21 @@ class LatentSublayer(CoreSublayer):
         saved = self.project(latents, latent_group(self.t, sizes, self.core, 0, 1)) if save_raw else (None, None)
         out = lse = None
         for group in self.groups():
-            made = self.attend_to(latents, group, saved)
+            heads = self.heads(latents, group, *self.projected(latents, group, saved))
+            part, part_lse, _ = attend(self.p, *heads, group.core)
+            heads = None
+            part = self.without_zeros(part)
             if group.count == 1:
-                out, lse = made
+                out, lse = part, part_lse
                 break
             if out is None:
                 like = self.x.new_empty((), dtype=self.o.dtype)
                 out = eager.empty_heads(like.expand(self.B, sizes.H, self.S, sizes.v))
-                lse = made[1].new_empty(out.shape[:3])
-            for whole, part in zip((out, lse), made, strict=True):
-                in_group((whole,), group.index, group.count, 1)[0].copy_(part)
-            made = None
+                lse = part_lse.new_empty(out.shape[:3])
+            for whole, of_group in ((out, part), (lse, part_lse)):
+                in_group((whole,), group.index, group.count, 1)[0].copy_(of_group)
+            part = part_lse = of_group = None
         return {"out": out, "lse": lse, "latents": latents.raw if save_raw else None, "q": saved[0], "kv": saved[1]}
-
-    def attend_to(self, latents: Latents, group: LatentGroup, saved: tuple) -> tuple[Tensor, Tensor]:
-        """(o, lse) of a group."""
-        heads = self.heads(latents, group, *self.projected(latents, group, saved))
-        out, lse, _ = attend(self.p, *heads, group.core)
-        heads = None
-        return self.without_zeros(out), lse
 
     def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
         """dropout(o Wo^T + bo) [tokens, d]."""
@@ -197,7 +193,10 @@ class LatentSublayer(CoreSublayer):
         need = needed_names(LatentTensors, needs)
         dy, df, grads, saved = self.around_branch(dy, saved, need, f)
         f, inner = None, self.behind_core(need)
-        wants, parts = self.needs_of(inner, need), PartGrads(self.t, self.group_count)
+        through_h = bool(inner) and self.needs_dh(need)
+        q_latent, kv_latent = (through_h or not of.isdisjoint(need) for of in (OF_Q_LATENT, OF_KV_LATENT))
+        dq, dkv = q_latent or not OF_Q.isdisjoint(need), kv_latent or not OF_KV.isdisjoint(need)
+        wants, parts = LatentNeeds(q_latent, kv_latent, dq, dkv), PartGrads(self.t, self.group_count)
         totals: dict[str, Tensor | None] = {"q": None, "kv": None, "rope": None}
         reads = inner or (saved.get("out") is None and reads_core(need))
         latents = self.latents(saved.get("latents")) if reads else None
@@ -212,15 +211,6 @@ class LatentSublayer(CoreSublayer):
         if dh is not None:
             grads |= self.input_gradients(dh.to(self.o.dtype), dy, need)
         return self.finished(grads, need)
-
-    def needs_of(self, inner: Collection[str], need: Collection[str]) -> LatentNeeds:
-        """inner: the inputs whose gradients come through the core."""
-        through_h = bool(inner) and self.needs_dh(need)
-        q_latent = through_h or not OF_Q_LATENT.isdisjoint(need)
-        kv_latent = through_h or not OF_KV_LATENT.isdisjoint(need)
-        return LatentNeeds(
-            q_latent, kv_latent, q_latent or not OF_Q.isdisjoint(need), kv_latent or not OF_KV.isdisjoint(need)
-        )
 
     def add_gradients(
         self, group: LatentGroup, latents: Latents | None, df: Tensor, saved: dict[str, Tensor | None], need: Collection[str],
@@ -248,18 +238,18 @@ class LatentSublayer(CoreSublayer):
             return
         if out.shape[-1] < self.sizes.D:
             out = eager.empty_heads(do).copy_(self.filled(out))
+        mask_shape = None
+        if "mask" in inner:
+            B, H, *rows_and_columns = self.t.mask.shape
+            mask_shape = B, H if H == 1 else group.heads, *rows_and_columns
         *made, dmask, _ = attention_grads(
             self.p, *heads, do, out, lse, group.core, delta=delta, need_dq=wants.dq, need_dkv=wants.dkv,
-            dmask_shape=self.mask_shape(group) if "mask" in inner else None,
+            dmask_shape=mask_shape,
         )  # fmt: skip
         heads = do = out = lse = delta = None
         if dmask is not None:
             add_part("mask", dmask, 1, grads, group.index, group.count)
         self.add_projection_gradients(group, latents, made, need, wants, grads, totals)
-
-    def mask_shape(self, group: LatentGroup) -> tuple[int, ...]:
-        B, H, Sq, Sk = self.t.mask.shape
-        return (B, H if H == 1 else group.heads, Sq, Sk)
 
     def add_out_gradients(
         self, group: LatentGroup, df: Tensor, out: Tensor | None, need: Collection[str], grads: PartGrads

@@ -159,7 +159,9 @@ def scaled_dot_product_attention(
         )
     if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes, sinks)):
         bounded = left is not None or right not in (None, 0) or (right == 0 and attn_mask is not None)
-        _check_subclass(op, kind, bounded or softcap, alibi_slopes, sinks)
+        if bounded or softcap or alibi_slopes is not None or sinks is not None:
+            raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
+        compose_of(op, kind)
         is_causal = is_causal or right == 0
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -178,38 +180,72 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
     check_sinks(op, sinks, query, query.shape[1])
-    out = _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace)
+    tensors = CoreTensors(mask, slopes, sinks)
+    out = _attention(
+        op, query, key, value, tensors, scale, left, right, workspace, dropout_p=dropout_p, softcap=softcap
+    )
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
-
-
-def _check_subclass(op: str, kind: type, bounded: bool | float, *others: Tensor | None) -> None:
-    if bounded or any(other is not None for other in others):
-        raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
-    compose_of(op, kind)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
 
 
-def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace) -> Tensor:
-    """Calls the op, on the backend that forms all its gradients."""
+def _attention(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: CoreTensors,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    workspace: int | str | None = None,
+    *,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    max_q: int = 0,
+    max_k: int = 0,
+) -> Tensor:
+    """Calls the op, on the backend that forms all its gradients. tensors: without the dropout's state."""
     check_whole_sequence(op)
+    slopes = tensors.slopes
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels form no gradient of alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
     workspace = choose_workspace(op, workspace, query)  # it may raise, and an error draws nothing
-    tensors = CoreTensors(mask, slopes, sinks, draw_state(query, dropout_p, True))
+    tensors = tensors._replace(rng=draw_state(query, dropout_p, True))
     precision = matmul_precision(query)
     fused = fused_core(
-        backend, query, query.dtype, precision, query.shape, key.shape, left, right, scale, slopes, tensors.rng,
-        softcap or None, masks=(mask,),
-    )  # fmt: skip
+        backend,
+        query,
+        query.dtype,
+        precision,
+        query.shape,
+        key.shape,
+        left,
+        right,
+        scale,
+        slopes,
+        tensors.rng,
+        softcap or None,
+        masks=(tensors.mask,),
+        cu=tensors.cu_q,
+    )
     options = CoreOptions(
-        dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
-        precision=precision, fused=fused, softcap=softcap, workspace=workspace,
-    )  # fmt: skip
+        dropout_p=float(dropout_p),
+        scale=float(scale),
+        left=left,
+        right=right,
+        max_q=max_q,
+        max_k=max_k,
+        backend=backend,
+        precision=precision,
+        fused=fused,
+        softcap=softcap,
+        workspace=workspace,
+    )
     return _apply(options, query, key, value, *tensors)
 
 
@@ -321,21 +357,12 @@ def varlen_attn(
         raise ShapeError(
             f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them"
         )
-    check_whole_sequence(op)
     left, right = check_window(op, window_size)
     right = within(right, 0 if is_causal else None)
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
     packed = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)]
-    backend, precision = choose_backend(op, query, head_dim_not_covered(D)), matmul_precision(query)
-    scale = _scale(scale, D)
-    fused = fused_core(
-        backend, query, query.dtype, precision, packed[0].shape, packed[1].shape, left, right, scale, cu=cu_seq_q
-    )
-    options = CoreOptions(
-        dropout_p=0.0, scale=float(scale), left=left, right=right, max_q=max_q, max_k=max_k, backend=backend,
-        precision=precision, fused=fused, workspace=choose_workspace(op, None, query),
-    )  # fmt: skip
     tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
-    return _apply(options, *packed, *tensors).squeeze(0).transpose(0, 1)
+    out = _attention(op, *packed, tensors, _scale(scale, D), left, right, max_q=max_q, max_k=max_k)
+    return out.squeeze(0).transpose(0, 1)

@@ -98,11 +98,6 @@ class AttentionForward(CoreSublayer):
         return projections(self.t, self.o)
 
     @property
-    def row_core(self) -> eager.AttentionCore:
-        """The core of what is formed row by row."""
-        return self.core if self.o.context is None else self.o.context.core_of_rows(self.core)
-
-    @property
     def width(self) -> int:
         """Of o's rows."""
         return self.o.num_heads * self.D
@@ -233,20 +228,16 @@ class AttentionForward(CoreSublayer):
             return {"out": out, "lse": lse, "qkv": qkv}
         qkv = self.project(h) if save_raw else None
         heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
-        out = eager.empty_heads(heads)
-        lse = None
+        out, lse, shape = eager.empty_heads(heads), None, heads.shape[:3]
+        shape = shape if self.o.context is None else self.o.context.lse_shape(*shape)
         for group in self.groups():
             raw, _ = group.raw(h, self, qkv, letters="qkv")
             made, of_group, _ = group.attended(group.heads(raw, save_raw))
-            lse = of_group.new_empty(self.lse_shape()) if lse is None else lse
+            lse = of_group.new_empty(shape) if lse is None else lse
             (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
             part.copy_(made)
             lse_part.copy_(of_group)
         return {"out": out, "lse": lse, "qkv": qkv}
-
-    def lse_shape(self) -> tuple[int, int, int]:
-        shape = self.B, self.o.num_heads, self.S
-        return shape if self.o.context is None else self.o.context.lse_shape(*shape)
 
     def raw(
         self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None, letters: str = "qkvg"

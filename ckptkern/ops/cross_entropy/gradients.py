@@ -24,10 +24,6 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
     return list(itertools.pairwise([*bounds, entries]))
 
 
-def all_reduced(x: Tensor, group: str) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
-
-
 class HeadGradients:
     """Of x, w and b, as `needs` asks, of logits x w^T + b, by ranges of the vocabulary.
 
@@ -69,7 +65,9 @@ class HeadGradients:
         dx = self.dx
         if dx is not None:
             dx = dx if self.chunks else dx.zero_()
-            dx = all_reduced(dx, self.group) if self.group else dx
+            if self.group:
+                dx = torch.ops._c10d_functional.all_reduce(dx, "sum", self.group)
+                dx = torch.ops._c10d_functional.wait_tensor(dx)
             dx = unflattened(cast_parameter(dx, self.workspace_rows.dtype), like)
         if self.main is not None:
             self.parameter.grad_added_to_main_grad = True

@@ -32,15 +32,16 @@ def _cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tens
     return [cast_parameter(t, dtype) for t in tensors]
 
 
-def _plain(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The weights, the Frozen ones dequantised."""
-    return [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
+def _packed(p, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width: int, dtype: torch.dtype):
+    """Packs a chain that fits one kernel, with Frozen weights dequantised."""
+    weights = [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
+    return p.pack_stack(weights, [b for b in biases if b is not None], width, dtype)
 
 
 def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
     """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
     L = len(weights)
-    packed = p.pack_stack(_plain(weights, rows.dtype), [b for b in biases if b is not None], width, rows.dtype)
+    packed = _packed(p, weights, biases, width, rows.dtype)
     dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
     dws = [
         dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -103,7 +104,7 @@ class LinearStack(Op):
         width = _narrow_width(o, x, weights)
         save_bits = "bits" in saves
         if width is not None:
-            packed = p.pack_stack(_plain(weights, x.dtype), [b for b in biases if b is not None], width, x.dtype)
+            packed = _packed(p, weights, biases, width, x.dtype)
             last = weights[-1].shape[0]
             y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
             return unflattened(y, x), saved

@@ -15,8 +15,8 @@ from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums, row_bytes
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
-from ..mlp.sublayer import AROUND_BRANCH, AROUND_NORM, MLPTensors
-from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, token_chunks
+from ..mlp.sublayer import MLPTensors, chunks_around
+from ..registration.gradients import BiasGrad, WeightGrad, by_chunks
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
@@ -141,12 +141,6 @@ class Gradients:
         }  # fmt: skip
         self.bias = BiasGrad(t.router_bias, chunks) if "router_bias" in need else None
 
-    def add_linear(self, name: str, dz: Tensor, h: Tensor) -> None:
-        if name in self.linear:
-            self.linear[name].add(dz, h)
-        if name == "router_weight" and self.bias is not None:
-            self.bias.add(eager.column_sum(dz, self.bias.part))
-
     def results(self) -> dict[str, Tensor | None]:
         made = self.experts.results() | {name: one.result() for name, one in self.linear.items()}
         if self.shared is not None:
@@ -165,7 +159,7 @@ class MoESublayer(Sublayer):
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once."""
-        rows, o, t, d = self.x.shape[0], self.o, self.t, self.x.shape[1]
+        (rows, d), o, t = self.x.shape, self.o, self.t
         if o.workspace is None:  # before sizes that may be symbols are compared
             return [(0, rows)]
         wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
@@ -173,8 +167,7 @@ class MoESublayer(Sublayer):
         if self.shared is not None:
             branch = max(branch, self.shared.row_bytes() + wide * d)
         router = wide * (ROUTER_ROWS * t.router_weight.shape[0] + 2 * d * (o.router_dtype != o.dtype))
-        around = (AROUND_NORM if o.backend == "eager" else AROUND_BRANCH) * wide * d
-        return token_chunks(rows, max(branch + router + AROUND_BRANCH * wide * d, around), o.workspace)
+        return chunks_around(self, branch + router, d)
 
     # -- the router
 
@@ -248,7 +241,10 @@ class MoESublayer(Sublayer):
 
     def add_linear_gradients(self, name: str, dz: Tensor, h: Tensor, dh: Tensor | None, sums: Gradients) -> None:
         """Of z = h w^T: w's to the sums, and h's to dh."""
-        sums.add_linear(name, dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
+        if name in sums.linear:
+            sums.linear[name].add(dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
+        if name == "router_weight" and sums.bias is not None:
+            sums.bias.add(eager.column_sum(dz, sums.bias.part))
         if sums.need_dh:
             dh += eager.mm(dz, self.cast(getattr(self.t, name), dz.dtype))
 

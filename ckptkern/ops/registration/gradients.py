@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...eager import upcasts
-from .delayed import Delayed, Sum, accumulates, is_now
+from .delayed import THREAD, Delayed, Sum, accumulates
 from .rows import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
@@ -121,11 +121,6 @@ def having_main_grad(tensors: Iterable[Tensor | None]) -> dict[int, Tensor]:
     return {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
 
 
-def without_main_grad(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Arguments of a library op, which is a function of tensors: it changes no buffer that hangs on one."""
-    return [t.detach() if hasattr(t, "main_grad") else t for t in tensors]
-
-
 def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
     """None if the gradient that a library op gave was added to the weight's main_grad."""
     main = None if weight is None else main_grad_of(weight)
@@ -206,7 +201,7 @@ class BiasGrad:
 def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
     if (
-        is_now()
+        THREAD.stash is None
         and a.dtype is weight.dtype
         and not hasattr(weight, "main_grad")
         and not (a.is_cpu and upcasts(a.dtype))

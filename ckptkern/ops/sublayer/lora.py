@@ -187,11 +187,6 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
     return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
 
 
-def drops(o: Any) -> bool:
-    """Has any update of a sublayer dropout?"""
-    return any(o.lora[1::2])
-
-
 def gather_lora(
     op: str,
     x: Tensor,

@@ -23,7 +23,6 @@ from ..dispatch.choices import primitives
 from ..registration.gradients import by_chunks, token_chunks
 from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
-from .lora import drops
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
@@ -36,7 +35,7 @@ OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    drops_of = {"lora_rng": drops(o)} if hasattr(o, "lora") else {}
+    drops_of = {"lora_rng": any(o.lora[1::2])} if hasattr(o, "lora") else {}  # has an update dropout?
     drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops_of.values()):
         return t
