@@ -129,9 +129,21 @@ def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
 
 
 def attn_grads(
-    q, k, v, do, o, lse, core: AttentionCore, *, delta=None, need_dq=True, need_dkv=True, dmask_shape=None, need_dslopes=False,
+    q,
+    k,
+    v,
+    do,
+    o,
+    lse,
+    core: AttentionCore,
+    *,
+    delta=None,
+    need_dq=True,
+    need_dkv=True,
+    dmask_shape=None,
+    need_dslopes=False,
     outs=(None, None, None),
-) -> tuple:  # fmt: skip
+) -> tuple:
     """(dq, dk, dv, dmask, dslopes): all gradients from o and lse in one pass over the scores; None for what is not needed.
 
     outs: tensors that dq, dk and dv are written to; torch's own kernels may make new ones instead. dmask_shape: of the mask

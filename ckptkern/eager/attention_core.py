@@ -253,9 +253,12 @@ def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tu
         left, right = core.window
         window = (None if left is None else left - below, None if right is None else right + below)
         own = core._replace(
-            cu_q=None, cu_k=None, window=window, plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
+            cu_q=None,
+            cu_k=None,
+            window=window,
+            plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
-        )  # fmt: skip
+        )
         results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))
     by_result = list(zip(*results, strict=True))
     first_key = len(by_result) - key_results

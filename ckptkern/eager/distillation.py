@@ -103,8 +103,16 @@ def share_of_student(beta: float) -> float:
 
 
 def divergence_bwd(
-    student: Model, teacher: Model, beta: float, of: Divergence, dy: Tensor, ignored: Tensor | None, out: Tensor, *, db: bool
-) -> Tensor | None:  # fmt: skip
+    student: Model,
+    teacher: Model,
+    beta: float,
+    of: Divergence,
+    dy: Tensor,
+    ignored: Tensor | None,
+    out: Tensor,
+    *,
+    db: bool,
+) -> Tensor | None:
     """out = the gradient of D times dy [M] for the logits before scale and softcap; returns the sum of its rows, if `db`."""
     head = student.head
     u = uncapped_logits(*student, None if head.softcap else out)

@@ -91,9 +91,23 @@ def _cudnn_bwd(do, q, k, v, o, lse, core):
     bias = _filled_bias(q, k, core)
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, _of_rows_with_gradients(lse, core).unsqueeze(-1), no_dropout, no_dropout, bias, None, None, q.shape[2],
-        k.shape[2], 0.0, _is_causal(core), scale=core.scale,
-    )  # fmt: skip
+        do,
+        q,
+        k,
+        v,
+        o,
+        _of_rows_with_gradients(lse, core).unsqueeze(-1),
+        no_dropout,
+        no_dropout,
+        bias,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        _is_causal(core),
+        scale=core.scale,
+    )
 
 
 class Packing(NamedTuple):
@@ -196,9 +210,20 @@ def _efficient_bwd(do, q, k, v, o, lse, core):
     lse = F.pad(lse, (0, missing), value=math.inf) if missing else lse
     no_dropout = lse.new_empty((), dtype=torch.int64)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        heads_layout(do), q, all_k, all_v, bias, heads_layout(o), lse, no_dropout, no_dropout, 0.0, [True, True, True, False],
-        _is_causal(core), scale=core.scale,
-    )  # fmt: skip
+        heads_layout(do),
+        q,
+        all_k,
+        all_v,
+        bias,
+        heads_layout(o),
+        lse,
+        no_dropout,
+        no_dropout,
+        0.0,
+        [True, True, True, False],
+        _is_causal(core),
+        scale=core.scale,
+    )
     return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
@@ -256,9 +281,12 @@ def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
     """Does torch's flash attention for CPUs compute this core? It has no dropout, no softcap, and is not in float16."""
     return (
         q.device.type == "cpu"
-        and q.dtype != torch.float16 and core.cu_q is None and core.dropout[0] is None and not core.softcap
+        and q.dtype != torch.float16
+        and core.cu_q is None
+        and core.dropout[0] is None
+        and not core.softcap
         and 0 not in (*q.shape, *k.shape)
-    )  # fmt: skip
+    )
 
 
 def _causal(core: AttentionCore) -> bool:

@@ -9,9 +9,17 @@ from .linear import act_grad, linear, mm
 
 def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False):
     return act_grad(
-        dy, w2, linear(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, save_h=save_h,
-        h_over_z=True, db=db,
-    )  # fmt: skip
+        dy,
+        w2,
+        linear(x, w1, b1),
+        activation,
+        precision,
+        dropout=dropout,
+        row_base=row_base,
+        save_h=save_h,
+        h_over_z=True,
+        db=db,
+    )
 
 
 def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):
@@ -21,13 +29,35 @@ def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, r
 
 
 def gated_bwd(
-    x, wg, bg, wu, bu, dy, wd, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False,
+    x,
+    wg,
+    bg,
+    wu,
+    bu,
+    dy,
+    wd,
+    activation,
+    precision,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_h=True,
+    dbg=False,
     dbu=False,
-):  # fmt: skip
+):
     return gated_act_grad(
-        dy, wd, linear(x, wg, bg), linear(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
-        save_h=save_h, dbg=dbg, dbu=dbu,
-    )  # fmt: skip
+        dy,
+        wd,
+        linear(x, wg, bg),
+        linear(x, wu, bu),
+        activation,
+        precision,
+        dropout=dropout,
+        row_base=row_base,
+        save_h=save_h,
+        dbg=dbg,
+        dbu=dbu,
+    )
 
 
 def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):

@@ -81,8 +81,9 @@ class ExpertsSums:
         named = branch.named
         self.weights = {
             name: _WeightSum(branch.p, named[name], chunks, branch.o.precision)
-            for name in PARAMETERS if name in need and "bias" not in name
-        }  # fmt: skip
+            for name in PARAMETERS
+            if name in need and "bias" not in name
+        }
         self.biases: dict[str, Tensor] = {}
 
     def add_bias(self, name: str, part: Tensor) -> None:
@@ -201,9 +202,15 @@ class ExpertsBranch:
         return du if "x" in sums.need else None
 
     def hidden_gradients(
-        self, x: Tensor | None, dy: Tensor, s: Tensor, gu: Tensor | None, groups: eager.Groups, wanted: dict[str, bool],
+        self,
+        x: Tensor | None,
+        dy: Tensor,
+        s: Tensor,
+        gu: Tensor | None,
+        groups: eager.Groups,
+        wanted: dict[str, bool],
         du: Tensor | None,
-    ):  # fmt: skip
+    ):
         """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
         p, o, w, b, wd = self.p, self.o, self.w, self.b, self.wd
         if wanted["hs"] and not (
@@ -299,9 +306,14 @@ class Experts(Op):
             part = slice(start, stop)
             own = eager.route(index[part], len(branch.w))
             made = branch.backward(
-                dy[part], None if x is None else x[part], index[part], weights[part],
-                None if gus is None else gus[start * top_k : stop * top_k], own, sums,
-            )  # fmt: skip
+                dy[part],
+                None if x is None else x[part],
+                index[part],
+                weights[part],
+                None if gus is None else gus[start * top_k : stop * top_k],
+                own,
+                sums,
+            )
             return made | {"ds": cast_parameter(made["ds"], s.dtype)} if "ds" in made else made
 
         made = by_chunks(chunks, of_tokens)
@@ -341,9 +353,11 @@ def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, b
     """The parameters are those of one set of experts, for inputs like x."""
     d = x.shape[-1]
     for name, tensor, layout, dims in (
-        ("gate_up_weight", w, "[experts, 2 hidden, features]", 3), ("gate_up_bias", b, "[experts, 2 hidden]", 2),
-        ("down_weight", wd, "[experts, features, hidden]", 3), ("down_bias", bd, "[experts, features]", 2),
-    ):  # fmt: skip
+        ("gate_up_weight", w, "[experts, 2 hidden, features]", 3),
+        ("gate_up_bias", b, "[experts, 2 hidden]", 2),
+        ("down_weight", wd, "[experts, features, hidden]", 3),
+        ("down_bias", bd, "[experts, features]", 2),
+    ):
         if tensor is None and "bias" in name:
             continue
         check_tensor(op, name, tensor, x)
@@ -357,8 +371,10 @@ def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, b
         )
     hidden = w.shape[1] // 2
     for name, tensor, wanted in (
-        ("gate_up_bias", b, (len(w), 2 * hidden)), ("down_weight", wd, (len(w), d, hidden)), ("down_bias", bd, (len(w), d)),
-    ):  # fmt: skip
+        ("gate_up_bias", b, (len(w), 2 * hidden)),
+        ("down_weight", wd, (len(w), d, hidden)),
+        ("down_bias", bd, (len(w), d)),
+    ):
         if tensor is not None and tuple(tensor.shape) != wanted:
             raise ShapeError(
                 f"{op}: {name} must have shape {wanted} beside gate_up_weight {tuple(w.shape)}, but has {tuple(tensor.shape)}"
@@ -375,18 +391,30 @@ def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace)
     updates, numbers = gather_lora(op, x, lora, {"gate_up": ("gate_up", w), "down": ("down", wd)}, LAYERS)
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
-        activation=activation, recompute=choose_mode(recompute),
-        backend=choose_impl(op, x, x.shape[-1], wd.shape[2], x.shape[-1], name="moe_mlp"), precision=matmul_precision(x),
-        workspace=choose_workspace(op, workspace, x, w.numel()), experts_lora=numbers[::2],
-    )  # fmt: skip
+        activation=activation,
+        recompute=choose_mode(recompute),
+        backend=choose_impl(op, x, x.shape[-1], wd.shape[2], x.shape[-1], name="moe_mlp"),
+        precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, w.numel()),
+        experts_lora=numbers[::2],
+    )
     return _apply(options, x, index, s, w, b, wd, bd, *updates.values())
 
 
 def moe_mlp(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_weight: Tensor, down_weight: Tensor,
-    activation: str = "silu", *, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    lora: Mapping[str, LoRA] | None = None, recompute: str = "full", workspace: int | str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
     """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]; mlp_e is the gated MLP of expert e.
 
     mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e], [g | u] = x gate_up_weight[e]^T + gate_up_bias[e].
@@ -432,9 +460,19 @@ def moe_mlp(
         )
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
     return _call(
-        op, x, top_k_index, top_k_weights, gate_up_weight, gate_up_bias, down_weight, down_bias, lora, activation, recompute,
+        op,
+        x,
+        top_k_index,
+        top_k_weights,
+        gate_up_weight,
+        gate_up_bias,
+        down_weight,
+        down_bias,
+        lora,
+        activation,
+        recompute,
         workspace,
-    )  # fmt: skip
+    )
 
 
 def grouped_gated_mlp(
@@ -479,6 +517,16 @@ def grouped_gated_mlp(
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(
-        op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, lora, activation, recompute,
+        op,
+        x,
+        index[:, None],
+        row_weights[:, None],
+        gate_up_weight,
+        None,
+        down_weight,
+        None,
+        lora,
+        activation,
+        recompute,
         workspace,
-    )  # fmt: skip
+    )

@@ -140,9 +140,15 @@ class Shard:
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
 
     def transformer_layer(
-        self, x: Tensor, sublayers: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
-        recompute: str, workspace: int | str | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        sublayers: list[Mapping[str, Any]],
+        mlp: Mapping[str, Any],
+        parallel: bool,
+        training: bool,
+        recompute: str,
+        workspace: int | str | None,
+    ) -> Tensor:
         """Runs sublayer by sublayer and saves the tensors between them, because recomputing these would take another
         collective."""
         mid = x

@@ -266,9 +266,15 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
 
 
 def _by_sublayers(
-    x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
-    parallel: bool, *, training: bool, workspace: int | str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    attentions: Sequence[Mapping[str, Any]],
+    mlp_arguments: Mapping[str, Any],
+    recompute: tuple[str, str],
+    parallel: bool,
+    *,
+    training: bool,
+    workspace: int | str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
@@ -343,9 +349,17 @@ def transformer_layer(
 
 
 def _as_one(
-    op: str, x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], parallel: bool, latent: bool,
-    routes: bool, training: bool, recompute: str, workspace: int | str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    op: str,
+    x: Tensor,
+    attentions: Sequence[Mapping[str, Any]],
+    mlp_arguments: Mapping[str, Any],
+    parallel: bool,
+    latent: bool,
+    routes: bool,
+    training: bool,
+    recompute: str,
+    workspace: int | str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The layer as one region."""
     common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention

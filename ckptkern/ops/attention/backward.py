@@ -78,8 +78,9 @@ class AttentionSublayer(AttentionForward):
         shared = of_update[of_out]  # which all groups read; the other one is cut as the weight is
         return {
             name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
-            for name in (f"w{part.letter}", *of_update) if name in need
-        }  # fmt: skip
+            for name in (f"w{part.letter}", *of_update)
+            if name in need
+        }
 
     def add_to_sums(
         self, sums: dict[str, WeightGrad], part: Projection, d: Tensor, du: Tensor | None, rows: Tensor, start: int = 0
@@ -140,9 +141,18 @@ class AttentionSublayer(AttentionForward):
             heads.close()
             return made, buffer
         *made, dmask, _ = attention_grads(
-            self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
-            dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
-        )  # fmt: skip
+            self.p,
+            *heads,
+            do,
+            out,
+            lse,
+            self.core,
+            delta=delta,
+            need_dq=need_dq,
+            need_dkv=need_dkv,
+            dmask_shape=self.t.mask.shape if "mask" in inner else None,
+            out=outs,
+        )
         if dmask is not None:
             add_part("mask", dmask, 1, grads, self.index, self.count)
         if buffer:
@@ -150,9 +160,14 @@ class AttentionSublayer(AttentionForward):
         return [None if grad is None else grad.transpose(1, 2) for grad in made], None
 
     def projected_gradients(
-        self, made: list[Tensor | None], buffer: tuple | None, raw, dgate: Tensor | None, inner: Collection[str],
+        self,
+        made: list[Tensor | None],
+        buffer: tuple | None,
+        raw,
+        dgate: Tensor | None,
+        inner: Collection[str],
         grads: PartGrads,
-    ) -> list[Tensor | None]:  # fmt: skip
+    ) -> list[Tensor | None]:
         """Of each projection [rows, outputs], from those of the gate and of q, k, v as the core read them; adds those of q's
         and k's norms.
 
@@ -185,9 +200,13 @@ class AttentionSublayer(AttentionForward):
         return [d for _, d in self.parts(dqkv)]
 
     def add_projection_gradients(
-        self, ds: list[Tensor | None], h: Tensor | None, need: Collection[str], grads: PartGrads,
+        self,
+        ds: list[Tensor | None],
+        h: Tensor | None,
+        need: Collection[str],
+        grads: PartGrads,
         totals: dict[bool, Tensor | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Adds those of the projections' weights and biases, and in `totals` of h and key_value, from those of results."""
         wanted = {False: self.needs_dh(need), True: "key_value" in need}
         formed: dict[bool, list] = {False: [], True: []}
@@ -210,9 +229,16 @@ class AttentionSublayer(AttentionForward):
                 grads.written(sums)
 
     def add_gradients(
-        self, whole: AttentionSublayer, h: Tensor | None, df: Tensor, du: Tensor | None, saved: dict[str, Tensor | None],
-        need: Collection[str], grads: PartGrads, totals: dict[bool, Tensor | None],
-    ) -> None:  # fmt: skip
+        self,
+        whole: AttentionSublayer,
+        h: Tensor | None,
+        df: Tensor,
+        du: Tensor | None,
+        saved: dict[str, Tensor | None],
+        need: Collection[str],
+        grads: PartGrads,
+        totals: dict[bool, Tensor | None],
+    ) -> None:
         """This group's gradients, from that of the branch's result.
 
         saved: out, lse and qkv of all heads, None for what is recomputed. totals: the gradients of h and of key_value.

@@ -129,10 +129,21 @@ class Context(NamedTuple):
 
 
 def check_context(
-    op: str, context: Context, x: Tensor, H: int, H_kv: int, left: int | None, right: int | None, drops: bool, *,
-    key_value: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, alibi_slopes: Tensor | None,
+    op: str,
+    context: Context,
+    x: Tensor,
+    H: int,
+    H_kv: int,
+    left: int | None,
+    right: int | None,
+    drops: bool,
+    *,
+    key_value: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    alibi_slopes: Tensor | None,
     attn_mask: Tensor | None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Why this call runs in PyTorch ops, if it does. Raises ValueError for what a split sequence does not cover."""
     S = x.shape[-2]
     if key_value is not None:
@@ -237,9 +248,18 @@ class GatheredHeads(SpreadHeads):
         return o, torch.cat(lse, 2), None if delta[0] is None else torch.cat(delta, 2)
 
     def grads(
-        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, *, delta: Tensor | None,
-        need_dq: bool, need_dkv: bool, dq: Tensor | None,
-    ) -> list[Tensor | None]:  # fmt: skip
+        self,
+        p: ModuleType,
+        do: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        core: eager.AttentionCore,
+        *,
+        delta: Tensor | None,
+        need_dq: bool,
+        need_dkv: bool,
+        dq: Tensor | None,
+    ) -> list[Tensor | None]:
         """Gradients of this rank's rows of q, k and v. Those of k and v are summed over rows and ranks in float32."""
         if not (need_dq or need_dkv):
             return [None] * 3
@@ -257,9 +277,19 @@ class GatheredHeads(SpreadHeads):
             if later and need_dkv:
                 places[1:] = [torch.empty_like(one) for one in outs]
             made = attention_grads(
-                p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], do[:, :, at], o[:, :, at], lse[:, :, at], own,
-                delta=None if delta is None else delta[:, :, at], need_dq=need_dq, need_dkv=need_dkv, out=places,
-            )[:3]  # fmt: skip
+                p,
+                self.q[:, :, at],
+                k[:, :, :columns],
+                v[:, :, :columns],
+                do[:, :, at],
+                o[:, :, at],
+                lse[:, :, at],
+                own,
+                delta=None if delta is None else delta[:, :, at],
+                need_dq=need_dq,
+                need_dkv=need_dkv,
+                out=places,
+            )[:3]
             for place, part in zip(places, made, strict=True):
                 if place is not None and part is not place:
                     place.copy_(part)
@@ -317,9 +347,12 @@ class ExchangedHeads(SpreadHeads):
             return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, rank * count, count)
 
         return core._replace(
-            plane_base=core.plane_base + rank * count, planes=core.planes or size * count, mask=own(core.mask),
-            slopes=None if core.slopes is None else own(core.slopes).clone(), sinks=own(core.sinks),
-        )  # fmt: skip
+            plane_base=core.plane_base + rank * count,
+            planes=core.planes or size * count,
+            mask=own(core.mask),
+            slopes=None if core.slopes is None else own(core.slopes).clone(),
+            sinks=own(core.sinks),
+        )
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
         """(this rank's rows of o, its heads' lse, None)"""
@@ -337,9 +370,18 @@ class ExchangedHeads(SpreadHeads):
         return do, o
 
     def grads(
-        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, *, delta: Tensor | None,
-        need_dq: bool, need_dkv: bool, dq: Tensor | None,
-    ) -> list[Tensor | None]:  # fmt: skip
+        self,
+        p: ModuleType,
+        do: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        core: eager.AttentionCore,
+        *,
+        delta: Tensor | None,
+        need_dq: bool,
+        need_dkv: bool,
+        dq: Tensor | None,
+    ) -> list[Tensor | None]:
         """Gradients of this rank's rows of q, k and v."""
         if not (need_dq or need_dkv):
             return [None] * 3

@@ -62,12 +62,23 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     """
     mask = t.mask.view(torch.int8) if t.mask is not None and t.mask.dtype == torch.bool else t.mask
     return eager.AttentionCore(
-        scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
+        scale=o.scale,
+        precision=o.precision,
+        window=(o.left, o.right),
+        mask=mask,
+        slopes=t.slopes,
         sinks=None if t.sinks is None else t.sinks[None],
-        dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
-        fused=o.fused, softcap=o.softcap, plane_base=o.first_plane, planes=o.planes,
+        dropout=dropout_arguments(t.rng, o.dropout_p),
+        cu_q=t.cu_q,
+        cu_k=t.cu_k,
+        max_q=o.max_q,
+        max_k=o.max_k,
+        fused=o.fused,
+        softcap=o.softcap,
+        plane_base=o.first_plane,
+        planes=o.planes,
         workspace=o.workspace,
-    )  # fmt: skip
+    )
 
 
 # Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
@@ -137,10 +148,19 @@ _constant_kernels._dynamo_marked_constant = True  # as in `dispatch.choices`: ca
 
 
 def fused_core(
-    backend: str, x: Tensor, dtype: torch.dtype, precision: str, q_shape: Sequence[int], k_shape: Sequence[int],
-    left: int | None, right: int | None, scale: float, *others: object, masks: Sequence[Tensor | None] = (),
+    backend: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    precision: str,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    left: int | None,
+    right: int | None,
+    scale: float,
+    *others: object,
+    masks: Sequence[Tensor | None] = (),
     cu: Tensor | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
     precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
@@ -167,15 +187,21 @@ def fused_core(
     head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
     bounded, packed = left is not None or right is not None, cu is not None
     if (
-        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        not x.is_cuda
+        or kernels_alone()
+        or dtype not in (torch.float16, torch.bfloat16, torch.float32)
         or (dtype == torch.float32 and precision != "ieee")
-        or not head_dim or any(other is not None for other in others)
+        or not head_dim
+        or any(other is not None for other in others)
         or any(m.requires_grad or m.dtype not in (torch.bool, dtype) for m in masks)
         or any(m.dim() == 4 and (m.shape[1] != 1 or m.shape[2] != 1) for m in masks)
-        or not scale > 0 or (bounded and not packed and Sq != Sk)
-        or 0 in (*q_shape, *k_shape) or 1 in (Sq, Sk) or (packed and cu.shape[0] < 2)
+        or not scale > 0
+        or (bounded and not packed and Sq != Sk)
+        or 0 in (*q_shape, *k_shape)
+        or 1 in (Sq, Sk)
+        or (packed and cu.shape[0] < 2)
         or torch.are_deterministic_algorithms_enabled()
-    ):  # fmt: skip
+    ):
         return ""
     grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
     windowed = True if bounded and (left is not None or right != 0) else False  # noqa: SIM210 (a bool, likewise)
@@ -198,9 +224,22 @@ def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.Attention
 
 
 def attention_grads(
-    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, dmask_shape=None,
-    need_dslopes=False, out=(None,) * 3,
-) -> tuple:  # fmt: skip
+    p: ModuleType,
+    q,
+    k,
+    v,
+    do,
+    o,
+    lse,
+    core: eager.AttentionCore,
+    *,
+    delta=None,
+    need_dq=True,
+    need_dkv=True,
+    dmask_shape=None,
+    need_dslopes=False,
+    out=(None,) * 3,
+) -> tuple:
     """(dq, dk, dv, dmask, dslopes) from o and lse, by the kernel that ran forward.
 
     out: tensors that dq, dk, dv are written to; torch's own kernels may make new ones instead. delta: from `attend`, if at

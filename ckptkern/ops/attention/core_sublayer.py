@@ -37,10 +37,20 @@ def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
     workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
     options = CoreOptions(
-        dropout_p=o.dropout_p, scale=o.scale, left=o.left, right=o.right, max_q=o.max_len, max_k=o.max_len,
-        backend=o.backend, precision=o.precision, fused=o.fused, softcap=o.softcap, first_plane=o.first_plane, planes=o.planes,
+        dropout_p=o.dropout_p,
+        scale=o.scale,
+        left=o.left,
+        right=o.right,
+        max_q=o.max_len,
+        max_k=o.max_len,
+        backend=o.backend,
+        precision=o.precision,
+        fused=o.fused,
+        softcap=o.softcap,
+        first_plane=o.first_plane,
+        planes=o.planes,
         workspace=workspace,
-    )  # fmt: skip
+    )
     return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), options)
 
 

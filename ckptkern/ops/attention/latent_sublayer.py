@@ -213,9 +213,17 @@ class LatentSublayer(CoreSublayer):
         return self.finished(grads, need)
 
     def add_gradients(
-        self, group: LatentGroup, latents: Latents | None, df: Tensor, saved: dict[str, Tensor | None], need: Collection[str],
-        wants: LatentNeeds, inner: Collection[str], grads: PartGrads, totals: dict[str, Tensor | None],
-    ) -> None:  # fmt: skip
+        self,
+        group: LatentGroup,
+        latents: Latents | None,
+        df: Tensor,
+        saved: dict[str, Tensor | None],
+        need: Collection[str],
+        wants: LatentNeeds,
+        inner: Collection[str],
+        grads: PartGrads,
+        totals: dict[str, Tensor | None],
+    ) -> None:
         """A group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated part."""
         out, lse = saved.get("out"), saved.get("lse")
         recomputed = out is None and (bool(inner) or reads_core(need))
@@ -243,9 +251,17 @@ class LatentSublayer(CoreSublayer):
             B, H, *rows_and_columns = self.t.mask.shape
             mask_shape = B, H if H == 1 else group.heads, *rows_and_columns
         *made, dmask, _ = attention_grads(
-            self.p, *heads, do, out, lse, group.core, delta=delta, need_dq=wants.dq, need_dkv=wants.dkv,
+            self.p,
+            *heads,
+            do,
+            out,
+            lse,
+            group.core,
+            delta=delta,
+            need_dq=wants.dq,
+            need_dkv=wants.dkv,
             dmask_shape=mask_shape,
-        )  # fmt: skip
+        )
         heads = do = out = lse = delta = None
         if dmask is not None:
             add_part("mask", dmask, 1, grads, group.index, group.count)
@@ -267,9 +283,15 @@ class LatentSublayer(CoreSublayer):
         grads.written({name: total})
 
     def add_projection_gradients(
-        self, group: LatentGroup, latents: Latents, made: list[Tensor | None], need: Collection[str], wants: LatentNeeds,
-        grads: PartGrads, totals: dict[str, Tensor | None],
-    ) -> None:  # fmt: skip
+        self,
+        group: LatentGroup,
+        latents: Latents,
+        made: list[Tensor | None],
+        need: Collection[str],
+        wants: LatentNeeds,
+        grads: PartGrads,
+        totals: dict[str, Tensor | None],
+    ) -> None:
         """From the gradients of q, k, v as the core read them. made: is emptied."""
         dv, dk, dq = (made.pop() for _ in range(3))
         (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], group.count > 1

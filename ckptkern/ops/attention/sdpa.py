@@ -67,10 +67,20 @@ class Attention(Op):
             dsinks, delta = sink_gradient(p, do, saved["y"], saved["lse"], core, delta)
             dsinks = dsinks.to(t.sinks.dtype)
         *grads, dmask, dslopes = attention_grads(
-            p, q, k, v, do, saved["y"], saved["lse"], core, delta=delta, need_dq=needed(needs, Q),
-            need_dkv=needed(needs, K) or needed(needs, V), dmask_shape=t.mask.shape if need_dmask else None,
+            p,
+            q,
+            k,
+            v,
+            do,
+            saved["y"],
+            saved["lse"],
+            core,
+            delta=delta,
+            need_dq=needed(needs, Q),
+            need_dkv=needed(needs, K) or needed(needs, V),
+            dmask_shape=t.mask.shape if need_dmask else None,
             need_dslopes=needed(needs, SLOPES),
-        )  # fmt: skip
+        )
         heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
         return [*heads, dmask.to(t.mask.dtype) if need_dmask else None, dslopes, dsinks] + [None] * (OTHERS - 3)
 
@@ -264,9 +274,16 @@ def attention_with_weights(
     choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
     tensors = CoreTensors(mask, rng=draw_state(query, dropout_p, True))
     options = CoreOptions(
-        dropout_p=dropout_p, scale=query.shape[-1] ** -0.5, left=None, right=None, max_q=0, max_k=0, backend="eager",
-        precision="ieee", fused="",
-    )  # fmt: skip
+        dropout_p=dropout_p,
+        scale=query.shape[-1] ** -0.5,
+        left=None,
+        right=None,
+        max_q=0,
+        max_k=0,
+        backend="eager",
+        precision="ieee",
+        fused="",
+    )
     with autocast_off(query):
         weights = eager.attention_weights(query, key, core_of(tensors, options)).to(query.dtype)
         return torch.matmul(weights, value), weights

@@ -32,9 +32,17 @@ class HeadGradients:
     """
 
     def __init__(
-        self, rows: Tensor | None, parameter: Tensor, w: Tensor, b: Tensor | None, lse: Tensor, dtype: torch.dtype,
-        needs: int, chunks: list[tuple[int, int]], group: str = "",
-    ):  # fmt: skip
+        self,
+        rows: Tensor | None,
+        parameter: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        lse: Tensor,
+        dtype: torch.dtype,
+        needs: int,
+        chunks: list[tuple[int, int]],
+        group: str = "",
+    ):
         (M,), d = lse.shape, w.shape[1]
         need_dx, need_dw, self.needs_bias = flags(needs, 3)
         self.rows, self.parameter, self.w, self.chunks, self.group = rows, parameter, w, chunks, group

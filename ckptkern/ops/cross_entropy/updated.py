@@ -104,8 +104,17 @@ class UpdatedHead:
             here = slice(start, stop)
             of_tokens = type(gradients)(*(None if one is None else one[here] for one in gradients))
             sums = self.p.cross_entropy_bwd(
-                self.inputs(start, stop), weights, bias, target[here], class_weight, lse[here], of_tokens, head, dz[here], db=db
-            )  # fmt: skip
+                self.inputs(start, stop),
+                weights,
+                bias,
+                target[here],
+                class_weight,
+                lse[here],
+                of_tokens,
+                head,
+                dz[here],
+                db=db,
+            )
             total = sums if total is None or sums is None else total.add_(sums)
         return total
 

@@ -157,9 +157,14 @@ def linear_topk_distillation(
     Raises what linear_cross_entropy raises.
     """
     check_arguments(
-        TOPK, student_input, student_weight, student_bias, "full", dict(add_tail_bucket=add_tail_bucket),
+        TOPK,
+        student_input,
+        student_weight,
+        student_bias,
+        "full",
+        dict(add_tail_bucket=add_tail_bucket),
         ("student_weight", "student_input"),
-    )  # fmt: skip
+    )
     check_options(TOPK, beta, temperature, mask, reduction, student_input)
     check_tensor(TOPK, "teacher_log_probs", teacher_log_probs, student_input)
     lead = student_input.shape[:-1]
@@ -176,10 +181,24 @@ def linear_topk_distillation(
     if mask is not None:
         padding = padding | ~mask[..., None]
     results = token_results(
-        TOPK, "teacher_tokens", student_input, student_weight, student_bias, teacher_tokens.masked_fill(padding, PADDING), None,
-        ("log_probs",), group, vocab_start, workspace, "full", ignore_index=PADDING, label_smoothing=0.0,
-        logit_scale=1.0 / temperature, softcap=0.0, top_k=0,
-    )  # fmt: skip
+        TOPK,
+        "teacher_tokens",
+        student_input,
+        student_weight,
+        student_bias,
+        teacher_tokens.masked_fill(padding, PADDING),
+        None,
+        ("log_probs",),
+        group,
+        vocab_start,
+        workspace,
+        "full",
+        ignore_index=PADDING,
+        label_smoothing=0.0,
+        logit_scale=1.0 / temperature,
+        softcap=0.0,
+        top_k=0,
+    )
     log_q = public(results, lead)["log_probs"].view(padding.shape)
     both = teacher_log_probs.detach().to(log_q.dtype), log_q
     log_p, log_q = (distribution(one, padding, add_tail_bucket) for one in both)

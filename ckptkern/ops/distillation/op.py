@@ -43,10 +43,12 @@ def models(tensors, o: LinearDistillationOptions) -> tuple[eager.Model, eager.Mo
     return (
         eager.Model(rows, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), o.head(o.softcap)),
         eager.Model(
-            teacher, cast_parameter(teacher_w, teacher.dtype), cast_parameter(teacher_b, teacher.dtype),
+            teacher,
+            cast_parameter(teacher_w, teacher.dtype),
+            cast_parameter(teacher_b, teacher.dtype),
             o.head(o.teacher_softcap),
         ),
-    )  # fmt: skip
+    )
 
 
 def of_tokens(model: eager.Model, start: int, stop: int) -> eager.Model:

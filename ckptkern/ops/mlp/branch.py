@@ -209,9 +209,15 @@ class MLPBranch:
         if self.by_step:
             return self.bytes_by_step()
         return backward_bytes(
-            *self.t.up_weight.shape, self.t.down_weight.shape[0], self.dtype, self.t.up_weight.is_cuda, self.gated,
-            self.t.rng is not None, self.o.backend, self.o.activation,
-        )  # fmt: skip
+            *self.t.up_weight.shape,
+            self.t.down_weight.shape[0],
+            self.dtype,
+            self.t.up_weight.is_cuda,
+            self.gated,
+            self.t.rng is not None,
+            self.o.backend,
+            self.o.activation,
+        )
 
     def bytes_by_step(self) -> int:
         """`backward_bytes` step by step."""
@@ -379,9 +385,16 @@ class Sums:
 
 @functools.cache
 def backward_bytes(
-    hidden: int, features: int, out: int, dtype: torch.dtype, on_gpu: bool, gated: bool, drops: bool, backend: str,
+    hidden: int,
+    features: int,
+    out: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+    gated: bool,
+    drops: bool,
+    backend: str,
     activation: str,
-) -> int:  # fmt: skip
+) -> int:
     """Of a row's transient tensors in backward.
 
     They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).

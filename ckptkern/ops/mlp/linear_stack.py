@@ -45,8 +45,10 @@ def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, prec
     dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
     dws = [
         dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
-        if needed(needs, 1 + i) else None for i, w in enumerate(weights)
-    ]  # fmt: skip
+        if needed(needs, 1 + i)
+        else None
+        for i, w in enumerate(weights)
+    ]
     dbs = [
         db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if needed(needs, 1 + L + i) else None
         for i, w in enumerate(weights)
@@ -182,9 +184,15 @@ class LinearStack(Op):
                     h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
-                        dz, ws[i], stored_rows[i - 1], activation, precision, save_h=h is None and need_dw[i],
-                        h_over_z=not stored, db=sums[i - 1],
-                    )  # fmt: skip
+                        dz,
+                        ws[i],
+                        stored_rows[i - 1],
+                        activation,
+                        precision,
+                        save_h=h is None and need_dw[i],
+                        h_over_z=not stored,
+                        db=sums[i - 1],
+                    )
                     h = made if h is None else h
                 if need_dw[i]:
                     weight_grads[i].add(dz, h)
@@ -258,7 +266,11 @@ def linear_stack(
     x = cast_input(op, x, *weights)
     impl = choose_impl(op, x, max(max(w.shape) for w in weights), 0, features)
     options = LinearStackOptions(
-        activation=activation, recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(x),
-        workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)), layers=len(weights),
-    )  # fmt: skip
+        activation=activation,
+        recompute=choose_mode(recompute),
+        backend=impl,
+        precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)),
+        layers=len(weights),
+    )
     return _apply(options, x, *weights, *biases)

@@ -137,8 +137,9 @@ class Gradients:
         self.gates = t.shared_expert_gate is not None and (self.need_dh or "shared_expert_gate" in need)
         self.linear = {
             name: WeightGrad(getattr(t, name), chunks)
-            for name in ("router_weight", "shared_expert_gate") if name in need
-        }  # fmt: skip
+            for name in ("router_weight", "shared_expert_gate")
+            if name in need
+        }
         self.bias = BiasGrad(t.router_bias, chunks) if "router_bias" in need else None
 
     def results(self) -> dict[str, Tensor | None]:
@@ -217,9 +218,15 @@ class MoESublayer(Sublayer):
         return saved | {"y": self.output(self.drop(f)), LOGITS: logits, "index": index}
 
     def backward(
-        self, dy: Tensor, dlogits: Tensor, saved: dict[str, Tensor], index: Tensor, groups: eager.Groups,
-        need: Collection[str], sums: Gradients,
-    ) -> dict[str, Tensor | None]:  # fmt: skip
+        self,
+        dy: Tensor,
+        dlogits: Tensor,
+        saved: dict[str, Tensor],
+        index: Tensor,
+        groups: eager.Groups,
+        need: Collection[str],
+        sums: Gradients,
+    ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
         h = self.inputs()
         scores = scores_of(self.logits(h), self.o)

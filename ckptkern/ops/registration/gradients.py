@@ -92,9 +92,15 @@ def grad_to_add_to(weight: Tensor) -> Tensor | None:
     """weight.grad, if this backward accumulates there and nothing asks for what is added."""
     grad = weight.grad
     if (
-        grad is None or type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype != weight.dtype
-        or grad.dtype.itemsize < 4 or grad.requires_grad or weight._backward_hooks or torch.is_grad_enabled()
-    ):  # fmt: skip
+        grad is None
+        or type(grad) is not Tensor
+        or grad.layout is not torch.strided
+        or grad.dtype != weight.dtype
+        or grad.dtype.itemsize < 4
+        or grad.requires_grad
+        or weight._backward_hooks
+        or torch.is_grad_enabled()
+    ):
         return None
     return grad if accumulates(weight) else None
 

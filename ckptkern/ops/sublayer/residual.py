@@ -135,9 +135,17 @@ class Sublayer:
         return y
 
     def norm_bwd(
-        self, dy: Tensor, x: Tensor, weight, eps: float, kind: str, *, residual: Tensor | None = None, overwrites: bool = False,
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight,
+        eps: float,
+        kind: str,
+        *,
+        residual: Tensor | None = None,
+        overwrites: bool = False,
         **needs: bool | torch.dtype,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """overwrites: may dx be written over dy?"""
         chunks = self.norm_chunks(x)
         if len(chunks) == 1:
@@ -218,9 +226,16 @@ class Sublayer:
     ):
         """Gradients of `read`, the norm's input, of norm_weight and of norm_bias."""
         return self.norm_bwd(
-            dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual, overwrites=overwrites,
-            need_dweight=self.dtype_of("norm_weight", need), need_dbias=self.dtype_of("norm_bias", need),
-        )  # fmt: skip
+            dy,
+            read,
+            self.t.norm_weight,
+            self.o.norm_eps,
+            self.o.norm,
+            residual=residual,
+            overwrites=overwrites,
+            need_dweight=self.dtype_of("norm_weight", need),
+            need_dbias=self.dtype_of("norm_bias", need),
+        )
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
         """(gradient of x + z, that of the branch's last matmul in its dtype, those of the parameters between) from dy.
@@ -236,9 +251,14 @@ class Sublayer:
         df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.norm_bwd(
-                df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
-                need_dweight=self.dtype_of("post_norm_weight", need), need_dbias=self.dtype_of("post_norm_bias", need),
-            )  # fmt: skip
+                df,
+                f,
+                self.t.post_norm_weight,
+                o.post_norm_eps,
+                o.post_norm,
+                need_dweight=self.dtype_of("post_norm_weight", need),
+                need_dbias=self.dtype_of("post_norm_bias", need),
+            )
         return dy, self.drop(df.to(o.dtype)), grads
 
     def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
@@ -294,8 +314,11 @@ class Sublayer:
         return grads | dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
 
     def by_chunks(
-        self, chunks: list[tuple[int, int]], backward: Callable[[Any, slice], dict[str, Tensor | None]], need: Collection[str]
-    ) -> dict[str, Tensor | None]:  # fmt: skip
+        self,
+        chunks: list[tuple[int, int]],
+        backward: Callable[[Any, slice], dict[str, Tensor | None]],
+        need: Collection[str],
+    ) -> dict[str, Tensor | None]:
         """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, of others summed."""
         totals: dict[str, Tensor | None] = {}
 
@@ -415,9 +438,27 @@ def check_modulation(
 
 
 def around(
-    op, x, output, features, *, residual, norm, norm_weight, norm_bias, norm_eps, norm_first, norm_scale, norm_shift,
-    post_norm, post_norm_weight, post_norm_bias, post_norm_eps, resid_dropout_p, layer_scale, drop_path_p,
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    op,
+    x,
+    output,
+    features,
+    *,
+    residual,
+    norm,
+    norm_weight,
+    norm_bias,
+    norm_eps,
+    norm_first,
+    norm_scale,
+    norm_shift,
+    post_norm,
+    post_norm_weight,
+    post_norm_bias,
+    post_norm_eps,
+    resid_dropout_p,
+    layer_scale,
+    drop_path_p,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Checks a sublayer's arguments around its branch, whose last weight, `output`, has `features` rows; returns them as
     tensors and options."""
     if residual and features != x.shape[-1]:
@@ -432,12 +473,22 @@ def around(
     branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
     modulation = check_modulation(op, x, norm, norm_first, norm_scale=norm_scale, norm_shift=norm_shift)
     tensors = dict(
-        norm_weight=norm_weight, norm_bias=norm_bias, **modulation, post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias, layer_scale=layer_scale,
-    )  # fmt: skip
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        **modulation,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        layer_scale=layer_scale,
+    )
     options = dict(
-        norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
-        post_norm_eps=float(post_norm_eps), branch_factor=branch_factor, resid_p=float(resid_dropout_p),
-        path_p=float(drop_path_p), residual=residual,
-    )  # fmt: skip
+        norm=norm or "",
+        norm_eps=float(norm_eps),
+        norm_first=norm_first,
+        post_norm=post_norm or "",
+        post_norm_eps=float(post_norm_eps),
+        branch_factor=branch_factor,
+        resid_p=float(resid_dropout_p),
+        path_p=float(drop_path_p),
+        residual=residual,
+    )
     return tensors, options
