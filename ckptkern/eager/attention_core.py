@@ -64,7 +64,7 @@ def heads_layout(x: Tensor) -> Tensor:
 
 
 def as_heads(x: Tensor) -> Tensor:
-    """As `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
+    """Lays x out as `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
     return heads_layout(x) if x._base is None else empty_heads(x).copy_(x)
 
 

@@ -59,7 +59,7 @@ def log_probabilities(z: Tensor, model: Model, normalizer: Tensor) -> Tensor:
 
 
 def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
-    """In the student's wide type."""
+    """Returns the teacher's logits in the student's wide type."""
     if wide_of(teacher.x.dtype) != dtype:  # one of the two is float64
         teacher = teacher._replace(x=teacher.x.to(dtype), w=teacher.w.to(dtype))
     return capped(uncapped_logits(*teacher), teacher.head)

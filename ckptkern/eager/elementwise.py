@@ -129,7 +129,7 @@ def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """In which sums and matmuls of elements are taken."""
+    """Returns the dtype in which sums and matmuls of elements are taken."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 

@@ -73,7 +73,7 @@ def gated_act_grad(
 
 
 def _gated_grads(dh, g, u, activation, dropout, row_base, save_h, dbg, dbu, *, over):
-    """From the gradient dh of act(g) * u, dropout undone, which is overwritten if `over`."""
+    """Forms the gradients from that, dh, of act(g) * u, dropout undone, which is overwritten if `over`."""
     a = act(g, activation)
     h = apply_dropout(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)

@@ -76,7 +76,7 @@ def block_bytes(q: Tensor, core: AttentionCore) -> float:
 
 
 def whole(q: Tensor, k: Tensor) -> Block:
-    """All rows and columns as one block."""
+    """Returns all rows and columns as one block."""
     (B, H, Sq, _), (_, H_kv, Sk, _) = q.shape, k.shape
     return Block(slice(0, B), slice(0, H), slice(0, H_kv), slice(0, Sq), slice(0, Sk))
 

@@ -229,7 +229,7 @@ class ExpertsBranch:
 
 
 def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype, updates: Mapping[str, Any]) -> int:
-    """Of a token's transient tensors in either pass, whoever its experts are."""
+    """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
     d, N, size = *wd.shape[1:], dtype.itemsize
     pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
     if updates:  # g and u with their update beside them; the tokens' rows; u and du

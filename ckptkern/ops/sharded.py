@@ -110,13 +110,13 @@ class Shard:
         return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
 
     def first_row(self, x: Tensor) -> tuple[int, int]:
-        """Among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
+        """Returns, among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
         if not self.sequence:
             return 0, 0
         return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
 
     def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
-        """This rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
+        """Returns this rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
 
     # -- sublayers
@@ -168,7 +168,7 @@ class Shard:
         return t
 
     def check_alike(self, state: Tensor) -> None:
-        """A RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+        """Raises a RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
         states = torch.ops._c10d_functional.all_gather_into_tensor(state, self.size, self.group)
         states = torch.ops._c10d_functional.wait_tensor(states).view(self.size, -1)
         alike = (states == states[0]).all()
@@ -203,7 +203,8 @@ class Shard:
     # -- what the ops' arguments are on this rank
 
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """With this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and gates."""
+        """Returns the arguments with this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and
+        gates."""
         made, H = dict(arguments), arguments["num_heads"]
         H_kv = H if made["num_kv_heads"] is None else made["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
@@ -252,7 +253,7 @@ class Shard:
         return self.part(mask, -3, heads) if mask.dim() > 2 and mask.shape[-3] == H else mask
 
     def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """With this rank's hidden units, of weights that hold all (gate and up in one)."""
+        """Returns the arguments with this rank's hidden units, of weights that hold all (gate and up in one)."""
         made, count = dict(arguments), arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
             if made[name] is not None:

@@ -62,7 +62,7 @@ class LayerNeeds(NamedTuple):
 
 
 def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
-    """Those of a layer of so many attention sublayers and a last one."""
+    """Returns the constants of a layer of so many attention sublayers and a last one."""
     A = len(attention.Tensors._fields)
     of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
     return frozenset(of_attentions | {attentions * A + i for i in last.constants})
@@ -86,7 +86,7 @@ class TransformerLayer(SublayerOp):
 
     @classmethod
     def saved_of(cls, attention: AnyOptions, o: Any) -> tuple[str, ...]:
-        """What an attention sublayer saves: its core, and at "none" what it passes on."""
+        """Names what an attention sublayer saves: its core, and at "none" what it passes on."""
         names = cls.attention.saves(attention)
         return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
 
@@ -217,7 +217,7 @@ class Arguments(NamedTuple):
         return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
 
     def checked(self, op: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All of them, `given` and defaults."""
+        """Returns all of them, `given` and defaults."""
         if not isinstance(given, Mapping):
             raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
         for key in given:
@@ -275,7 +275,7 @@ def _by_sublayers(
     training: bool,
     workspace: int | str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Each sublayer as a region of its own."""
+    """Runs each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
         block = latent_attention_block if is_latent(arguments) else attention_block
@@ -360,7 +360,7 @@ def _as_one(
     recompute: str,
     workspace: int | str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The layer as one region."""
+    """Runs the layer as one region."""
     common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention
     sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]

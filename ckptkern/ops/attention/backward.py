@@ -85,7 +85,7 @@ class AttentionSublayer(AttentionForward):
     def add_to_sums(
         self, sums: dict[str, WeightGrad], part: Projection, d: Tensor, du: Tensor | None, rows: Tensor, start: int = 0
     ) -> None:
-        """From the gradient d of a projection's result and the rows, from `start` on, that it reads."""
+        """Adds what follows from the gradient d of a projection's result and the rows, from `start` on, that it reads."""
         of_update = tuple(map(sums.get, names_of(part.letter)))
         if (of_weight := sums.get(f"w{part.letter}")) is not None:
             of_weight.add(d, rows)
@@ -104,8 +104,8 @@ class AttentionSublayer(AttentionForward):
             grads.written(sums)
 
     def gate_gradient(self, do: Tensor, out: Tensor, gate: Tensor) -> Tensor:
-        """Of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the factor sigmoid(gate).
-        1 - sigmoid(gate) would have few digits in 16 bits."""
+        """Returns the gradient of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the
+        factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
         made = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
             context, core = self.o.context, self.core
@@ -168,8 +168,8 @@ class AttentionSublayer(AttentionForward):
         inner: Collection[str],
         grads: PartGrads,
     ) -> list[Tensor | None]:
-        """Of each projection [rows, outputs], from those of the gate and of q, k, v as the core read them; adds those of q's
-        and k's norms.
+        """Returns the gradient of each projection [rows, outputs], from those of the gate and of q, k, v as the core read them;
+        adds those of q's and k's norms.
 
         Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer. made: is emptied.
         """
@@ -239,7 +239,7 @@ class AttentionSublayer(AttentionForward):
         grads: PartGrads,
         totals: dict[bool, Tensor | None],
     ) -> None:
-        """This group's gradients, from that of the branch's result.
+        """Adds this group's gradients, from that of the branch's result.
 
         saved: out, lse and qkv of all heads, None for what is recomputed. totals: the gradients of h and of key_value.
         """

@@ -58,18 +58,18 @@ class Context(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of which a rank has one, or two."""
+        """Returns how many chunks the sequence has, of which a rank has one, or two."""
         return 2 * self.size if self.zigzag else self.size
 
     def rows(self, S: int) -> list[Rows]:
-        """Where the S rows of this rank are in the sequence."""
+        """Returns where the S rows of this rank are in the sequence."""
         if not self.zigzag:
             return [Rows(0, S, self.rank * S)]
         half = S // 2
         return [Rows(0, half, self.rank * half), Rows(half, S, (2 * self.size - 1 - self.rank) * half)]
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's rows of x, which has those of all ranks along dim."""
+        """Returns this rank's rows of x, which has those of all ranks along dim."""
         parts = [x.narrow(dim, rows.first, rows.stop - rows.start) for rows in self.rows(x.shape[dim] // self.size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -176,7 +176,7 @@ def check_context(
 
 
 def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """A ValueError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+    """Raises a ValueError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
     message = f"{op}: on several ranks max_seqlen={max_seqlen} must not be below the longest sequence; leave it out"
     fits = (cu_seqlens.diff() <= max_seqlen).all()
     if not fits.is_cpu or torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
-    """(cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
+    """Returns (cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
     context, whole = o.context, S if o.context is None else S * o.context.size
     if o.theta:
         positions = positions_of(whole, t.wo.device, t.cu)
@@ -70,7 +70,8 @@ class CoreSublayer(Sublayer):
     def backward(
         self, dy: Tensor, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
     ) -> dict[str, Tensor | None]:
-        """Gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is recomputed.
+        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is
+        recomputed.
 
         f: the branch's result, if it is at hand.
         """
@@ -85,17 +86,17 @@ class CoreSublayer(Sublayer):
         return rotary_of(self.S, self.rotary_dim, self.t, self.o)
 
     def out_rows(self, heads: Tensor) -> Tensor:
-        """[B, H, S, N] -> [tokens, H N], a view if memory is [B, S, H, N]."""
+        """Returns [B, H, S, N] as [tokens, H N], a view if memory is [B, S, H, N]."""
         return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
 
     def behind_core(self, need: Collection[str]) -> set[str]:
-        """The inputs whose gradients come through the core."""
+        """Returns the inputs whose gradients come through the core."""
         return set(need) - OF_OUTPUT - AFTER_BRANCH - (LAST if self.trailing else set())
 
     def around_branch(
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], f: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """(`branch_gradients`; what was saved, with what of it had to be recomputed)."""
+        """Returns (`branch_gradients`; what was saved, with what of it had to be recomputed)."""
         if f is None and reads_branch(self.o, need):
             # what a norm after the branch read comes before the gradient that delta is made of
             saved = self.attend(self.group_count == 1) if saved.get("out") is None else saved
@@ -140,6 +141,6 @@ class CoreOp(SublayerOp):
 
 
 def constants_of(kind: type) -> frozenset[int]:
-    """The places, among an op's inputs with x first, of those without a gradient: all from cos on, except the mask."""
+    """Returns the places, among an op's inputs with x first, of those without a gradient: all from cos on, except the mask."""
     places = enumerate(("x", *kind._fields))
     return frozenset(i for i, name in places if i > kind._fields.index("cos") and name != "mask")

@@ -26,7 +26,8 @@ from .tensors import (
 def group_of(
     t: AttentionTensors, o: AttentionOptions, core: eager.AttentionCore, index: int, count: int
 ) -> tuple[AttentionTensors, AttentionOptions, eager.AttentionCore]:
-    """What group `index` of `count` has for its tensors, options and core, those of q's, k's and v's projections apart."""
+    """Returns what group `index` of `count` has for its tensors, options and core, those of q's, k's and v's projections
+    apart."""
 
     def cut(tensor, dim):
         return in_group((tensor,), index, count, dim)[0]
@@ -105,8 +106,8 @@ def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
 
 
 def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[int, int]:
-    """Of the transient rows of all heads: (h; in forward o, if it is not saved, and o with a gate, or in backward the gradients
-    of h and of the branch's result, as far as they are not those of x and y)."""
+    """Returns bytes of the transient rows of all heads: (h; in forward o, if it is not saved, and o with a gate, or in backward
+    the gradients of h and of the branch's result, as far as they are not those of x and y)."""
     (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
     h, df = bytes_around(x, t, o)
     dh = 4 * d if size < 4 else d * size if x.dtype != o.dtype else 0
@@ -115,7 +116,7 @@ def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[i
 
 
 def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
-    """Of what is transient of all heads at once, in the pass that takes more.
+    """Returns bytes of what is transient of all heads at once, in the pass that takes more.
 
     Both form q, k, v, a gate and its sigmoid, rotated copies of q and k if they are not rotated in place, and o. Backward has
     do, dq, dk and dv, the gate's gradient, the buffer of all if they are not what the projections read, and the temporaries of

@@ -78,13 +78,13 @@ class LatentSublayer(CoreSublayer):
         return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
 
     def rotate(self, rows: Tensor, heads: int) -> None:
-        """The last dimensions of each head of q, or of k's one, in place."""
+        """Rotates the last dimensions of each head of q, or of k's one, in place."""
         if self.angles[0] is not None:
             part = self.by_token(rows, heads)[..., -self.sizes.rope :]
             self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
     def rotate_back(self, part: Tensor) -> None:
-        """The gradient [B, S, heads, rope] of what was rotated becomes that of what was not, in place."""
+        """Turns the gradient [B, S, heads, rope] of what was rotated into that of what was not, in place."""
         if self.angles[0] is not None:
             self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
@@ -224,7 +224,8 @@ class LatentSublayer(CoreSublayer):
         grads: PartGrads,
         totals: dict[str, Tensor | None],
     ) -> None:
-        """A group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated part."""
+        """Adds a group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated
+        part."""
         out, lse = saved.get("out"), saved.get("lse")
         recomputed = out is None and (bool(inner) or reads_core(need))
         do = delta = heads = None
@@ -277,7 +278,7 @@ class LatentSublayer(CoreSublayer):
             self.add_weight_gradient("wo", place, df, self.out_rows(out[..., : self.sizes.v]), grads)
 
     def add_weight_gradient(self, name: str, place, d: Tensor, rows: Tensor, grads: PartGrads) -> None:
-        """d^T rows, of the part of the weight at `place`."""
+        """Adds d^T rows, the gradient of the part of the weight at `place`."""
         total = grads.of_weight(name, place)
         total.add(d, rows)
         grads.written({name: total})
@@ -292,7 +293,7 @@ class LatentSublayer(CoreSublayer):
         grads: PartGrads,
         totals: dict[str, Tensor | None],
     ) -> None:
-        """From the gradients of q, k, v as the core read them. made: is emptied."""
+        """Adds what follows from the gradients of q, k, v as the core read them. made: is emptied."""
         dv, dk, dq = (made.pop() for _ in range(3))
         (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], group.count > 1
         if wants.dq:
@@ -320,14 +321,14 @@ class LatentSublayer(CoreSublayer):
     def add_layer_gradients(
         self, letter: str, place: slice | None, d: Tensor, rows: Tensor, need: Collection[str], grads: PartGrads
     ) -> None:
-        """Of w and b of a linear layer, from the gradient of its result and the rows that it reads."""
+        """Adds the gradients of w and b of a linear layer, from the gradient of its result and the rows that it reads."""
         if (name := f"b{letter}") in need:
             grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), place)
         if (name := f"w{letter}") in need:
             self.add_weight_gradient(name, place, d, rows, grads)
 
     def latent_gradient(self, name: str, d: Tensor, raw: Tensor, need: Collection[str], grads: PartGrads) -> Tensor:
-        """Of a latent before its norm, from that of what the projection reads."""
+        """Returns the gradient of a latent before its norm, from that of what the projection reads."""
         weight, d = getattr(self.t, name), d.to(self.o.dtype)
         if weight is None:
             return d
@@ -340,7 +341,7 @@ class LatentSublayer(CoreSublayer):
     def add_latent_gradients(
         self, raw: Tensor, need: Collection[str], wants: LatentNeeds, grads: PartGrads, totals: dict[str, Tensor | None]
     ) -> Tensor | None:
-        """Those of the latents' weights and norms; returns that of h. totals: is emptied."""
+        """Adds the gradients of the latents' weights and norms; returns that of h. totals: is emptied."""
         t, o, rope, kv_rank = self.t, self.o, self.sizes.rope, self.sizes.kv_rank
         of_q, of_kv = self.raw_parts(raw)
         reads_h = not {"wqa", "wkva"}.isdisjoint(need)

@@ -99,7 +99,7 @@ class LatentSizes(NamedTuple):
 
     @property
     def D(self) -> int:
-        """Of core attention, which has one head dim: the smaller ones are filled with zeros."""
+        """Returns the head dim of core attention, which has one: the smaller ones are filled with zeros."""
         return max(self.qk, self.v)
 
     @property
@@ -169,8 +169,8 @@ def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
 
 
 def _bytes_beside(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Of the transient rows of all heads: h, the latents before and after their norms, and the larger of forward's o, if it is
-    not saved, and of backward's gradients of the branch's result, the latents and h."""
+    """Returns bytes of the transient rows of all heads: h, the latents before and after their norms, and the larger of
+    forward's o, if it is not saved, and of backward's gradients of the branch's result, the latents and h."""
     (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
     h, df = bytes_around(x, t, o)
     held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
@@ -182,9 +182,9 @@ def _bytes_beside(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOpti
 
 
 def _bytes_of_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and the gradients of
-    the first three as the core reads them, of which kv and q are not if they were saved and o is not without zeros; then
-    the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
+    """Returns bytes of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and
+    the gradients of the first three as the core reads them, of which kv and q are not if they were saved and o is not without
+    zeros; then the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
     size, eagerly, D, kv = o.dtype.itemsize, o.backend == "eager", sizes.D, sizes.nope + sizes.v
     saved, filled = o.recompute == "none", sizes.v < D
     q = 0 if saved and sizes.qk == D else D

@@ -290,7 +290,8 @@ def attention_with_weights(
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):
-    """To 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last result."""
+    """Reshapes to 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last
+    result."""
     least = 3 if dims > 4 else 4
     query, key, value = (
         t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
@@ -304,7 +305,7 @@ def _to_four_dims(dims, query, key, value, attn_mask):
 
 
 def _broadcast(op, query, key, value, enable_gqa):
-    """One batch size; without enable_gqa also one number of heads, or one for both key and value."""
+    """Expands to one batch size; without enable_gqa also one number of heads, or one for both key and value."""
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:

@@ -99,7 +99,7 @@ class AttentionForward(CoreSublayer):
 
     @property
     def width(self) -> int:
-        """Of o's rows."""
+        """Returns the width of o's rows."""
         return self.o.num_heads * self.D
 
     @functools.cached_property
@@ -249,7 +249,7 @@ class AttentionForward(CoreSublayer):
         return whole.split(qkv, self.index, self.count), whole.gate(qkv, self.index, self.count)
 
     def gate_alone(self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None) -> Tensor | None:
-        """This group's gate, likewise, by the one matmul that it comes from."""
+        """Returns this group's gate, likewise, by the one matmul that it comes from."""
         if not self.gated:
             return None
         return self.raw(h, whole, qkv, "q" if self.o.gate_in_query else "g")[1]

@@ -55,7 +55,7 @@ class HeadGradients:
         self.db = torch.empty_like(b) if self.needs_bias else None
 
     def dz(self, start: int, stop: int) -> Tensor:
-        """Where the gradients of these logits are to be written: [M, stop - start] in x's dtype."""
+        """Returns where the gradients of these logits are to be written: [M, stop - start] in x's dtype."""
         return self.workspace_rows[:, : stop - start]
 
     def add(self, start: int, stop: int, total: Tensor | None) -> None:

@@ -81,7 +81,7 @@ def statistics_of(
 
 
 def token_bytes(x: Tensor, V: int, o: Any) -> int:
-    """Of a token's transient tensors in forward, for V rows of w."""
+    """Returns bytes of a token's transient tensors in forward, for V rows of w."""
     if o.backend == "eager":
         buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + o.holds_logits
         return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.dtype.itemsize if o.recompute != "full" else 0))

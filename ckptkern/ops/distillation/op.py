@@ -131,8 +131,8 @@ class LinearDistillation(Op):
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Of each class, the part of D_beta(p, q), in differentiable PyTorch ops: its sum over the classes is the divergence of
-    `eager.distillation`."""
+    """Returns the part of D_beta(p, q) of each class, in differentiable PyTorch ops: its sum over the classes is the divergence
+    of `eager.distillation`."""
     if beta == 0:
         return log_p.exp() * (log_p - log_q)
     if beta == 1:

@@ -85,7 +85,7 @@ def branch_options(
     recompute: str,
     workspace: int | str | None,
 ) -> BranchOptions:
-    """Those of a call of `mlp` or `gated_mlp`."""
+    """Returns the options of a call of `mlp` or `gated_mlp`."""
     impl = choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0])
     bytes_ = choose_workspace(op, workspace, x, up_weight.numel())
     return BranchOptions(
@@ -129,7 +129,8 @@ class MLPBranch:
         return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
     def parameter(self, name: str) -> Any:
-        """In the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for the caller alone."""
+        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
+        the caller alone."""
         parameter = getattr(self.t, name)
         if type(parameter) is Frozen:
             if name in self.copies:
@@ -205,7 +206,7 @@ class MLPBranch:
         return token_chunks(rows, bytes_, self.o.workspace)
 
     def row_bytes(self) -> int:
-        """Of a row's transient tensors in either pass."""
+        """Returns bytes of a row's transient tensors in either pass."""
         if self.by_step:
             return self.bytes_by_step()
         return backward_bytes(
@@ -355,7 +356,7 @@ class Sums:
         return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
     def bias_part(self, layer: str) -> bool | torch.dtype:
-        """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
+        """Returns the dtype in which a kernel sums a bias's gradient; False where it is not needed."""
         name = BIAS[layer]
         return name in self.need and (getattr(self.branch.t, name).dtype if self.once else self.totals[name].part)
 
@@ -395,7 +396,7 @@ def backward_bytes(
     backend: str,
     activation: str,
 ) -> int:
-    """Of a row's transient tensors in backward.
+    """Returns bytes of a row's transient tensors in backward.
 
     They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
     Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds

@@ -64,8 +64,8 @@ def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -
 
 
 def _row_bytes(o: LinearStackOptions, weights: Sequence[Tensor], dtype: torch.dtype, on_gpu: bool) -> int:
-    """Of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer, with what its
-    activation's gradient holds. Forward takes no more, and the same chunks."""
+    """Returns bytes of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer,
+    with what its activation's gradient holds. Forward takes no more, and the same chunks."""
     widths = [w.shape[0] for w in weights]
     temporaries = eager.ACTIVATIONS[o.activation].temporaries if o.backend == "eager" else 0
     held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)

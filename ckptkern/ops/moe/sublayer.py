@@ -247,7 +247,7 @@ class MoESublayer(Sublayer):
         return grads | self.input_gradients(dh, dy, need) if sums.need_dh else grads
 
     def add_linear_gradients(self, name: str, dz: Tensor, h: Tensor, dh: Tensor | None, sums: Gradients) -> None:
-        """Of z = h w^T: w's to the sums, and h's to dh."""
+        """Adds the gradients of z = h w^T: w's to the sums, and h's to dh."""
         if name in sums.linear:
             sums.linear[name].add(dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
         if name == "router_weight" and sums.bias is not None:
@@ -258,7 +258,7 @@ class MoESublayer(Sublayer):
     def add_shared_gradients(
         self, df: Tensor, h: Tensor, dh: Tensor | None, saved: dict[str, Tensor], sums: Gradients
     ) -> None:
-        """Of the shared expert, whose gate's gradient takes what it gave: by one matmul more."""
+        """Adds those of the shared expert, whose gate's gradient takes what it gave: by one matmul more."""
         gate = self.shared_gate(h)
         if sums.gates:
             if not saved:

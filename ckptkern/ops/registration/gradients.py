@@ -184,7 +184,7 @@ class WeightGrad(Sum):
         return self.whole()
 
     def part(self) -> Tensor:
-        """Where in the whole weight's gradient this one is."""
+        """Returns where in the whole weight's gradient this one is."""
         if self.into is None:
             self.into = self.whole()[self.place]
         return self.into
@@ -245,7 +245,7 @@ class PartGrads:
         return WeightGrad(weight, chunks, place=place, whole=whole)
 
     def written(self, sums: dict[str, WeightGrad]) -> None:
-        """Of these, those that nothing more is added to."""
+        """Takes those of the sums that nothing more is added to."""
         for name, grad in sums.items():
             if name not in self.sums:
                 result, before = grad.result(), self.grads.get(name)
@@ -269,7 +269,7 @@ class PartGrads:
             whole[place] = grad
 
     def add(self, name: str, grad: Tensor | None) -> None:
-        """To a sum that is not rounded here."""
+        """Adds to a sum that is not rounded here."""
         before = self.grads.get(name)
         self.grads[name] = grad if before is None else before.add_(grad)
 

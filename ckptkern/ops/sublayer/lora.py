@@ -178,7 +178,7 @@ def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> 
 
 
 def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> torch.dtype:
-    """In which dtype a sublayer's updates are formed: autocast's inside autocast, else the widest of the given.
+    """Returns the dtype in which a sublayer's updates are formed: autocast's inside autocast, else the widest of the given.
 
     A float32 update of a 16-bit layer, as peft makes it, keeps its gradients' range and precision so.
     """

@@ -104,7 +104,8 @@ class Sublayer:
         return viewed(self.held[key][1], views)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
-        """Of a gradient: its parameter's; True for a part, which is not rounded; False where it is not needed."""
+        """Returns the dtype of a gradient: its parameter's; True for a part, which is not rounded; False where it is not
+        needed."""
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
@@ -262,7 +263,7 @@ class Sublayer:
         return dy, self.drop(df.to(o.dtype)), grads
 
     def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
-        """Of layer_scale, from the gradient df of what it gives."""
+        """Returns the gradient of layer_scale, from the gradient df of what it gives."""
         if self.t.layer_scale.dim() == 1:
             return eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
         total: Any = 0
@@ -276,8 +277,8 @@ class Sublayer:
         return "x" in need or (not self.trailing and not OF_NORM.isdisjoint(need))
 
     def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
-        """Of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch reads, which may be
-        overwritten."""
+        """Returns the gradients of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch
+        reads, which may be overwritten."""
         residual = dy if self.o.residual else None
         if self.modulated:
             return self.modulated_gradients(dh, residual, need)
