@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.attention.masks import diagonal_of, merged_mask
-from ..ops.attention.rotary import check_theta, positions_of, reference_rotary, rotary_tables
-from ..ops.dispatch.checks import check_number, check_probability, modes_of_sublayers
+from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
+from ..ops.dispatch.checks import check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation
 from .layer import Layer, check_counts, weights
 from .mlp import GatedMLP
@@ -66,7 +66,7 @@ class LlamaAttention(Layer):
             raise ValueError(f"{op}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if rope_theta is not None:
-            check_theta(op, "rope_theta", rope_theta)
+            check_positive(op, "rope_theta", rope_theta)
         self.set_options(recompute, workspace, rope_theta=rope_theta, dropout=dropout)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
