@@ -293,7 +293,9 @@ def step_of(
             for handle in step.watch(i, name, module):
                 stack.callback(handle.remove)
         model.train(trains)
-        if step.backs and (device := device_of(model, (args, kwargs))).type != "meta":
+        device = device_of(model, (args, kwargs))
+        # a profiler of the user's would end with ours
+        if step.backs and device.type in ("cpu", "cuda") and not torch.autograd._profiler_enabled():
             step.timeline = stack.enter_context(memory.memory_timeline(device))
         stack.enter_context(bodies_seen())
         stack.enter_context(step)

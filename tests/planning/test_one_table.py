@@ -61,6 +61,15 @@ def test_they_say_what_a_step_takes(config):
     assert said < 0.5 * conversion.peak_before
 
 
+def test_a_profiler_of_the_user_s_goes_on():
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)), torch.randn(4, 8)
+    with peak_memory("cpu") as peak:
+        conversion = ckptkern.convert(model, x)
+        assert torch.zeros(2**20).numel()
+    assert conversion.peak_before > conversion.saved_before > 0
+    assert peak.bytes >= 4 * 2**20
+
+
 def test_what_is_counted_without_memory_is_the_same(config):
     """On the meta device the estimate is one of them. It has no kernels' own memory, and is within 5 % of a step."""
     meta = models.built(config, torch.float32, "meta")
