@@ -96,6 +96,10 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
     return Compiled(
-        ptx, metadata.shared, metadata.global_scratch_size, one.bound, arguments,
+        ptx,
+        metadata.shared,
+        metadata.global_scratch_size,
+        one.bound,
+        arguments,
         lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
-    )  # fmt: skip
+    )
