@@ -30,7 +30,7 @@ from ..ops import catalog
 from ..ops.dispatch import choices as _choices
 from ..ops.dispatch import implementations as _impls
 from ..ops.dispatch import tuned as _tuned
-from ..tools.convert import load, model_and_inputs
+from ..tools.models import load, model_and_inputs
 from . import measure
 from .baselines import Function
 from .cases import Case, variants

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import eager, ops
 from .. import nn as nn_modules
-from ..tools.demo.moe import grouped_experts
 
 
 def act(name: str, z: Tensor) -> Tensor:
@@ -120,6 +119,25 @@ class GatedMLP(nn.Module):
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
         return ops.gated_mlp(x, **self.arguments(), training=self.training, recompute=mode)
+
+
+def grouped_experts(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What ckptkern.moe_mlp defines, as transformers 5 runs it ("grouped_mm"): rows gathered in the experts' order, two grouped
+    matmuls, weights, the rows back in their order, and their sum.
+
+    x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
+    -> [T, d]. Autograd saves k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
+    """
+    pairs = torch.arange(index.numel(), device=x.device)
+    ids, order = torch.sort(index.flatten())
+    ends = torch.searchsorted(ids, torch.arange(len(gate_up), device=x.device), right=True).int()
+    back = torch.empty_like(order).scatter_(0, order, pairs)
+    gate, up = F.grouped_mm(x[order // index.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
+    y = F.grouped_mm(act(gate) * up, down.mT, offs=ends)
+    y = (y * weights.flatten()[order, None])[back]
+    return y.view(-1, index.shape[1], y.shape[1]).sum(1)
 
 
 class MoE(nn.Module):

@@ -12,8 +12,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -42,17 +40,9 @@ def device_name(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
 
 
-def _answer(*command: str) -> str | None:
-    """What a program prints, or None if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
 def commit() -> str:
     """$CKPTKERN_COMMIT, or what git says of this file; "unknown", with a warning, in a tree without history."""
-    described = os.environ.get("CKPTKERN_COMMIT") or _answer(
+    described = os.environ.get("CKPTKERN_COMMIT") or env.answer(
         "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"
     )
     if not described:
@@ -70,7 +60,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         fields = "clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
         index = str(device.index or 0)
-        clocks = _answer("nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader")
+        clocks = env.answer("nvidia-smi", "-i", index, f"--query-gpu={fields}", "--format=csv,noheader")
         found["clocks"] = (
             dict(zip(fields.split(","), clocks.split(", "), strict=False)) if clocks else "nvidia-smi does not answer"
         )

@@ -131,9 +131,17 @@ def tiles_of(offs: torch.Tensor, rows: int, tile: Tile) -> torch.Tensor:
     E = offs.numel() - 1
     tiles = torch.empty((2, triton.cdiv(rows, tile.BLOCK_M) + min(E, rows)), dtype=torch.int32, device=offs.device)
     launch(
-        _tiles_kernel, (E + 1,), offs, tiles, E, tiles.shape[1], BLOCK_M=tile.BLOCK_M, BLOCK=256, num_warps=4,
+        _tiles_kernel,
+        (E + 1,),
+        offs,
+        tiles,
+        E,
+        tiles.shape[1],
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK=256,
+        num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return tiles
 
 

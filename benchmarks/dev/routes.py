@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import ckptkern
-from ckptkern.tools.compiling import specialize
+from benchmarks.codegen.compiling import specialize
 
 from . import trace
 

@@ -1,15 +1,15 @@
 """Implements ckptkern.convert, which puts fused layers into an existing model of any architecture.
 
-trace the dataflow of one call of a module leaves what each leaf computes, recognised by its results reading, attention,
-grammar the graph, read backwards as one fused op check the fused op and the original forward compute the same binding
-what replaces the module's forward, and its guard report what was done experts the experts of an MoE layer, by their
-layout and by transformers' interface heads, logits the LM head before a loss, and its lazy logits
+The dataflow of one call of a module is recorded (`trace`), what its leaves compute is recognised by their results (`reading`),
+and the graph is read backwards as one fused op (`attention`, `grammar`), which is compared with the original forward (`fuse`,
+`check`). `binding` is what replaces the module's forward, `guard` sees whether its inside is what was checked, `heads` finds
+the LM head before a loss, whose logits are lazy (`logits`), and `report` says what was done.
 """
 
 from .bound import revert
 from .convert import convert
-from .experts import register_experts
+from .heads import patch_trl
+from .moe import register_experts
 from .report import Conversion, Row
-from .trl import patch_trl
 
 __all__ = ["Conversion", "Row", "convert", "patch_trl", "register_experts", "revert"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .binding import Fused
-from .calls import Call, pattern_of
+from .calls import pattern_of
 from .guard import inside, objects_of, ties_of
-from .trace import leaves_of, plain_attributes
+from .trace import Call, leaves_of, plain_attributes
 
 
 class Checked(NamedTuple):

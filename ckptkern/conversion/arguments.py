@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..frozen import Frozen, is_made_of
 from ..subclasses import PLAIN
-from .computed import Computed
-from .leaves import Probability, Weight
+from .computed import Computed, Inputs, templates
 from .quantized import compute_dtype
-from .reading import SCALING, Argument, OfExperts, Rows, Scale, Table, Update
+from .reading import SCALING, Argument, OfExperts, Probability, Rows, Scale, Table, Update, Weight
 
 
 def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
@@ -26,20 +25,6 @@ def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 
 
 # -- arguments of the fused op, from the live module and the live call
-
-
-@dataclass
-class Call:
-    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
-    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
-    was computed."""
-
-    flat: list[Any]
-    training: bool
-    length: int
-    x: Tensor
-    parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
-    computed: list[Any] | None = None
 
 
 # Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
@@ -54,23 +39,18 @@ class Parameter:
     owner: nn.Module
     frozen: Frozen | None = None  # stands in an op for one that is quantised
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: Inputs) -> Tensor:
         value = self.parameters[self.name]
         if type(value) not in PLAIN and not isinstance(value, Frozen) and self.hold():
             value = self.frozen
         return value if not self.form else value.t() if self.form == "t" else value + 1
 
     def hold(self) -> bool:
-        """Makes what stands for a quantised parameter, if it is not held yet."""
-        value = self.parameters[self.name]
-        if self.frozen is None or self.is_stale(value):
-            self.frozen = Frozen(value, dtype=compute_dtype(self.owner))
+        """Makes what stands for a quantised parameter, unless it is held, of these very tensors and in its module's dtype."""
+        value, held, dtype = self.parameters[self.name], self.frozen, compute_dtype(self.owner)
+        if held is None or not is_made_of(value, held.parts) or held.dtype != (dtype or held.dtype):
+            self.frozen = Frozen(value, dtype=dtype)
         return True
-
-    def is_stale(self, value: Tensor) -> bool:
-        """Is it another one, or has its library put other tensors into it, or its module another dtype?"""
-        held = self.frozen
-        return not is_made_of(value, held.parts) or held.dtype != (compute_dtype(self.owner) or held.dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"frozen": None}
@@ -87,7 +67,7 @@ class ParameterRows:
     part: int
     count: int
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: Inputs) -> Tensor:
         key = id(self.parameter.parameters), self.parameter.name, self.count
         if key not in call.parts:
             call.parts[key] = self.parameter(call).chunk(self.count)
@@ -100,7 +80,7 @@ class ParameterOfExperts:
     factor: str
     experts: int
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: Inputs) -> Tensor:
         matrix = self.parameter(call)
         if self.factor == "a":
             return matrix.unflatten(0, (self.experts, -1))
@@ -111,7 +91,7 @@ class ParameterOfExperts:
 class CallArgument:
     argument: Argument
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: Inputs) -> Any:
         return in_form(call.flat[self.argument.index], self.argument.form, call.length)
 
 
@@ -121,7 +101,7 @@ class TableRows:
     name: str
     form: str
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: Inputs) -> Tensor:
         return in_form(self.buffers[self.name], self.form, call.length)
 
 
@@ -131,7 +111,7 @@ class LiveProbability:
     attribute: str
     value: float
 
-    def __call__(self, call: Call) -> float:
+    def __call__(self, call: Inputs) -> float:
         if self.module is None:
             return self.value if call.training else 0.0
         return getattr(self.module, self.attribute) if self.module.training else 0.0
@@ -142,7 +122,7 @@ class LiveScale:
     module: nn.Module
     adapter: str
 
-    def __call__(self, call: Call) -> float:
+    def __call__(self, call: Inputs) -> float:
         return getattr(self.module, SCALING)[self.adapter]
 
 
@@ -151,10 +131,8 @@ class ComputedValue:
     module: nn.Module
     of: Computed
 
-    def __call__(self, call: Call) -> Tensor:
-        if call.computed is None:
-            call.computed = self.of.program(self.module, call.flat, call.x)
-        return self.of.of(self.module, call.flat, call.x, call.computed)
+    def __call__(self, call: Inputs) -> Tensor:
+        return self.of.of(self.module, call)
 
 
 @dataclass
@@ -162,9 +140,9 @@ class Values:
     """A tuple or list, in which some are live."""
 
     values: tuple | list
-    live: list[Callable[[Call], Any] | None]
+    live: list[Callable[[Inputs], Any] | None]
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: Inputs) -> Any:
         pairs = zip(self.values, self.live, strict=True)
         values = [value if get is None else get(call) for value, get in pairs]
         return tuple(values) if isinstance(self.values, tuple) else values
@@ -175,9 +153,9 @@ class Arguments:
     """Arguments by name: constants, and those that are live."""
 
     constants: dict[str, Any]
-    live: list[tuple[str, Callable[[Call], Any]]]
+    live: list[tuple[str, Callable[[Inputs], Any]]]
 
-    def __call__(self, call: Call) -> dict[str, Any]:
+    def __call__(self, call: Inputs) -> dict[str, Any]:
         return self.constants | {name: get(call) for name, get in self.live}
 
 
@@ -225,12 +203,12 @@ class Updates:
     all: Arguments
     switches: dict[str, nn.Module]
 
-    def __call__(self, call: Call) -> dict[str, Any] | None:
+    def __call__(self, call: Inputs) -> dict[str, Any] | None:
         off = [name for name, layer in self.switches.items() if getattr(layer, SWITCH)]
         return {name: one for name, one in self.all(call).items() if name not in off} or None
 
 
-def getter(module: nn.Module, value: Any) -> Callable[[Call], Any] | None:
+def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     """How to get the live value of a template; None for a constant."""
     if isinstance(value, Weight):
         owner, name = look_up(module, value.path)
@@ -291,10 +269,15 @@ _TABLES = WeakTensorKeyDictionary()
 
 def _shared_table(tensor: Tensor, form: str, length: int) -> Tensor:
     if (
-        torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active() or tensor.requires_grad or tensor.is_inference()
-        or torch.is_inference_mode_enabled() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):  # fmt: skip
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or tensor.requires_grad
+        or tensor.is_inference()
+        or torch.is_inference_mode_enabled()
+        or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return table_of(tensor, form, length)
     state = tensor._version, tensor.data_ptr()
     held = _TABLES.get(tensor)
@@ -320,15 +303,6 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     if form == "sublayers":
         return tensor[..., : tensor.shape[-1] // 2].repeat_interleave(2, -1)
     return tensor
-
-
-def templates(template: Any, kind: type) -> Iterator[Any]:
-    """All of a kind in a template."""
-    if isinstance(template, kind):
-        yield template
-    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
-        for one in template.values() if isinstance(template, dict) else template:
-            yield from templates(one, kind)
 
 
 def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:

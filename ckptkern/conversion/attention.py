@@ -1,4 +1,6 @@
-"""Reads attention: its projections, output gate, q/k norm, rotary tables, masks and sinks, around its core (core.py)."""
+"""Reads attention: its projections, output gate, q/k norm, rotary tables, masks and sinks, around its core (core.py); and
+multi-head latent attention (DeepSeek-V2), whose k and v are projected from a latent, and a part of k that is rotated is one for
+all heads."""
 
 from __future__ import annotations
 
@@ -11,10 +13,26 @@ from torch import Tensor, nn
 
 from .computed import Computed, call
 from .core import Core, read_core
-from .leaves import Probability, Weight, in_training
 from .masks import window_of
-from .reading import ADD, DIVIDE, MULTIPLY, VIEWS, Argument, Layer, Part, Rows, Steps, Table, Update, updates
-from .trace import Node, Unreadable, leaves_of
+from .reading import (
+    ADD,
+    DIVIDE,
+    MULTIPLY,
+    VIEWS,
+    Argument,
+    Layer,
+    Norm,
+    Part,
+    Probability,
+    Rows,
+    Steps,
+    Table,
+    Update,
+    Weight,
+    in_training,
+    updates,
+)
+from .trace import Node, Unreadable
 
 MHA = (
     "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
@@ -58,7 +76,7 @@ class Projection:
 def read_attention(steps: Steps, node: Node) -> Part:
     after = []
     end = steps.strip(node, after)
-    if end.kind == "module" and isinstance(steps.leaves.leaf(end), nn.MultiheadAttention):
+    if end.kind == "module" and isinstance(steps.leaf(end), nn.MultiheadAttention):
         return _of_module(steps, end, steps.probability(after))
     out = steps.linear(end, "the branch's end")
     gate, inner = read_gate(steps, steps.strip(out.input))
@@ -67,7 +85,12 @@ def read_attention(steps: Steps, node: Node) -> Part:
     if v.norms or v.outside or v.factor != 1.0 or v.unit:
         raise Unreadable("v is changed between its projection and core attention")
     arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
-    arguments |= _norms(steps, core, q, k) | _sinks(steps, core)
+    arguments |= _norms(steps, core, q, k)
+    if core.sinks is not None:
+        sinks = steps.strip(core.sinks)
+        if sinks.kind != "parameter" or len(sinks.shape) != 1:
+            raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+        arguments["sinks"] = Weight(sinks.source)
     arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
     factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
     arguments |= of_core(steps, core, out, factor, after, sliced="key_value" not in arguments)
@@ -83,9 +106,13 @@ def of_core(
     """The arguments that say how core attention and the output projection compute. factor: of q and k beside the core's own;
     after: the dropouts behind the branch; sliced: see `_mask`."""
     arguments = {
-        "out_weight": out.weight, "out_bias": out.bias, "is_causal": core.is_causal, "scale": core.scale * factor,
-        "dropout_p": core.dropout_p, "resid_dropout_p": steps.probability(after),
-    }  # fmt: skip
+        "out_weight": out.weight,
+        "out_bias": out.bias,
+        "is_causal": core.is_causal,
+        "scale": core.scale * factor,
+        "dropout_p": core.dropout_p,
+        "resid_dropout_p": steps.probability(after),
+    }
     arguments |= _masks(steps, core.masks, sliced)
     if core.excludes:
         arguments["mask_is_exclusion"] = True
@@ -98,23 +125,13 @@ def of_core(
 
 def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
     """(the linear layer of o * sigmoid(linear(x)), o); o alone without a gate."""
-    if node.is_function(*MULTIPLY) and len(node.inputs) == 2:
-        for gate, o in (node.inputs, node.inputs[::-1]):
-            gate = steps.strip(gate)
-            if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaves.leaf(gate), nn.Sigmoid):
-                linear = steps.strip(gate.inputs[0])
-                steps.linear(linear, "what an output gate's sigmoid reads")
-                return linear, steps.strip(o)
+    for gate, o in node.pairs if node.is_function(*MULTIPLY) else ():
+        gate = steps.strip(gate)
+        if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(gate), nn.Sigmoid):
+            linear = steps.strip(gate.inputs[0])
+            steps.linear(linear, "what an output gate's sigmoid reads")
+            return linear, steps.strip(o)
     return None, node
-
-
-def _sinks(steps: Steps, core: Core) -> dict[str, Any]:
-    if core.sinks is None:
-        return {}
-    sinks = steps.strip(core.sinks)
-    if sinks.kind != "parameter" or len(sinks.shape) != 1:
-        raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
-    return {"sinks": Weight(sinks.source)}
 
 
 # -- what is before it
@@ -134,7 +151,7 @@ def projection(steps: Steps, node: Node, found: Projection | None = None, apart:
             found.outside.append(node)
         found.tables.append(view)
         return found
-    if steps.leaves.norm(node) is not None:
+    if steps.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
     elif _is_unit(node):
@@ -164,7 +181,7 @@ def _alike(a: Any, b: Any) -> bool:
     """Are these nodes of one tensor, or of the same function of such nodes?"""
     if not (isinstance(a, Node) and isinstance(b, Node)) or a is b:
         return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and a == b)
-    ours, theirs = (leaves_of((one.args, one.kwargs or {})) for one in (a, b))
+    ours, theirs = (one.leaves for one in (a, b))
     same = a.kind == b.kind == "function" and (a.source, a.output, len(ours)) == (b.source, b.output, len(theirs))
     return same and all(map(_alike, ours, theirs))
 
@@ -210,10 +227,14 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
             updated[i] = layers[1].update and layers[1].update.rows(i - 1, 2)
     k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
     arguments = {
-        "qkv_weight": weights, "qkv_bias": biases if any(b is not None for b in biases) else None,
-        "num_heads": rows // D, "num_kv_heads": k_rows // D, **crossing, **gated,
+        "qkv_weight": weights,
+        "qkv_bias": biases if any(b is not None for b in biases) else None,
+        "num_heads": rows // D,
+        "num_kv_heads": k_rows // D,
+        **crossing,
+        **gated,
         **updates(**dict(zip("qkv", updated, strict=True)), out=out),
-    }  # fmt: skip
+    }
     return arguments, x, []
 
 
@@ -249,7 +270,7 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
         raise Unreadable("q and k do not have one norm each")
-    found = [steps.leaves.norm(one.norms[0]) for one in (q, k)]
+    found = [steps.norm(one.norms[0]) for one in (q, k)]
     if found[0].kind != found[1].kind or found[0].eps != found[1].eps:
         raise Unreadable(f"two kinds of norm of q and k: {found[0]} and {found[1]}")
     if any(one.weight is None for one in found):
@@ -281,21 +302,20 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
     if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
         tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
         return tables, [[{"rotary_interleaved": interleaved} for interleaved in (False, True)]]
-    if q.is_complex and k.is_complex and len(q.outside) == 1 and q.outside[0].kind == "argument":
-        if not all(map(_from_first_row, [*q.tables, *k.tables])):
-            raise Unreadable("rotary tables that are not read from their first row")
-        tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
-        return tables, [[{"rotary": tables, "rotary_interleaved": True}]]
-    if len(q.outside) != 2 or any(one.kind not in ("argument", "parameter") for one in q.outside):
-        kinds = ", ".join(map(steps.leaves.describe, q.outside))
-        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {kinds}")
+    kinds = [one.kind for one in q.outside]
+    is_complex = q.is_complex and k.is_complex and kinds == ["argument"]
+    if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
+        found = ", ".join(map(steps.describe, q.outside))
+        raise Unreadable(f"q and k are not rotated by (cos, sin) among arguments and buffers: {found}")
     if not all(map(_from_first_row, [*q.tables, *k.tables])):
         raise Unreadable("rotary tables that are not read from their first row")
-    kinds = [Argument if one.kind == "argument" else Table for one in q.outside]
+    if is_complex:
+        tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
+        return tables, [[{"rotary": tables, "rotary_interleaved": True}]]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
     choices = [
         {
-            "rotary": tuple(kind(one.source, form) for kind, one in zip(kinds, q.outside, strict=True)),
+            "rotary": tuple((Argument if one.kind == "argument" else Table)(one.source, form) for one in q.outside),
             "rotary_interleaved": interleaved,
         }
         for form, interleaved in forms
@@ -323,7 +343,7 @@ def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
     if mask is None or mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     owner, _, name = mask.source.rpartition(".")
-    buffer = steps.leaves.module.get_submodule(owner)._buffers.get(name)
+    buffer = steps.module.get_submodule(owner)._buffers.get(name)
     if buffer is None:
         return False
     hidden = buffer.reshape(-1, *buffer.shape[-2:])
@@ -405,26 +425,119 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
 
 def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
     """Attention by an nn.MultiheadAttention inside the module."""
-    module: nn.MultiheadAttention = steps.leaves.leaf(node)
+    module: nn.MultiheadAttention = steps.leaf(node)
     call, path = node.called_with(*MHA), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
         raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
         raise Unreadable("nn.MultiheadAttention with kdim, vdim, add_bias_kv or add_zero_attn")
     crossing = _crossing(*(steps.strip(call[name]) for name in ("query", "key", "value")))
-    masks = {
-        name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")
-    }  # fmt: skip
+    masks = {name: _mask(steps, call.get(name), sliced=not crossing) for name in ("key_padding_mask", "attn_mask")}
     if call.get("is_causal", False):  # the hint stands for attn_mask
         masks["attn_mask"] = None
     if isinstance(call.get("attn_mask"), Node) and len(call["attn_mask"].shape) != 2:
         raise Unreadable("nn.MultiheadAttention with a mask for each head")
     bias = module.in_proj_bias is not None
     arguments = {
-        "qkv_weight": Weight(f"{path}.in_proj_weight"), "qkv_bias": Weight(f"{path}.in_proj_bias") if bias else None,
-        "out_weight": Weight(f"{path}.out_proj.weight"), "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
-        "num_heads": module.num_heads, "scale": 1 / math.sqrt(module.head_dim), "mask_is_exclusion": True,
-        "is_causal": bool(call.get("is_causal", False)), "dropout_p": in_training(module.dropout),
-        "resid_dropout_p": resid_dropout_p, **masks, **crossing,
-    }  # fmt: skip
+        "qkv_weight": Weight(f"{path}.in_proj_weight"),
+        "qkv_bias": Weight(f"{path}.in_proj_bias") if bias else None,
+        "out_weight": Weight(f"{path}.out_proj.weight"),
+        "out_bias": Weight(f"{path}.out_proj.bias") if bias else None,
+        "num_heads": module.num_heads,
+        "scale": 1 / math.sqrt(module.head_dim),
+        "mask_is_exclusion": True,
+        "is_causal": bool(call.get("is_causal", False)),
+        "dropout_p": in_training(module.dropout),
+        "resid_dropout_p": resid_dropout_p,
+        **masks,
+        **crossing,
+    }
     return Part(arguments, call["query"])
+
+
+JOINED = ("cat", "concat", "concatenate")
+EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
+
+
+def read_latent(steps: Steps, node: Node) -> Part | None:
+    """None for what is not latent attention. Raises Unreadable for latent attention that the op does not compute."""
+    after = []
+    end = steps.strip(node, after)
+    out = steps.linear_of(end)
+    try:
+        if out is None:
+            return None
+        core, k = read_core(steps, steps.strip(out.input)), Projection()
+        q, v = projection(steps, core.query), projection(steps, core.value)
+        for part in joined_of(steps, core.key):
+            k = projection(steps, part, k)
+    except Unreadable:
+        return None
+    kv_a = [one for one in k.linears if one not in v.linears]
+    if not (len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2):
+        return None
+    arguments, x = _latent_projections(steps, q.linears[0], kv_a[0], v.linears[0])
+    if q.norms or k.norms or v.norms or v.outside or v.factor != 1.0:
+        raise Unreadable("q, k or v of latent attention are changed between their projections and core attention")
+    if len(core.query.shape) != 4:
+        raise Unreadable(f"latent attention of queries {list(core.query.shape)}, which do not tell the number of heads")
+    rotary, choices = rotary_of(steps, q, k)
+    arguments |= {"num_heads": core.query.shape[1], "rotary": rotary}
+    if out.update is not None:
+        raise Unreadable("latent attention with low-rank updates")
+    arguments |= of_core(steps, core, out, q.factor * k.factor, after)
+    return Part(arguments, x, choices)
+
+
+def joined_of(steps: Steps, node: Node) -> list[Node]:
+    """What a tensor is joined of: of a cat, or of what was written to parts of an empty one."""
+    node = steps.strip(node)
+    if node.is_function(*JOINED):
+        return node.inputs
+    before, write = node.written or (None, node)
+    if before is None and not node.is_function("__setitem__"):
+        return [] if node.is_function(*EMPTY) else [node]
+    if not write.is_function("copy_", "__setitem__") or len(write.inputs) != 2:
+        raise steps.refuse("a part of k is changed by", write)
+    place, value = write.inputs
+    return [*joined_of(steps, place if before is None else before), value]
+
+
+def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node) -> tuple[dict[str, Any], Node]:
+    """(arguments, the node that the projections read)."""
+    layers = {
+        "q": steps.linear(q, "q"),
+        "kv_a": steps.linear(kv_a, "the latent"),
+        "kv_b": steps.linear(kv_b, "k and v"),
+    }
+    x, norms = layers["kv_a"].input, {}
+    latent, norms["kv_a"] = _before_norm(steps, layers["kv_b"].input)
+    if latent is not kv_a:
+        raise steps.refuse("k and v are not projected from a latent but from", latent)
+    if steps.strip(layers["q"].input) is not steps.strip(x):
+        latent, norms["q_a"] = _before_norm(steps, layers["q"].input)
+        layers["q_a"] = steps.linear(latent, "the latent of q")
+        if steps.strip(layers["q_a"].input) is not steps.strip(x):
+            raise Unreadable("the latents are projected from different tensors")
+    if any(layer.update is not None for layer in layers.values()):
+        raise Unreadable("latent attention with low-rank updates")
+    found: dict[str, Any] = {}
+    for name, layer in layers.items():
+        found |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
+    used = {name: norm for name, norm in norms.items() if norm is not None}
+    if any(norm.kind != "rms" or norm.bias is not None for norm in used.values()):
+        raise Unreadable("a norm of a latent that is not an RMS norm")
+    if len({norm.eps for norm in used.values()}) > 1:
+        raise Unreadable("norms of latents that differ in their epsilon")
+    for name, norm in used.items():
+        found |= {f"{name}_norm_weight": norm.weight, "latent_norm_eps": norm.eps}
+    if any(norm.weight is None for norm in used.values()):
+        raise Unreadable("a norm of a latent without a weight")
+    return found, x
+
+
+def _before_norm(steps: Steps, node: Node) -> tuple[Node, Norm | None]:
+    """(what the norm reads, the norm), or the node itself."""
+    node = steps.strip(node)
+    norm = steps.norm(node)
+    return (node, None) if norm is None else (steps.strip(node.inputs[0]), norm)

@@ -1,4 +1,10 @@
-"""Replaces a module's forward by the fused call, or by the original if the guard sees a change."""
+"""Replaces a module's forward by the fused call, or by the original if the guard sees a change.
+
+Hooks: some last for a call of the model, such as those by which peft tells adapters which sample is whose (`adapter_names`),
+and are gone when backward recomputes; the recompute runs with those that were there in forward. Placeholders stand for
+attention's probabilities, which hardly any caller reads: the original forward computes them when they are read. Groups: several
+layers in a row that a model calls one by one are one checkpointed region.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import functools
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any
@@ -13,26 +20,120 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import noop_context_fn
 
 from .. import ops
 from ..errors import DeviceError, DtypeError, ShapeError
 from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
-from ..ops.dispatch.choices import autocast_dtype
+from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
+from ..segments.cached import makes_cached
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
+from ..segments.span import Span
 from ..storage import Store
-from .arguments import Call, arguments_getter, named, templates, values_of
+from .arguments import arguments_getter, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
-from .computed import computed_of, conditions
+from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch
-from .masks import register
+from .masks import register, signature_of
 from .reading import Argument
-from .recalled import forward_of
-from .report import AGAIN, RAN, WARNED, warn_of
-from .unread import Probabilities, returned
+from .report import AGAIN, RAN, WARNED, Row, warn_of
+from .trace import mapped
+
+# What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
+ANSWERED = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
+)
+
+
+class Probabilities:
+    """Stands for attention's probabilities in what a forward returns."""
+
+
+class Original:
+    """One call of an original forward, which runs when the first of its other results is read."""
+
+    def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
+        self.forward, self.results = forward, None
+        self.reads = [
+            one for one in (*module.parameters(), *flat) if isinstance(one, Tensor) and not one.is_inference()
+        ]
+        self.versions = [one._version for one in self.reads]
+
+    def leaf(self, at: int) -> Tensor:
+        if self.results is None:
+            if [one._version for one in self.reads] != self.versions:
+                raise RuntimeError(
+                    "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
+                    "their layer has changed since the call; read them before the optimizer's step"
+                )
+            self.results = tree_flatten(self.forward())[0]
+        return self.results[at]
+
+
+class Unread(Tensor):
+    """Attention's probabilities until they are read: any function that takes them gets values, which a gradient flows through.
+    Their dropout samples anew."""
+
+    original: Original
+    at: int
+
+    @staticmethod
+    def __new__(cls, original: Original, at: int, like: Tensor) -> Unread:
+        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
+        made.original, made.at = original, at
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(function, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = mapped(read, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def read(one: Tensor) -> Tensor:
+    """Its values, of a placeholder."""
+    return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
+
+
+# what a module keeps of its forward hooks and of how they are called
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)  # fmt: skip
+
+
+def forward_of(module: nn.Module) -> Callable:
+    """The class's forward, as it would run now whenever it is called: with the hooks that are now inside."""
+    hooks = [getattr(m, name) for m in module.modules() if m is not module for name in HOOKS]
+    if not any(hooks):
+        return MethodType(type(module).forward, module)
+    return functools.partial(MethodType(_with_hooks, module), [(own, dict(own)) for own in hooks])
+
+
+def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **kwargs: Any) -> Any:
+    """held: each dict of hooks, and what was in it."""
+    changed = [(own, was, dict(own)) for own, was in held if own != was]
+    try:
+        for own, was, _ in changed:
+            own.clear()
+            own.update(was)
+        return type(module).forward(module, *args, **kwargs)
+    finally:
+        for own, _, now in changed:
+            own.clear()
+            own.update(now)
+
 
 WITH_WORKSPACE = frozenset(
     name for name, op in vars(ops).items() if inspect.isfunction(op) and "workspace" in inspect.signature(op).parameters
@@ -60,9 +161,16 @@ class Segment:
     """
 
     def __init__(
-        self, module: nn.Module, op: str, template: dict[str, Any], x: int, result: tuple | None = None,
-        caches: Collection[int] = (), logits_of: str = "", apart: str = "",
-    ):  # fmt: skip
+        self,
+        module: nn.Module,
+        op: str,
+        template: dict[str, Any],
+        x: int,
+        result: tuple | None = None,
+        caches: Collection[int] = (),
+        logits_of: str = "",
+        apart: str = "",
+    ):
         self.apart = apart
         self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
         self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
@@ -71,7 +179,7 @@ class Segment:
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
         self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
-        self.conditions, self.computes = conditions(template), any(computed_of(template))
+        self.conditions, self.computes = conditions(template), any(templates(template, Computed))
         # of two masks of an attention, the first may be trained
         masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
         self.biases = [one.index for one, *_ in masks if isinstance(one, Argument)]
@@ -82,16 +190,15 @@ class Segment:
 
     def given(self, flat: list[Any]) -> dict[str, Any]:
         """The op's arguments in a call."""
-        return self.arguments(Call(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
+        return self.arguments(Inputs(flat, self.module.training, whole_rows(flat[self.x]), flat[self.x]))
 
     @property
     def unread(self) -> bool:
         """Does the forward return probabilities, for which placeholders stand?"""
         return self.result is not None and any(isinstance(one, Probabilities) for one in self.result[1])
 
-    def __call__(
-        self, flat: list[Any], mode: str, workspace: int | str | None = None, forward: Callable[[], object] | None = None
-    ) -> object:  # fmt: skip
+    def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
+        """The op's result, in the call with these values."""
         arguments = self.given(flat)
         if workspace is not None and self.op in WITH_WORKSPACE:
             arguments["workspace"] = workspace
@@ -102,7 +209,26 @@ class Segment:
             y, logits = y
             for hook in tuple(self.router._forward_hooks.values()) if self.router is not None else ():
                 hook(self.router, (), (logits,))  # transformers collects them for an auxiliary loss
-        return y if self.result is None else returned(y, flat, *self.result, self.module, forward)
+        return y
+
+    def __call__(
+        self, flat: list[Any], mode: str, workspace: int | str | None, forward: Callable[[], object] | None = None
+    ) -> object:
+        """What forward returns. forward: the original one, for what is computed when it is read."""
+        y = self.y(flat, mode, workspace)
+        if self.result is None:
+            return y
+        spec, leaves, at = self.result
+        original = None if forward is None or not self.unread else Original(forward, self.module, flat)
+        results: list[Any] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Argument):
+                results.append(flat[leaf.index])
+            elif isinstance(leaf, Probabilities):  # for which nothing stands without a forward
+                results.append(None if original is None else Unread(original, i, y))
+            else:
+                results.append(y if i == at else leaf)
+        return tree_unflatten(results, spec)
 
 
 class Forward:
@@ -122,7 +248,7 @@ class Forward:
         self.previous: Callable | None = module.__dict__.get("forward")
         self.workspace: int | str | None = None
         self.store: Store | None = None
-        self.group: tuple[Any, int] | None = None  # (groups.Group, its place there)
+        self.group: tuple[Any, int] | None = None  # (a Group, its place there)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"store": None}
@@ -151,9 +277,7 @@ class Forward:
         if self.previous is not None:
             self.module.forward = self.previous
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(MethodType(type(self.module).forward, self.module))
+    __signature__ = property(signature_of)
 
     def original(self, *args, **kwargs):
         refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
@@ -161,7 +285,7 @@ class Forward:
 
     def unfused(self, why: Callable[[], str], args: tuple, kwargs: dict[str, Any]):
         """The original forward, of which a training call is counted."""
-        if torch.is_grad_enabled() and self.module.training and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and self.module.training and not is_compiling():
             self.count("original", why)
         return self.original(*args, **kwargs)
 
@@ -183,15 +307,19 @@ class Forward:
         return True
 
     def checkpointed(
-        self, args: tuple, kwargs: dict[str, Any], context_fn: Callable = noop_context_fn, why: Callable[[], str] | None = None
-    ):  # fmt: skip
+        self,
+        args: tuple,
+        kwargs: dict[str, Any],
+        context_fn: Callable = noop_context_fn,
+        why: Callable[[], str] | None = None,
+    ):
         """The original forward as an activation checkpoint, in which caches stay empty: a recompute would fill them twice."""
         caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         if caches:
             if not self.may_leave_empty(caches):
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches(args, kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return checkpoint(
                 MethodType(type(self.module).forward, self.module), *args, context_fn=context_fn, **kwargs
             )
@@ -214,7 +342,7 @@ class Fused(Forward):
         segment = self.segments.get(pattern, UNSEEN)
         if segment is UNSEEN:
             segment = self.segments.get(regardless_of_precision(pattern))
-            if not torch.compiler.is_compiling() and len(self.segments) < REMEMBERED:
+            if not is_compiling() and len(self.segments) < REMEMBERED:
                 self.segments[pattern] = segment
         return segment
 
@@ -223,7 +351,9 @@ class Fused(Forward):
         # and a call on a shard or a part of a sequence, which has no original
         several = ACTIVE.shard is not None or ACTIVE.context is not None
         trains = torch.is_grad_enabled() or self.module.training or several
-        if not trains and _wants_torchs_ops():
+        # torch.compile fuses torch's ops itself, torch.jit.trace stores them, and forward-mode AD differentiates them
+        wants_torchs = is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
+        if not trains and wants_torchs:
             return self.original(*args, **kwargs)
         if not self.form.takes(kwargs):
             return self.unfused(lambda: self.form.unknown(kwargs), args, kwargs)
@@ -233,21 +363,15 @@ class Fused(Forward):
             return self.unfused(lambda: self.form.difference(args, kwargs), args, kwargs)
         if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):
             return self.unfused(lambda: FILLED, args, kwargs)
-        if (
-            not self.watch.unchanged(not torch.compiler.is_compiling())
-            or (segment.attends and in_context_parallel())
-            or (torch.compiler.is_compiling() and segment.unread)  # which takes no placeholders
-            or any(requires_grad(flat[i]) for i in segment.constants)
-            or (segment.apart and autocast_dtype(flat[segment.x]) is not None)
-        ):
+        if (why := self.why_changed(segment, flat)) is not None:
             refuse_shard(f"the inside of {type(self.module).__name__} has changed since it was converted")
             if not trains:
                 return self.original(*args, **kwargs)
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 self.watch.warn(self.name)
             context_fn = saved_decisions if segment.routes else noop_context_fn
-            return self.checkpointed(args, kwargs, context_fn, lambda: self.why_changed(segment, flat))
-        if torch.compiler.is_compiling():
+            return self.checkpointed(args, kwargs, context_fn, why)
+        if is_compiling():
             return segment(flat, self.recompute, self.workspace)
         try:
             y = segment(flat, self.recompute, self.workspace, functools.partial(self.original, *args, **kwargs))
@@ -263,15 +387,22 @@ class Fused(Forward):
             self.count("fused")
         return y
 
-    def why_changed(self, segment: Segment, flat: list[Any]) -> str:
-        """Why the original runs as an activation checkpoint."""
+    def why_changed(self, segment: Segment, flat: list[Any]) -> Callable[[], str] | None:
+        """Says why the original runs as an activation checkpoint; None if the op runs."""
         if segment.attends and in_context_parallel():
-            return "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
+            return lambda: "torch's context_parallel splits its attention. Use ckptkern.parallel.ContextParallel"
         if any(requires_grad(flat[i]) for i in segment.constants):
-            return f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
+            return lambda: (
+                f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
+            )
         if segment.apart and autocast_dtype(flat[segment.x]) is not None:
-            return f"its forward keeps {segment.apart} out of autocast, where a fused op would round. Train without autocast"
-        return self.watch.difference()
+            return lambda: (
+                f"its forward keeps {segment.apart} out of autocast, where a fused op would round. Train without autocast"
+            )
+        compiling = is_compiling()
+        if (compiling and segment.unread) or not self.watch.unchanged(not compiling):  # a graph takes no placeholders
+            return self.watch.difference
+        return None
 
 
 def is_cache(value: object) -> bool:
@@ -306,7 +437,7 @@ class Own(Forward):
 
     def run(self, *args, **kwargs):
         forward = MethodType(type(self.module).forward, self.module)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         self.is_composed = False
         y = forward(*args, **kwargs)
@@ -347,11 +478,6 @@ class Runs(Forward):
         return input
 
 
-def _wants_torchs_ops() -> bool:
-    """Does torch.compile fuse them itself, or torch.jit.trace store them, or forward-mode AD differentiate them?"""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
-
-
 def requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -371,3 +497,94 @@ def warn_again() -> None:
 
 
 _warn_of_cache._dynamo_marked_constant = True
+
+
+class Group:
+    """The layers of one region, by their place in it. An object without tensors, so that deepcopy and pickle take it.
+
+    A layer joins the region of the layer before it if it takes what that returned, unchanged. Otherwise, as where the model
+    adds something in between, it begins a region, or runs as it is if no layer is known to join that.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.open: tuple[int, Callable[[], Span | None]] = 0, _none  # the place after the last layer's, the region
+        self.joined: set[int] = set()  # places of the layers that ever did
+        self.apart: set[int] = set()  # of those that once did not, though there was a region to join
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(Group(self.names))
+
+    def regions(self, ran: bool) -> list[list[str]]:
+        """The names of the layers of each region: of those that were formed, if a training call ran."""
+        made: list[list[str]] = []
+        for place, name in enumerate(self.names):
+            if place and (place in self.joined or not ran):
+                made[-1].append(name)
+            else:
+                made.append([name])
+        return [names for names in made if len(names) > 1]
+
+    def may_be_joined(self, place: int, before: Span | None) -> bool:
+        """Is there a layer behind the one at `place` that may join its region? Not if it once did not join one."""
+        if before is not None:
+            self.apart.add(place)
+        return place + 1 < len(self.names) and place + 1 not in self.apart - self.joined
+
+    def call(self, forward: Forward, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        module = forward.module
+        caches = [one for one in (*args, *kwargs.values()) if is_cache(one)]
+        if (
+            not torch.is_grad_enabled()
+            or is_compiling()  # Dynamo does not trace saved-tensor hooks
+            or torch._C._are_functorch_transforms_active()
+            or makes_cached(module, args, kwargs)
+            or module.__dict__.get("forward") is not forward  # TensorParallel's forward gathers what this one reads
+            or (caches and not forward.may_leave_empty(caches))
+        ):
+            return forward.run(*args, **kwargs)
+        args, kwargs = without_caches(args, kwargs) if caches else (args, kwargs)
+        run = functools.partial(_in_own_mode, forward) if isinstance(forward, (Fused, Own)) else forward.run
+        after, open_ = self.open  # perhaps another thread's, whose tensors are not this call's
+        span = open_() if place >= after else None
+        places = span.takes(args, kwargs) if span is not None else []
+        if places:
+            self.joined.add(place)
+            result = span.next(module, run, args, kwargs, places)
+        elif self.may_be_joined(place, span):
+            span = Span(module, run, args, kwargs)
+            result = span.first(args, kwargs)
+        else:
+            return forward.run(*args, **kwargs)
+        self.open = place + 1, weakref.ref(span)
+        return result
+
+
+def _none() -> None:
+    return None
+
+
+def _in_own_mode(forward: Forward, *args, **kwargs) -> Any:
+    """The forward with its op in its own mode, as layers of a region have it: its backward comes long after its recompute."""
+    with own_modes():
+        return forward.run(*args, **kwargs)
+
+
+def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
+    """Makes regions of `every` layers in a row, in each list of converted layers. The last ones run by themselves, because
+    their backward comes first."""
+    lists: dict[str, list[tuple[str, Forward]]] = {}
+    modules = dict(model.named_modules())
+    for row in rows:
+        parent, _, number = row.name.rpartition(".")
+        forward = vars(modules[row.name]).get("forward") if row.name in modules else None
+        if number.isdigit() and row.replaced_by is not None and isinstance(forward, Forward):
+            lists.setdefault(parent, []).append((row.name, forward))
+    groups = []
+    for layers in lists.values():
+        for start in range(0, (len(layers) - 1) // every * every, every):
+            some = layers[start : start + every]
+            groups.append(Group([name for name, _ in some]))
+            for place, (_, forward) in enumerate(some):
+                forward.group = groups[-1], place
+    return groups

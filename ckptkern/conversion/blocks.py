@@ -1,4 +1,5 @@
-"""Chooses which modules become activation checkpoints where nothing is fused: by what each saves, and what it takes.
+"""Makes activation checkpoints around layers that are no fused op, inside of which what was read stays fused; and chooses which
+modules become some where nothing is fused: by what each saves, and what it takes.
 
 One training forward is recorded, with what every module saves and which tensors it takes. A checkpoint of a module saves what
 it takes, and recomputes the rest when its backward runs. Small checkpoints save more inputs, large ones recompute more at once:
@@ -25,11 +26,156 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward
-from .binding import Forward
+from ..segments.decisions import decides
+from .binding import Forward, General, without_caches
 from .bound import ORIGINAL_CLASS
-from .calls import Call
-from .protection import seeded, unmoved
-from .trace import leaves_of, mapped
+from .check import TOLERANCE, difference, random_parameters, results, wide
+from .protection import drawn_elsewhere, seeded, unmoved
+from .saved import saved_bytes
+from .sharding import holds_sharded
+from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings
+
+
+def is_listed(name: str, module: nn.Module) -> bool:
+    """Is it one of a list of modules, and made of more than leaves?"""
+    return name.rpartition(".")[2].isdigit() and not all(map(is_leaf, module.children()))
+
+
+def is_marked(module: nn.Module) -> bool:
+    """Is its class one that transformers' gradient checkpointing runs as a region?"""
+    return isinstance(getattr(type(module), "gradient_checkpointing", None), bool)
+
+
+def is_layer(name: str, module: nn.Module) -> bool:
+    """Is it a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's forward?"""
+    if not ((is_listed(name, module) or is_marked(module)) and runs_class_forward(module)):
+        return False
+    inner = [(path, m) for path, m in module.named_modules() if m is not module]
+    if is_marked(module):  # lists inside it are its parts, as T5's sublayers are
+        return not any(is_marked(m) for _, m in inner)
+    return not any(is_listed(path, m) for path, m in inner)
+
+
+def held_by(module: nn.Module) -> list[tuple[str, int]]:
+    """The names and lengths of the lists, dicts and sets that modules inside hold, and the names and ids of tensors in tuples:
+    a state that the next call reads, which a recompute would find changed."""
+    held = [item for m in module.modules() for item in m.__dict__.items()]
+    found = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
+    tuples = [(name, leaf) for name, value in held if type(value) is tuple for leaf in leaves_of(value)]
+    return found + [(name, id(leaf)) for name, leaf in tuples if isinstance(leaf, Tensor)]
+
+
+def general(module: nn.Module, recompute: str, call: Call) -> General:
+    """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
+    if holds_sharded(module):  # a forward that no backward follows would leave their state open
+        return General(module, recompute)
+    args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
+    try:
+        with unmoved(module), torch.no_grad():
+            module.train()
+            return General(module, recompute, decides(module.forward, *args, **kwargs))
+    except Exception:  # whatever a forward makes of its call in training
+        return General(module, recompute)
+
+
+class Around:
+    """A layer before what is inside it is converted: what a training call of it saves. Raises what that call raises, and
+    StopIteration for a call without a floating-point input."""
+
+    def __init__(self, module: nn.Module, call: Call):
+        self.module, self.call = module, without_caches(*call)
+        self.x = next(i for i, v in enumerate(leaves_of(self.call)) if is_floating(v))
+        self.before = self.saved(module.forward)
+
+    def saved(self, run: Callable) -> int:
+        return saved_bytes(self.module, run, *self.call, leaves_of(self.call)[self.x])
+
+    def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
+        """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
+        and with the same random parameters each time; the buffers and plain attributes that it leaves). Raises Unreadable if
+        it fills containers, which a recompute would fill again, or samples elsewhere than in torch."""
+
+        def outputs(flat: list[Any]) -> Tensor:
+            args, kwargs = recomputed(call, iter(flat))
+            found = leaves_of(run(*args, **kwargs))
+            return torch.cat([one.flatten() for one in found if isinstance(one, Tensor) and one.requires_grad])
+
+        with seeded(), unmoved(self.module), random_parameters(self.module):
+            self.module.train()
+            call, before, states = mapped(wide, self.call), held_by(self.module), drawn_elsewhere()
+            trained = [p for p in self.module.parameters() if p.requires_grad]
+            found = results(outputs, leaves_of(call), [self.x], trained)
+            if filled := dict(set(held_by(self.module)) - set(before)):
+                raise Unreadable(f"no activation checkpoint either: its forward fills {next(iter(filled))}")
+            if states != drawn_elsewhere():
+                raise Unreadable(
+                    "no activation checkpoint either: its forward draws from Python's or NumPy's random numbers, and a "
+                    "recompute samples others. Draw from torch's"
+                )
+            left = [b.detach().clone() for b in self.module.buffers() if b.numel() and b.itemsize > 1]
+            return found, [*left, *settings(self.module)]
+
+    def check(self, forward: General, wanted: tuple[list[Tensor | None], list[Any]] | None = None) -> float:
+        """Returns the largest relative error of a training step with this checkpoint. wanted: what `step` returns without it.
+        Raises Unreadable if it gives or leaves something else."""
+        (theirs, left), (ours, found) = wanted or self.step(self.module.forward), self.step(forward)
+        error = difference(ours, theirs)
+        if not error <= TOLERANCE:
+            raise Unreadable(f"as an activation checkpoint it gives other numbers ({error:.1e})")
+        for one, other in zip(left, found, strict=True):
+            if isinstance(one, dict) and one != other:
+                raise Unreadable(
+                    f"no activation checkpoint either: its forward changes {dict(one.items() ^ other.items())}"
+                )
+            if isinstance(one, Tensor) and not torch.allclose(one, other, rtol=TOLERANCE, equal_nan=True):
+                raise Unreadable("no activation checkpoint either: its forward changes a buffer")
+        return error
+
+    def checkpointed(self, recompute: str) -> tuple[General, int, float]:
+        """(the layer's forward as an activation checkpoint, what that saves, its largest relative error). Raises Unreadable if
+        it does not save less than what is fused inside, or is not the same."""
+        forward = general(self.module, recompute, self.call)
+        with named_errors():
+            inside, after = self.saved(self.module.forward), self.saved(forward)
+            if after >= inside:
+                raise Unreadable("an activation checkpoint saves no less")
+            return forward, after, self.check(forward)
+
+
+@contextlib.contextmanager
+def named_errors() -> Iterator[None]:
+    """Raises Unreadable for whatever a forward makes of a checkpoint: the layer stays as it is, and the table says why."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except Exception as problem:
+        raise Unreadable(f"as an activation checkpoint it raises {type(problem).__name__}: {problem}") from problem
+
+
+def around(module: nn.Module, calls: list[Call]) -> Around | None:
+    """None for a layer that was not called, or whose call cannot be measured."""
+    try:
+        return Around(module, calls[0]) if calls else None
+    except Exception:  # whatever a forward makes of a call in training, without its cache: the layer stays as it is
+        return None
+
+
+def error_of(forward: General, calls: list[Call]) -> float | None:
+    """Returns the error of a checkpoint that need not save less; None if the layer itself cannot be tried. Raises Unreadable if
+    the checkpoint is wrong."""
+    layer = None if holds_sharded(forward.module) else around(forward.module, calls)
+    if layer is None:
+        return None
+    try:
+        wanted = layer.step(forward.module.forward)
+    except Unreadable:
+        raise
+    except Exception:  # whatever a forward makes of random parameters
+        return None
+    with named_errors():
+        return layer.check(forward, wanted)
+
 
 GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it takes
 LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
@@ -48,23 +194,6 @@ def parts_of(values: Any) -> Saved:
     return found
 
 
-class Writes(TorchDispatchMode):
-    """Notes when a storage was last written into, on a clock of writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last: dict[Any, int] = {}
-        self.now = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        for i, one in enumerate(func._schema.arguments):
-            if one.alias_info is not None and one.alias_info.is_write:
-                self.now += 1
-                self.last |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
-        return func(*args, **kwargs)
-
-
 class Called:
     """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
     by the clock of writes; inner: the calls in it."""
@@ -79,29 +208,42 @@ class Called:
             yield from one.walk()
 
 
-class Record:
-    """What one training forward of a model saves besides parameters and buffers, in order, and the calls of its modules."""
+class Record(TorchDispatchMode):
+    """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
+    storage was last written into, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
+        super().__init__()
         self.model = model
         self.known = {key for one in (*model.parameters(), *model.buffers()) for key in parts_of(one)}
         self.saved: list[tuple[Any, int]] = []
-        self.writes = Writes()
+        self.written: dict[Any, int] = {}
+        self.now = 0
         self.root = Called(None, 0, {})
         self._stack = [self.root]
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for i, one in enumerate(func._schema.arguments):
+            if one.alias_info is not None and one.alias_info.is_write:
+                self.now += 1
+                self.written |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
+        return func(*args, **kwargs)
+
+    def others(self, values: Any) -> Saved:
+        """The storages of what are no parameters and buffers."""
+        return {key: size for key, size in parts_of(values).items() if key not in self.known}
+
     def save(self, tensor: Tensor) -> None:
-        self.saved += [one for one in parts_of(tensor).items() if one[0] not in self.known]
+        self.saved += self.others(tensor).items()
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        takes = {key: size for key, size in parts_of((args, kwargs)).items() if key not in self.known}
-        called = Called(module, len(self.saved), takes, self.writes.now)
+        called = Called(module, len(self.saved), self.others((args, kwargs)), self.now)
         self._stack[-1].inner.append(called)
         self._stack.append(called)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        called = self._stack.pop()
-        called.stop = len(self.saved)
+        self._stack.pop().stop = len(self.saved)
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -118,17 +260,13 @@ class Record:
     def between(self, start: int, stop: int) -> Saved:
         return dict(self.saved[start:stop])
 
-    @property
-    def bytes(self) -> int:
-        return sum(self.between(0, len(self.saved)).values())
-
 
 def recorded(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Record | None:
     """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
     record = Record(model)
     with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
         model.train()
-        with record.hooks(), memory.counting(record.save), record.writes:
+        with record.hooks(), memory.counting(record.save), record:
             model(*args, **kwargs)
         record.root.stop = len(record.saved)
         return record
@@ -146,7 +284,7 @@ class Cut:
         self.inside = record.between(self.start, self.stop)
         self.size = sum(self.inside.values())
         # a recompute would read what was written into what it takes
-        self.is_read_only = all(record.writes.last.get(key, 0) <= calls[0].at for key in self.takes)
+        self.is_read_only = all(record.written.get(key, 0) <= calls[0].at for key in self.takes)
 
     @property
     def gains(self) -> bool:
@@ -156,10 +294,6 @@ class Cut:
     def part(self) -> nn.Module:
         """The module, or one of these layers alone."""
         return self.module if self.layers is None else nn.Sequential(*list(self.module)[slice(*self.layers)])
-
-    def modules(self) -> set[nn.Module]:
-        """Returns what is inside."""
-        return set(self.part.modules())
 
 
 class Cuts:
@@ -299,16 +433,6 @@ def outside_of_converted(model: nn.Module) -> set[nn.Module]:
     return set(model.modules()) - inside
 
 
-def best(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], allowed: Container[nn.Module], given: Collection[nn.Module],
-    is_asked: bool,
-) -> list[Cut]:  # fmt: skip
-    """Returns the checkpoints that `Cuts.best` finds in a training forward of the model, without those given."""
-    record = recorded(model, args, kwargs)
-    found = [] if record is None else Cuts(record, allowed, given).best(is_asked)
-    return [cut for cut in found if cut.module not in given]
-
-
 def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
     """Returns (a module, its runs of layers, or one cut of all of it) of each module."""
     found: dict[nn.Module, list[Cut]] = {}
@@ -318,7 +442,7 @@ def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
     return list(found.items())
 
 
-def calls_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
+def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
     """Returns the first call of each module with which one of these begins, in a training forward of the model without
     gradients: some branches are called in training alone."""
     found: dict[nn.Module, Call] = {}
@@ -333,5 +457,6 @@ def calls_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], cuts: Sequen
             stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         with seeded(), unmoved(model), torch.no_grad():
             model.train()
+            args, kwargs = call
             model(*args, **kwargs)
     return found

@@ -45,6 +45,6 @@ def revert(model: nn.Module) -> nn.Module:
             forward.unbind()
         if ORIGINAL_CLASS in module.__dict__:
             set_class(module, module.__dict__.pop(ORIGINAL_CLASS))
-            for name in ("recompute", "workspace"):
+            for name in OF_DROP_IN[1:]:
                 module.__dict__.pop(name, None)
     return model

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .guard import Reads
 from .protection import no_trace, unmoved
-from .reads import Reads
-from .trace import PLAIN_VALUES, leaves_of, mapped, recomputed, trace
-
-Call = tuple[tuple, dict[str, Any]]
+from .trace import PLAIN_VALUES, Call, leaves_of, mapped, recomputed, trace
 
 
 def pattern_of(values: Iterable[Any], flat: list[Any]) -> tuple:
@@ -98,22 +96,15 @@ def keywords_of(parameters: Iterable[inspect.Parameter]) -> set[str]:
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-class LookedAt(Exception):
-    """A forward looked at the argument of this name."""
-
-
 class Untouched:
     """Stands for an argument. Everything that looks at it raises."""
 
-    def __init__(self, name: str):
-        self.__dict__["name"] = name
-
     def _looked_at(self, *_, **__):
-        raise LookedAt(self.__dict__["name"])
+        raise RuntimeError("a forward looked at the argument")
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        raise LookedAt(next(one for one in leaves_of((args, kwargs or {})) if type(one) is cls).__dict__["name"])
+        raise RuntimeError("a function took the argument")
 
     __getattr__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _looked_at
     __iter__ = __len__ = __contains__ = __getitem__ = __call__ = __int__ = __float__ = __index__ = __str__ = _looked_at
@@ -121,50 +112,26 @@ class Untouched:
     __and__ = __rand__ = __or__ = __ror__ = __invert__ = __enter__ = __exit__ = _looked_at
 
 
-def not_looked_at(module: nn.Module, args: tuple, kwargs: dict[str, Any], names: Iterable[str]) -> set[str]:
-    """Those of these keyword arguments on which the call does not depend: it does the same with things that raise if they
-    are looked at."""
-    names, flat = set(names), leaves_of((args, kwargs))
-
-    def log(blind: Iterable[str]) -> list[tuple]:
-        hidden = {name: recomputed(kwargs.get(name), itertools.repeat(Untouched(name))) for name in blind}
-        return trace(module, args, kwargs | hidden).log
-
-    def same(blind: Iterable[str]) -> bool:
-        try:
-            return log(blind) == usual
-        except Exception:  # torch's own error for what is no tensor, among others
-            return False
-
+def log_of(module: nn.Module, call: Call) -> list[tuple] | None:
+    """What a training call does; None if it raises, as for an argument that it looks at."""
     with unmoved(module):
         module.train()
         try:
-            usual = log(())
-            # tensors that functions take are looked at
-            read = {
-                id(flat[one[1]]) for call in usual for one in call if isinstance(one, tuple) and one[0] == "argument"
-            }
-            names -= {name for name in names if any(id(leaf) in read for leaf in leaves_of(kwargs.get(name)))}
-            while names:  # one by one, those at which it looks are left out
-                try:
-                    if log(names) == usual:
-                        return names
-                    break
-                except LookedAt as at:
-                    names.remove(str(at))
+            return trace(module, call).log
         except Exception:  # whatever a forward makes of it
-            pass
-        return {name for name in names if same([name])}
+            return None
 
 
-def same_log(module: nn.Module, args: tuple, kwargs: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Does the module do the same with these arguments as without them?"""
-    with unmoved(module):
-        module.train()
-        try:
-            return trace(module, args, kwargs | new).log == trace(module, args, kwargs).log
-        except Exception:  # whatever a forward makes of it
-            return False
+def not_looked_at(module: nn.Module, call: Call, names: Iterable[str]) -> list[str]:
+    """Those of these keyword arguments on which the call does not depend: it does the same with things in their place that
+    raise if they are looked at."""
+    (args, kwargs), usual, found = call, log_of(module, call), []
+    for name in names if usual is not None else ():
+        hidden = kwargs | {name: recomputed(kwargs.get(name), itertools.repeat(Untouched()))}
+        if log_of(module, (args, hidden)) == usual:
+            kwargs = hidden
+            found.append(name)
+    return found
 
 
 class Like(NamedTuple):
@@ -172,10 +139,6 @@ class Like(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-
-
-def like(tensor: Tensor) -> Like:
-    return Like(tensor.shape, tensor.dtype)
 
 
 def described(value: Any) -> str:
@@ -194,7 +157,7 @@ class Form:
     def __init__(self, module: nn.Module, calls: list[Call]):
         self.module = module
         parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-        usual = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        usual = [p for p in parameters if p.name in keywords_of(parameters)]
         self.by_place = [p.name for p in usual if p.kind is p.POSITIONAL_OR_KEYWORD]
         if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
             self.by_place = []  # these stay where they are
@@ -208,15 +171,14 @@ class Form:
         self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
-        self.example = mapped(like, calls[0])
+        self.example = mapped(lambda one: Like(one.shape, one.dtype), calls[0])
 
     def ignore(self, calls: list[Call]) -> None:
         """Leaves out the keyword arguments that none of these complete calls looks at."""
-        names = set(self.keywords)
-        for args, kwargs in calls:
-            names &= not_looked_at(self.module, args, kwargs, names & kwargs.keys())
-        args, kwargs = self.example
-        self.fixed = {name: recomputed(kwargs.get(name), itertools.repeat(None)) for name in names}
+        names = self.keywords
+        for call in calls:
+            names = not_looked_at(self.module, call, [name for name in names if name in call[1]])
+        self.fixed = {name: recomputed(self.example[1].get(name), itertools.repeat(None)) for name in names}
 
     def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         """The call by keywords, with the defaults of what is not given."""
@@ -232,6 +194,10 @@ class Form:
             args = args[len(self.by_place) :]
         given = self.defaults | kwargs | self.fixed
         return [*args, *map(given.get, self.keywords)]
+
+    def pattern(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """What a call must have in common with those that were checked, whatever its precision."""
+        return regardless_of_precision(pattern_of(self.counting(args, kwargs), []))
 
     def call_of(self, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> Call:
         """A complete call with these leaves in place of the values that count."""
@@ -282,12 +248,13 @@ class Form:
         if not self.refused.isdisjoint(kinds):
             return False
         if not self.harmless.issuperset(kinds):
-            args, example = self.made()
+            args, example = call = self.made()
             with no_trace(self.module):  # in the middle of a training step
-                self.known |= not_looked_at(self.module, args, example, new)
+                self.known |= set(not_looked_at(self.module, call, new))
                 new = {name: value for name, value in new.items() if name not in self.known}
                 plain = all(type(value) in PLAIN_VALUES for value in new.values())
-                if not (plain and same_log(self.module, args, example, new)):
+                usual = log_of(self.module, call) if plain else None
+                if usual is None or log_of(self.module, (args, example | new)) != usual:
                     self.refused |= {one for one in kinds if one[0] in new}
                     return False
             self.harmless |= new.items()

@@ -4,6 +4,7 @@ gradient, on random parameters."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,76 +12,73 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .quantized import as_linear, multiplies_dequantised, plain_like
+from .quantized import multiplies_dequantised, plain_like, setting
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
 
 
-def _random_like(parameter: Tensor) -> Tensor:
-    """In float32 at least. Scores and activations are of order 1, so that a wrong scale shows."""
-    parameter = plain_like(parameter)
-    if not parameter.is_floating_point():
-        return parameter.detach()
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    made = torch.randn(parameter.shape, dtype=dtype, device=parameter.device)
-    return made * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * made
-
-
-def wide(tensor: Tensor | None) -> Tensor | None:
+def wide(tensor: Tensor) -> Tensor:
     """A float16 or bfloat16 tensor as float32."""
-    if tensor is None or not tensor.is_floating_point():
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) if tensor.is_floating_point() else tensor
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating-point tensor or parameter in this dtype; any other as it is."""
+    if not tensor.is_floating_point():
         return tensor
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    other = tensor.detach().to(dtype)
+    return nn.Parameter(other, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else other
+
+
+@contextlib.contextmanager
+def replacing(
+    module: nn.Module, parameter: Callable[[Tensor], Tensor], buffer: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Iterator[None]:
+    """Puts parameter(p) and buffer(b) in the place of each for a while; shared ones stay shared."""
+    before = [
+        (own, dict(own), other)
+        for m in module.modules()
+        for own, other in ((m._parameters, parameter), (m._buffers, buffer))
+    ]
+    others: dict[int, Tensor] = {}
+    try:
+        for own, tensors, other in before:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in others:
+                        others[id(tensor)] = other(tensor)
+                    own[name] = others[id(tensor)]
+        yield
+    finally:
+        for own, tensors, _ in before:
+            own.update(tensors)
 
 
 @contextlib.contextmanager
 def random_parameters(module: nn.Module) -> Iterator[None]:
-    """Other parameters for a while, in float32 at least; shared ones stay shared."""
-    made: dict[int, nn.Parameter] = {}
+    """Other parameters for a while, in float32 at least, as buffers are then, too."""
+
+    def random_like(parameter: Tensor) -> Tensor:
+        """Of a size at which scores and activations are of order 1, so that a wrong scale shows."""
+        parameter = plain_like(parameter)
+        values = parameter.detach()
+        if parameter.is_floating_point():
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            values = torch.randn(parameter.shape, dtype=dtype, device=parameter.device)
+            values = values * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.5 + 0.5 * values
+        return nn.Parameter(values, values.is_floating_point())
+
+    # they compute as nn.Linear, whose subclass they are, because theirs take no other weights
     dequantised = list(filter(multiplies_dequantised, module.modules()))
-    before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    try:
-        for m, parameters, buffers in before:
-            for name, p in parameters.items():
-                if p is not None:
-                    if id(p) not in made:
-                        random_ = _random_like(p)
-                        made[id(p)] = nn.Parameter(random_, random_.is_floating_point())
-                    m._parameters[name] = made[id(p)]
-            for name, b in buffers.items():
-                m._buffers[name] = wide(b)
-        with as_linear(dequantised):
-            yield
-    finally:
-        for m, parameters, buffers in before:
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
-
-
-@contextlib.contextmanager
-def in_float64(module: nn.Module) -> Iterator[None]:
-    """The floating-point parameters and buffers in float64 for a while."""
-    before = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
-    made: dict[int, Tensor] = {}
-
-    def double(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point():
-            return tensor
-        if id(tensor) not in made:
-            wider = tensor.detach().double()
-            made[id(tensor)] = nn.Parameter(wider, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wider
-        return made[id(tensor)]
-
-    try:
-        for m, parameters, buffers in before:
-            m._parameters.update({name: double(one) for name, one in parameters.items()})
-            m._buffers.update({name: double(one) for name, one in buffers.items()})
+    with replacing(module, random_like, wide), setting(dequantised, "__class__", nn.Linear):
         yield
-    finally:
-        for m, parameters, buffers in before:
-            m._parameters.update(parameters)
-            m._buffers.update(buffers)
+
+
+def in_float64(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The floating-point parameters and buffers in float64 for a while."""
+    double = functools.partial(in_dtype, dtype=torch.float64)
+    return replacing(module, double, double)
 
 
 def varied(value: Any, excludes: bool = False) -> Any:

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_off
-from .leaves import Weight
-from .reading import Argument, Reading
-from .reads import OF_EVERY_MODULE
+from .guard import OF_EVERY_MODULE
+from .reading import Argument, Reading, Weight
 from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
@@ -62,21 +61,33 @@ class Step(NamedTuple):
 
 
 @dataclass
+class Inputs:
+    """What the arguments of one call are made of: its flattened arguments, the module's mode, the number of tokens, the op's
+    input, the parameters that were split, so that each is split once and the gradients of its parts are joined once, and what
+    each step of a program has returned."""
+
+    flat: list[Any]
+    training: bool
+    length: int
+    x: Tensor
+    parts: dict[tuple, tuple[Tensor, ...]] = field(default_factory=dict)
+    computed: list[Any] | None = None
+
+
+@dataclass
 class Program:
     """Steps in the order in which they run."""
 
     steps: list[Step] = field(default_factory=list)
 
-    def __call__(self, module: nn.Module, flat: list[Any], x: Tensor) -> list[Any]:
-        """What each step returns, in the present call."""
-        made: list[Any] = []
+    def __call__(self, module: nn.Module, call: Inputs) -> None:
+        call.computed = []
         for step in self.steps:
             function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
-            leaves = [live(one, module, flat, x, made) for one in leaves_of((step.args, step.kwargs))]
+            leaves = [live(one, module, call) for one in leaves_of((step.args, step.kwargs))]
             args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
-            with autocast_off(x) if step.apart else contextlib.nullcontext():
-                made.append(function(*args, **kwargs))
-        return made
+            with autocast_off(call.x) if step.apart else contextlib.nullcontext():
+                call.computed.append(function(*args, **kwargs))
 
 
 class Computed(NamedTuple):
@@ -88,22 +99,23 @@ class Computed(NamedTuple):
     program: Program | None = None
     value: Result | Argument | Weight | None = None
 
-    def of(self, module: nn.Module, flat: list[Any], x: Tensor, made: list[Any]) -> Tensor:
-        """made: what the program returned in the present call."""
-        value = live(self.value, module, flat, x, made)
-        return value.expand(x.shape[0], *value.shape[1:]) if self.of_samples else value
+    def of(self, module: nn.Module, call: Inputs) -> Tensor:
+        if call.computed is None:
+            self.program(module, call)
+        value = live(self.value, module, call)
+        return value.expand(call.x.shape[0], *value.shape[1:]) if self.of_samples else value
 
 
-def live(value: Any, module: nn.Module, flat: list[Any], x: Tensor, made: list[Any]) -> Any:
+def live(value: Any, module: nn.Module, call: Inputs) -> Any:
     if isinstance(value, Result):
-        result = made[value.step]
+        result = call.computed[value.step]
         return result if isinstance(result, Tensor) else tree_leaves(result)[value.output]
     if isinstance(value, Argument):
-        return flat[value.index]
+        return call.flat[value.index]
     if isinstance(value, Weight):
         owner, _, name = value.path.rpartition(".")
         return getattr(module.get_submodule(owner), name)
-    return value.of(x) if isinstance(value, Of) else value
+    return value.of(call.x) if isinstance(value, Of) else value
 
 
 class Resolver:
@@ -119,8 +131,10 @@ class Resolver:
     def is_free(self, node: Node) -> bool:
         """Is it computed without the input, as far as the trace sees?"""
         if id(node) not in self.free:
-            self.free[id(node)] = not (node.kind == "argument" and node.source == self.x) and not is_overwritten(node)
-            self.free[id(node)] = self.free[id(node)] and all(map(self.is_free, node.inputs))
+            # a function that is not known has changed memory that the node shares
+            is_known = node.kind != "function" or node.function is not None
+            is_input = node.kind == "argument" and node.source == self.x
+            self.free[id(node)] = is_known and not is_input and all(map(self.is_free, node.inputs))
         return self.free[id(node)]
 
     def value(self, node: Node) -> Result | Argument | Weight:
@@ -137,15 +151,10 @@ class Resolver:
                 return Result(self.step(outer.path, outer), outer.output)
             except Unreadable:
                 continue
-        if node.kind == "function":
-            self.check(node)
+        in_place = is_in_place(str(node.source)) or node.kwargs.get("out") is not None
+        if node.kind == "function" and (in_place or node.source == "__setitem__"):
+            raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
         return Result(self.step(node.source if node.kind == "module" else node.function, node), node.output)
-
-    @staticmethod
-    def check(node: Node) -> None:
-        name = node.source
-        if is_in_place(name) or (node.kwargs or {}).get("out") is not None or name == "__setitem__":
-            raise Unreadable(f"a scale, a gate or a bias is computed in place ({name})")
 
     def step(self, of: Any, call: Node | Outer) -> int:
         """The place of this call's step."""
@@ -154,14 +163,14 @@ class Resolver:
         if call.at not in self.made:
             count = len(self.program.steps)
             try:
-                leaves = [self.leaf(one, call.at, i) for i, one in enumerate(leaves_of((call.args, call.kwargs or {})))]
+                leaves = [self.leaf(one, call.at, i) for i, one in enumerate(leaves_of((call.args, call.kwargs)))]
             except Unreadable:
                 self.made = {at: place for at, place in self.made.items() if place < count}
                 del self.program.steps[count:]
                 raise
             if len(self.program.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
-            args, kwargs = recomputed((call.args, call.kwargs or {}), iter(leaves))
+            args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
             self.program.steps.append(Step(of, args, kwargs, call.apart))
             self.made[call.at] = len(self.program.steps) - 1
         return self.made[call.at]
@@ -188,24 +197,19 @@ def call(function: Callable, *args: Any, shape: Iterable[int] = (), **kwargs: An
     return node
 
 
-def is_overwritten(node: Node) -> bool:
-    """Was memory that it shares changed?"""
-    return node.kind == "function" and node.function is None
-
-
 def holds_tensors(module: nn.Module) -> bool:
     """Has it attributes that an earlier part of a forward may have set?"""
     own = [value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE]
     return any(isinstance(value, Tensor) for value in leaves_of(own))
 
 
-def computed_of(template: Any) -> Iterator[Computed]:
-    """All in a template."""
-    if isinstance(template, Computed):
+def templates(template: Any, kind: type) -> Iterator[Any]:
+    """All of a kind in a template."""
+    if isinstance(template, kind):
         yield template
-    elif isinstance(template, (dict, tuple, list)):
+    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
         for one in template.values() if isinstance(template, dict) else template:
-            yield from computed_of(one)
+            yield from templates(one, kind)
 
 
 def replaced(template: Any, made: dict[int, Computed]) -> Any:
@@ -236,7 +240,7 @@ def following(before: list[list[Any]], after: list[list[Any]], B: int, times: in
 
 def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
     """Makes one program of all that the reading has computed. Raises Unreadable for what cannot run again."""
-    nodes = {id(one.node): one.node for one in computed_of([reading.arguments, reading.choices])}
+    nodes = {id(one.node): one.node for one in templates([reading.arguments, reading.choices], Computed)}
     resolver = Resolver(module, reading.x, followed)
     made = {key: Computed(None, False, resolver.program, resolver.value(node)) for key, node in nodes.items()}
     reading.arguments = replaced(reading.arguments, made)
@@ -246,9 +250,8 @@ def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> N
 def conditions(template: Any) -> list[int]:
     """The call's arguments that something computed reads."""
     found: set[int] = set()
-    for one in computed_of(template):
-        leaves: Iterable[Any] = [one.value]
-        if one.program is not None:
-            leaves = [one.value, *(leaf for step in one.program.steps for leaf in leaves_of((step.args, step.kwargs)))]
+    for one in templates(template, Computed):
+        steps = () if one.program is None else one.program.steps
+        leaves = [one.value, *(leaf for step in steps for leaf in leaves_of((step.args, step.kwargs)))]
         found |= {leaf.index for leaf in leaves if isinstance(leaf, Argument)}
     return sorted(found)

@@ -18,24 +18,21 @@ from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_o
 from ..ops.dispatch.choices import parse_bytes
 from . import blocks, masks
 from .alike import Checked
-from .around import Around, around, error_of, general, is_layer, is_marked
-from .autocast import switched_off, upcast
-from .binding import Forward, General, Own, Runs, warn_again, without_caches
+from .binding import Forward, General, Own, Runs, group_layers, warn_again, without_caches
+from .blocks import Around, around, error_of, general, is_layer, is_marked
 from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
-from .calls import Call, check_keywords, pattern_of
+from .calls import check_keywords, pattern_of
 from .fuse import calls_of, fuse, runs_of
-from .groups import group_layers
-from .heads import Heads, Losses, scalars
+from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
 from .refused import check_step
 from .report import NOTHING, Conversion, Row
-from .saved import saved_by, saved_by_all, saved_bytes
+from .saved import saved_by, saved_bytes, step_of_all
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
-from .trace import Unreadable, is_leaf, leaves_of, mapped
-from .unused import NOT_RUN, Ran
+from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched_off, upcast
 
 DROP_INS = {
     nn.MultiheadAttention: drop_ins.MultiheadAttention,
@@ -54,17 +51,15 @@ class Probe(NamedTuple):
     """What the model's example call showed.
 
     calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
-    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed; ran: what it
-    ran.
+    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
     """
 
     calls: dict[nn.Module, list[Call]]
     hooked: set[nn.Module]
     heads: Heads | None
-    ran: Ran | None
 
 
-def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Probe:
+def capture(model: nn.Module, call: Call) -> Probe:
     """Calls the model in evaluation. One tensor that is given twice is two tensors in the calls: other calls may give two."""
     calls: dict[nn.Module, dict[tuple, Call]] = {}
     seen: list[tuple[nn.Module, nn.Module, int]] = []  # hooks that were not there before the model's call
@@ -80,25 +75,26 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Probe:
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
     counts = {m: count_hooks(m) for m in model.modules()}
     try:
-        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran, Losses() as losses:
+        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran:
             model.eval()
+            args, kwargs = call
             returned = scalars(model(*args, **kwargs))
             hooked = {module for module, m, count in seen if count != count_hooks(m)}
     finally:
         for hook in hooks:
             hook.remove()
-    heads = Heads(model, args, kwargs, losses, returned)
-    return Probe({module: list(own.values()) for module, own in calls.items()}, hooked, heads, ran)
+    heads = Heads(model, call, ran, returned)
+    return Probe({module: list(own.values()) for module, own in calls.items()}, hooked, heads)
 
 
-def captured(model: nn.Module, args: tuple, kwargs: dict[str, Any]):
+def captured(model: nn.Module, call: Call) -> Probe:
     """`capture`, with padding masks as they are given where the model's layers take them so."""
     with not_repacked(model):
         if masks.adopt(model):
             with contextlib.suppress(Exception):  # a model that does not take them
-                return capture(model, args, kwargs)
+                return capture(model, call)
             masks.give_back(model)
-        return capture(model, args, kwargs)
+        return capture(model, call)
 
 
 def count_hooks(module: nn.Module) -> int:
@@ -116,22 +112,26 @@ class Found(NamedTuple):
     rows: list[Row]
     put: Callable[[], None] | None = None
 
-    @property
-    def replaced_by(self) -> tuple:
-        return tuple((row.name, row.replaced_by) for row in self.rows) if self.put else ()
-
 
 class _Conversion:
     """One call of convert."""
 
     def __init__(
-        self, probe: Probe, shards: Shards, shown: Callable[[str], None], recompute: str | tuple[str, str],
-        workspace: int | str | None, include, exclude, otherwise: str,
-    ):  # fmt: skip
-        self.workspace, self.otherwise = workspace, otherwise
+        self,
+        probe: Probe,
+        shards: Shards,
+        shown: Callable[[str], None],
+        recompute: str | tuple[str, str],
+        workspace: int | str | None,
+        include,
+        exclude,
+        otherwise: str,
+    ):
+        self.workspace = workspace
         self.recompute, self.include, self.exclude, self.shards = recompute, include, exclude, shards
         self.attention, self.mlp = recompute if isinstance(recompute, tuple) else (recompute, recompute)
-        self.calls, self.hooked, self.heads, self.ran = probe
+        self.checkpoints = otherwise != "leave" and "none" not in (self.attention, self.mlp)  # may layers become some?
+        self.calls, self.hooked, self.heads = probe
         self.shown = shown  # is told the name of each module that is tried
         self.within = False  # a layer that an activation checkpoint may stand around
         self.rows: list[Row] = []
@@ -148,7 +148,7 @@ class _Conversion:
             found, may_be = Found([]), self.include is None or matches(self.include, name, module)
             if may_be:
                 found = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
-            if not self.shards.agree(found.replaced_by):
+            if not self.shards.agree(tuple((row.name, row.replaced_by) for row in found.rows if found.put)):
                 row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
                 found = Found([row])
             if found.put is not None:
@@ -165,17 +165,14 @@ class _Conversion:
             self.within = outer
             self.surround(module, layer, found.rows, self.rows[start:])
             is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
-            if is_unknown and self.ran is not None and self.ran.misses(module):  # one row in place of those inside
+            if (
+                is_unknown and self.heads is not None and self.heads.ran.misses(module)
+            ):  # one row in place of those inside
                 self.rows[start:] = [Row(name, class_of(module).__name__, None, reason=NOT_RUN)]
 
     def layer(self, name: str, module: nn.Module) -> Around | None:
         """The layer, if an activation checkpoint may stand around it."""
-        if (
-            self.otherwise == "leave"
-            or "none" in (self.attention, self.mlp)
-            or module in self.hooked
-            or holds_sharded(module)
-        ):
+        if not self.checkpoints or module in self.hooked or holds_sharded(module):
             return None
         return around(module, self.calls.get(module, [])) if is_layer(name, module) else None
 
@@ -188,8 +185,11 @@ class _Conversion:
             except Unreadable as reason:
                 rows[-1].reason += f"; {reason}"
         if self.shards.agree(made is not None) and made is not None:
-            layer.note(rows[-1], *measured, inner)
-            self.set(rows[-1], module, made)
+            row = rows[-1]
+            row.replaced_by, row.saved_before, (row.saved_after, row.error) = "checkpoint", layer.before, measured
+            for part in inner:  # whose bytes are the layer's
+                part.saved_before = part.saved_after = None
+            self.set(row, module, made)
             # what is not fused inside is a part of the checkpoint, and no row of its own
             parts = {id(row) for row in inner if row.replaced_by is None}
             self.rows = [row for row in self.rows if id(row) not in parts]
@@ -219,8 +219,6 @@ class _Conversion:
     def head(self, name: str, module: nn.Module) -> Found | None:
         """An LM head, or the norm before it."""
         row, forward = self.heads.row(name, module, self.mlp) if self.heads else (None, None)
-        if self.heads and (norm := self.heads.norm(name, module, self.mlp)):
-            row, forward = norm
         if forward is not None:
             return Found([row], lambda: self.set(row, module, forward))
         return Found([row]) if row is not None and self.include is None else None
@@ -277,9 +275,9 @@ class _Conversion:
         self.set(row, module, forward)
         row.saved_after = saved_by(module, forward, call, x)
 
-    def blocks(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def blocks(self, model: nn.Module, call: Call) -> None:
         """Makes activation checkpoints of blocks in which nothing is fused."""
-        if self.otherwise == "leave" or "none" in (self.attention, self.mlp):
+        if not self.checkpoints:
             return
         before = {m: m.forward for m in model.modules() if type(m.__dict__.get("forward")) is General}
         fused = {m for m in model.modules() if blocks.is_converted(m)}.difference(before)
@@ -290,8 +288,11 @@ class _Conversion:
             forward.unbind()
         try:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
-            cuts = blocks.best(model, args, kwargs, allowed, given, self.include is not None)
-            names, calls = {m: name for name, m in model.named_modules()}, blocks.calls_of(model, args, kwargs, cuts)
+            record, cuts = blocks.recorded(model, *call), []
+            if record is not None:
+                best = blocks.Cuts(record, allowed, given).best(self.include is not None)
+                cuts = [cut for cut in best if cut.module not in given]
+            names, calls = {m: name for name, m in model.named_modules()}, blocks.calls_of(model, call, cuts)
             for module, own in blocks.by_module(cuts):
                 runs = []
                 for cut in own:
@@ -299,9 +300,10 @@ class _Conversion:
                     row = Row(name, class_of(module).__name__, None)
                     if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
                         put()
-                        inside = cut.modules()
-                        changed |= {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
-                        within = {names[module], *(names[m] for m in (*inside, *changed) if m in names)}
+                        inside = set(cut.part.modules())
+                        replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
+                        changed |= replaced
+                        within = {names[module], *(names[m] for m in (*inside, *replaced) if m in names)}
                         self.rows = [one for one in self.rows if one.name not in within]
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
@@ -321,8 +323,8 @@ class _Conversion:
             segment = next(iter(run.segments.values()))
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
             call = calls_of(module[start])[1]
-            row.saved_before = saved_bytes(run.module, run.original, *call, call[0][0])
-            row.saved_after = saved_bytes(run.module, run, *call, call[0][0])
+            runs = run.original, run
+            row.saved_before, row.saved_after = (saved_bytes(run.module, one, *call, call[0][0]) for one in runs)
             rows.append(row)
 
         def put() -> None:
@@ -410,36 +412,49 @@ def convert(
     its own.
     """
     check_step("convert", model, example_inputs, example_kwargs)
-    recompute = checked_modes(recompute)
-    check_options(model, workspace, otherwise, every, example_kwargs)
+    if isinstance(recompute, (tuple, list)):
+        attention, other = modes_of_sublayers("convert", recompute)
+        recompute = attention if attention == other else (attention, other)
+    else:
+        check_mode("convert", recompute)
+    check_choice("convert", "otherwise", otherwise, OTHERWISE)
+    check_count("convert", "every", every)
+    parse_bytes("convert", workspace)
+    check_keywords("convert", convert, model, example_kwargs)
+    check_not_fsdp1(model)
+    check_not_split("convert", model)
     check_names(model, include, exclude)
     revert(model)
+    there = [p for p in model.parameters() if p.grad is not None]
     with no_trace(model, (example_inputs, example_kwargs), bound):
         try:
             return _converted(
-                model, example_inputs, example_kwargs, every, recompute, workspace, include, exclude, otherwise
+                model, example_inputs, example_kwargs, there, every, recompute, workspace, include, exclude, otherwise
             )
         except BaseException:
             revert(model)
             raise
 
 
-def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int, *options: Any) -> Conversion:
-    """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway."""
-    before = saved_by_all(model, args, kwargs)
-    probe = captured(model, args, kwargs) if args or kwargs else Probe({}, set(), None, None)
+def _converted(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor], every: int, *options: Any
+) -> Conversion:
+    """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway. there: parameters
+    that have a gradient."""
+    before, peak_before = step_of_all(model, args, kwargs, there)
+    probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
         conversion = _Conversion(probe, Shards(model), lambda name: shown(name, places[name]), *options)
         conversion.visit("", model)
     masks.open_up(model)
     if before is not None and blocks.may_be_found(model):
-        conversion.blocks(model, args, kwargs)
+        conversion.blocks(model, (args, kwargs))
     rows = conversion.rows
     if not rows and before is not None:
         rows.append(Row("", class_of(model).__name__, None, reason=NOTHING))
     groups = group_layers(model, rows, every) if every > 1 else []
-    after = saved_by_all(model, args, kwargs) if before is not None else None
+    after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
     warn_again()
@@ -448,24 +463,4 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
     regions = [names for group in groups for names in group.regions(ran=after is not None)]
     if groups and not regions:
         warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=3)
-    return Conversion(rows, before, after, regions)
-
-
-def checked_modes(recompute: str | tuple[str, str]) -> str | tuple[str, str]:
-    """Returns recompute, as a pair only of two modes. Raises ValueError for a mode that there is not."""
-    if not isinstance(recompute, (tuple, list)):
-        check_mode("convert", recompute)
-        return recompute
-    attention, other = modes_of_sublayers("convert", recompute)
-    return attention if attention == other else (attention, other)
-
-
-def check_options(
-    model: nn.Module, workspace: int | str | None, otherwise: str, every: int, kwargs: dict[str, Any]
-) -> None:
-    check_choice("convert", "otherwise", otherwise, OTHERWISE)
-    check_count("convert", "every", every)
-    parse_bytes("convert", workspace)
-    check_keywords("convert", convert, model, kwargs)
-    check_not_fsdp1(model)
-    check_not_split("convert", model)
+    return Conversion(rows, before, after, peak_before, peak_after, regions)

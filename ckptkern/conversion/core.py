@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .computed import Of, call
-from .leaves import in_training
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps
+from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, in_training
 from .trace import Node
 
 SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -39,9 +38,14 @@ def read_core(steps: Steps, node: Node) -> Core:
         call = node.called_with(*SDPA)
         scale, D, mask = call.get("scale"), call["query"].shape[-1], call.get("attn_mask")
         return Core(
-            call["query"], call["key"], call["value"], [] if mask is None else [mask], in_training(call.get("dropout_p", 0.0)),
-            bool(call.get("is_causal", False)), D**-0.5 if scale is None else float(scale),
-        )  # fmt: skip
+            call["query"],
+            call["key"],
+            call["value"],
+            [] if mask is None else [mask],
+            in_training(call.get("dropout_p", 0.0)),
+            bool(call.get("is_causal", False)),
+            D**-0.5 if scale is None else float(scale),
+        )
     if node.is_function("causal_attention"):
         query, key, value, mask, sinks, dropout_p, scale, window, causal = node.args
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -90,9 +94,18 @@ def _written_out(steps: Steps, node: Node) -> Core:
     else:
         query, key = scores.inputs
     return Core(
-        query, key, value, masks, steps.probability(dropouts), False, scale, softcap, sinks=sinks, head_scale=head_scale,
+        query,
+        key,
+        value,
+        masks,
+        steps.probability(dropouts),
+        False,
+        scale,
+        softcap,
+        sinks=sinks,
+        head_scale=head_scale,
         excludes=excludes,
-    )  # fmt: skip
+    )
 
 
 def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
@@ -119,7 +132,7 @@ def _with_bias(scores: Node, shape: torch.Size) -> tuple[Node, Node, Node, float
 
 def _factor_of_heads(product: Node) -> tuple[Node, Node] | None:
     """(a factor [H, 1, 1] for each head, the scores that it scales)."""
-    for factor, scores in (product.inputs, product.inputs[::-1]) if len(product.inputs) == 2 else ():
+    for factor, scores in product.pairs:
         if len(scores.shape) == 4 and factor.shape in ((scores.shape[1], 1, 1), (1, scores.shape[1], 1, 1)):
             return factor, scores
     return None

@@ -7,47 +7,28 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..nn.unmodified import runs_class_forward, untouched
-from .adapters import why_unread
 from .alike import Checked, call_kinds
-from .arguments import live_attributes, named, rescaled, templates
-from .autocast import apart_in
-from .binding import Fused, Segment, is_cache
-from .calls import Call, Form, pattern_of, regardless_of_precision
+from .arguments import live_attributes, named, rescaled
+from .binding import Fused, Probabilities, Segment, is_cache
+from .calls import Form
 from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, varied, wide
-from .computed import computed_of, resolve
-from .experts import read_experts, routed
-from .followed import followed, is_floating, samples
+from .computed import Computed, Followed, following, resolve, templates
 from .grammar import read, read_call
-from .guard import Watch
-from .layouts import experts_layout, is_experts, parts_of
-from .leaves import Leaves, Probability
+from .guard import Watch, all_reads, reads_of
+from .layouts import experts_layout, is_experts, parts_of, why_unread
 from .masks import is_adopted
-from .moe import read_block, routed_rows, vary_choices
+from .moe import read_block, read_experts, routed, vary_choices
 from .protection import seeded, unmoved
 from .quantized import autocast_like, why_unreadable
-from .reading import Argument, Reading
-from .reads import joined, reads_of
-from .trace import Unreadable, is_leaf, leaves_of, mapped, trace
-from .unread import Probabilities, are_probabilities
-
-
-def check_candidate(module: nn.Module) -> None:
-    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-        raise Unreadable("it contains a BatchNorm, whose buffers a second forward would update")
-    inner = list(module.modules())[1:]
-    if any(map(is_stack, inner)):  # is not traced, which would take a call of the whole model
-        raise Unreadable("it holds several layers of one class")
-    if not (runs_class_forward(module) and all(map(untouched, inner))):
-        raise Unreadable("it contains hooks, or a forward that is not its class's")
-    if why := why_unreadable(module):
-        raise Unreadable(why)
+from .reading import Argument, Probability, Reading, Steps
+from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, trace
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -57,9 +38,7 @@ def is_stack(module: nn.Module) -> bool:
     return len({type(one) for one in module}) == 1 and not any(map(is_leaf, module))
 
 
-def result_of(
-    output: object, arguments: list[Any], unread: Callable[[Tensor], bool] = lambda one: False
-) -> tuple[Tensor, tuple | None]:
+def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
     """(the one tensor that a forward returns, how it lies in what is returned). unread: may a placeholder stand for another?"""
     if isinstance(output, Tensor):
         return output, None
@@ -72,56 +51,78 @@ def result_of(
         if unread(leaves[i]):
             leaves[i] = Probabilities()
     tensors = [i for i in tensors if isinstance(leaves[i], Tensor)]
-    if len(tensors) != 1 or others:
-        raise Unreadable(
-            f"forward returns {len(tensors)} tensors" if len(tensors) != 1 else "forward returns an object"
-        )
-    at = tensors[0]
+    if len(tensors) != 1:
+        raise Unreadable(f"forward returns {len(tensors)} tensors")
+    if others:
+        raise Unreadable("forward returns an object")
+    (at,) = tensors
     return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
 
 
-def seen(tensor: Tensor) -> bool:
-    """A trace has seen that the other results are probabilities."""
-    return True
-
-
-def attempt(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float, list[tuple]]:
+def attempt(form: Form, call: Call) -> tuple[Segment, float, list[tuple]]:
     """(the region that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
-    blocks = read_blocks(module, leaves_of(form.counting(args, kwargs)))
+    blocks = read_blocks(module, leaves_of(form.counting(*call)))
     with unmoved(module), random_parameters(module):
         vary_choices(module)
-        args, kwargs = mapped(wide, (args, kwargs))
-        flat = leaves_of(form.counting(args, kwargs))
+        call = args, kwargs = mapped(wide, call)
+        flat = leaves_of(form.counting(*call))
         module.train()  # shows where dropout is
         if is_experts(module) or parts_of(module) is not None:
             with torch.no_grad():
-                apart = apart_in(module, args, kwargs)
-                _, result = result_of(type(module).forward(module, *args, **kwargs), flat)
+                apart = apart_in(module, call)
+                _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
             experts, log = is_experts(module), []
-            reading = read_experts(module, flat) if experts else read_block(module, args, kwargs, flat, read_call)
+            reading = read_experts(module, flat) if experts else read_block(module, call, flat, read_call)
         else:
-            traced = trace(module, args, kwargs, flat)
-            leaves = Leaves(module)
-            y, result = result_of(traced.result, flat, lambda one: are_probabilities(leaves, traced.node(one)))
+            traced = trace(module, call, flat)
+            steps = Steps(module)
+
+            def is_softmax(one: Tensor) -> bool:  # with a dropout or without: attention's probabilities
+                return steps.strip(traced.node(one), []).is_function("softmax")
+
+            y, result = result_of(traced.result, flat, is_softmax)
             reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
-            if any(computed_of([reading.arguments, reading.choices])):
-                resolve(module, reading, followed(form, reading, traced, args, kwargs))
+            if any(templates([reading.arguments, reading.choices], Computed)):
+                resolve(module, reading, followed(form, reading, traced, call))
             with contextlib.suppress(Exception):  # a dtype that this forward does not take
-                apart = apart and trace(module, args, kwargs, flat, torch.bfloat16).apart
+                apart = apart and trace(module, call, flat, torch.bfloat16).apart
         module.eval()
         try:
-            segment, error = check_numerics(form, reading, result, args, kwargs)
+            segment, error = check_numerics(form, reading, result, call)
         except Unreadable:
             if not (blocks or reading.op == "moe_block"):
                 raise
             # two scores of a random token may be one up to rounding: then other tokens decide
-            segment, error = check_numerics(form, reading, result, args, kwargs)
-        form.reads = joined(form.reads, reads_of(module, args, kwargs))
+            segment, error = check_numerics(form, reading, result, call)
+        form.reads = all_reads(form.reads, reads_of(module, call))
     segment.apart = next(iter(apart), "")
     return segment, error, log
+
+
+def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
+    """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
+    None if no such trace is alike."""
+    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(*call))]
+    x = flat[reading.x]
+    inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
+    for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
+        values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
+        # sizes, or a dtype, that the module does not take
+        with contextlib.suppress(Exception), in_float64(form.module):
+            calls = trace(form.module, form.call_of(values, *call), values).calls
+            found = following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
+            if found is not None:
+                return found
+    return None
+
+
+def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
+    """Which arguments may have a sample's rows, beside the inputs: none, or all of the batch's size."""
+    found = {i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.dim() and len(value) == len(x)}
+    return [inputs, found] if found - inputs else [inputs]
 
 
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
@@ -134,12 +135,10 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
         experts = block.get_submodule(parts.experts)
         d = experts.get_parameter(experts_layout(experts)["gate_up_weight"]).shape[-1]
         try:
-            like = (
-                one for one in flat if isinstance(one, Tensor) and one.is_floating_point() and one.shape[-1:] == (d,)
-            )
-            call = (torch.randn_like(next(like)),), {}
+            like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
+            call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            segment = attempt(form, *form.complete(*call))[0]
+            segment = attempt(form, form.complete(*call))[0]
             found[path] = Reading(segment.op, segment.template, segment.x, logits_of=segment.logits_of)
         except Unreadable as why:
             found[path] = why
@@ -148,192 +147,187 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
     return found
 
 
-def random_call(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], set[int]]:
-    """(the call's values with random inputs and masks, the places of the masks)."""
-    masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
-    flat = [
-        varied(value, segment.excludes) if i in masks else value
-        for i, value in enumerate(leaves_of(form.counting(args, kwargs)))
-    ]
-    random = {*segment.inputs, *(i for i in segment.conditions if is_floating(flat[i]))}
-    return [torch.randn_like(value) if i in random else value for i, value in enumerate(flat)], masks
+class Check:
+    """Compares a region with the forward that it replaces, called with the same values.
+
+    call: one of the module, complete; flat: its values that count, once `randomize` was called with random inputs and masks;
+    masks: the places of the masks among them.
+    """
+
+    def __init__(self, form: Form, segment: Segment, call: Call):
+        self.form, self.module, self.segment, self.call = form, form.module, segment, call
+        self.flat = leaves_of(form.counting(*call))
+        self.masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
+
+    def randomize(self) -> None:
+        segment = self.segment
+        flat = [varied(value, segment.excludes) if i in self.masks else value for i, value in enumerate(self.flat)]
+        random = {*segment.inputs, *(i for i in segment.conditions if is_floating(flat[i]))}
+        self.flat = [torch.randn_like(value) if i in random else value for i, value in enumerate(flat)]
+
+    def original(self, flat: list[Any]) -> Tensor:
+        args, kwargs = self.form.call_of(flat, *self.call)
+        # a trace has seen that the other results are probabilities
+        return result_of(type(self.module).forward(self.module, *args, **kwargs), flat, lambda _: True)[0]
+
+    def ours(self, flat: list[Any]) -> Tensor:
+        return self.segment.y(flat, "full")
+
+    def error(self, flat: list[Any]) -> float:
+        """The relative error of the result."""
+        with torch.no_grad():
+            return difference([self.ours(flat)], [self.original(flat)])
+
+    def error_in_float64(self, trained: list[int]) -> float:
+        """That of results and gradients. In float32 sums over many tokens, such as a key bias has, differ by more."""
+        flat = [value.double() if is_floating(value) else value for value in self.flat]
+        try:
+            with in_float64(self.module):
+                parameters = [p for p in self.module.parameters() if p.requires_grad]
+                return difference(*(results(run, flat, trained, parameters) for run in (self.ours, self.original)))
+        except Exception:  # a forward may take no float64
+            return math.inf
+
+    def elsewhere(self) -> None:
+        """Compares in training mode, for larger calls, and for what a trace would show. Raises Unreadable."""
+        segment, flat = self.segment, self.flat
+        if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
+            self.module.train()
+            self.other("training", flat)
+            self.module.eval()
+        with rescaled(self.module, segment.template) as any_scale:
+            if any_scale:
+                self.other("another scale", flat)
+        for what, values in self.enlarged():
+            self.other(what, values)
+        if segment.op in ("moe_mlp", "moe_block"):  # which are not traced
+            for what, values in routed(segment, flat):
+                self.other(what, values)
+
+    def other(self, what: str, flat: list[Any]) -> None:
+        """Raises Unreadable unless both still agree in what they return. Some forwards have a window or a scale that depends on
+        sizes, and an example of one sample does not tell a batch from a sequence."""
+        with torch.no_grad():
+            try:
+                with seeded():  # of what something computed samples
+                    theirs = self.original(flat)
+            except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
+                return
+            try:
+                with seeded():
+                    error = difference([self.ours(flat)], [theirs])
+            except (ValueError, TypeError, RuntimeError) as refusal:
+                raise Unreadable(f"with {what} the op refuses it: {refusal}") from None
+        if error > TOLERANCE:
+            raise Unreadable(f"with {what} the numbers differ by {error:.1e}")
+
+    def enlarged(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yields the arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice
+        as many samples if something is computed: of what is computed it is not known whether its sizes are the example's."""
+        inputs, conditions, flat = self.segment.inputs, self.segment.conditions, self.flat
+        x = flat[inputs[0]]
+        if x.dim() < 2:
+            return
+
+        def twice(value: Any, i: int, length: int) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if i in inputs:
+                return torch.cat((value, torch.randn_like(value)), -2) if value.shape[-2] == length else value
+            for dim in range(value.dim() > 2, value.dim()):
+                if value.shape[dim] == length:
+                    value = torch.cat((value, value), dim)
+            return varied(value, self.segment.excludes) if i in self.masks else value
+
+        for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
+            what = (
+                "another length"
+                if length > 1
+                else "more tokens than the example's one (give an example of at least two)"
+            )
+            yield what, [twice(value, i, length) for i, value in enumerate(flat)]
+            if conditions:
+                yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
+        if x.dim() < 3:
+            return
+        computes = self.segment.computes
+        times = 3 if computes else 2  # `followed` has seen two
+        for more in samples(flat, x, set(inputs)) if computes else [set(inputs)] * (len(x) == 1):
+            others = {
+                i: [torch.randn_like(flat[i]) if i in inputs else flat[i].flip(0) for _ in range(1, times)]
+                for i in more
+            }
+            yield "another batch", [torch.cat((v, *others[i])) if i in others else v for i, v in enumerate(flat)]
 
 
-def check_numerics(form: Form, reading: Reading, result, args: tuple, kwargs: dict[str, Any]) -> tuple[Segment, float]:
+def check_numerics(form: Form, reading: Reading, result: tuple | None, call: Call) -> tuple[Segment, float]:
     module = form.module
-    segment = Segment(module, reading.op, reading.arguments, reading.x)
-    inputs = segment.inputs
-    flat, masks = random_call(form, segment, args, kwargs)
-    others = {*segment.biases, *segment.conditions}.difference(inputs, segment.constants)
+    check = Check(form, Segment(module, reading.op, reading.arguments, reading.x), call)
+    check.randomize()
+    flat, inputs = check.flat, check.segment.inputs
+    others = {*check.segment.biases, *check.segment.conditions}.difference(inputs, check.segment.constants)
     trained = [*inputs, *(i for i in sorted(others) if is_floating(flat[i]))]
     parameters = [p for p in module.parameters() if p.requires_grad]
-
-    def original(flat: list[Any]) -> Tensor:
-        args_, kwargs_ = form.call_of(flat, args, kwargs)
-        return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
-
-    theirs, best = results(original, flat, trained, parameters), math.inf
+    theirs, best = results(check.original, flat, trained, parameters), math.inf
     reason = f"the numbers of {reading.op} are not finite"
     for arguments in reading.candidates():
-        segment = Segment(module, reading.op, arguments, reading.x, logits_of=reading.logits_of)
-
-        def fused(flat: list[Any], segment: Segment = segment) -> Tensor:
-            return segment(flat, "full")
-
+        check.segment = Segment(module, reading.op, arguments, reading.x, logits_of=reading.logits_of)
         try:
             with torch.no_grad():  # most choices show in the output
-                error = difference([fused(flat)], theirs[:1])
+                error = difference([check.ours(flat)], theirs[:1])
             if error <= TOLERANCE:
-                error = difference(results(fused, flat, trained, parameters), theirs)
+                error = difference(results(check.ours, flat, trained, parameters), theirs)
                 if TOLERANCE < error < ROUNDING:
-                    error = min(error, difference_in_float64(module, original, fused, flat, trained))
+                    error = min(error, check.error_in_float64(trained))
         except (ValueError, TypeError, RuntimeError) as refusal:
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue
         if error <= TOLERANCE:
-            check_elsewhere(segment, original, fused, flat, masks)
-            segment.result = result
-            return segment, error
+            check.elsewhere()
+            check.segment.result = result
+            return check.segment, error
         best = min(best, error)
     raise Unreadable(reason if best == math.inf else f"the numbers of {reading.op} differ by {best:.1e}")
 
 
-def difference_in_float64(
-    module: nn.Module, original: Callable, fused: Callable, flat: list[Any], trained: list[int]
-) -> float:
-    """That of results and gradients. In float32 sums over many tokens, such as a key bias has, differ by more."""
-    flat = [value.double() if is_floating(value) else value for value in flat]
-    try:
-        with in_float64(module):
-            parameters = [p for p in module.parameters() if p.requires_grad]
-            return difference(*(results(run, flat, trained, parameters) for run in (fused, original)))
-    except Exception:  # a forward may take no float64
-        return math.inf
-
-
-def check_elsewhere(segment: Segment, original: Callable, fused: Callable, flat: list[Any], masks: set[int]) -> None:
-    """In training mode, for larger calls, and what a trace would show."""
-    module = segment.module
-    if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
-        module.train()
-        check_enlarged("training", original, fused, flat)
-        module.eval()
-    with rescaled(module, segment.template) as any_scale:
-        if any_scale:
-            check_enlarged("another scale", original, fused, flat)
-    others = enlarged(segment, flat, masks)
-    if segment.op == "moe_mlp":  # which is not traced
-        others = itertools.chain(others, routed(segment.template, segment.x, flat))
-    if segment.op == "moe_block":
-        others = itertools.chain(others, routed_rows(segment.given(flat), segment.x, flat))
-    for what, other in others:
-        check_enlarged(what, original, fused, other)
-
-
-def enlarged(segment: Segment, flat: list[Any], masks: set[int]) -> Iterator[tuple[str, list[Any]]]:
-    """The arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice as many
-    samples if something is computed: of what is computed it is not known whether its sizes are the example's."""
-    inputs, conditions = segment.inputs, segment.conditions
-    if flat[inputs[0]].dim() < 2:
-        return
-
-    def twice(value: Any, i: int, length: int) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if i in inputs:
-            return torch.cat((value, torch.randn_like(value)), -2) if value.shape[-2] == length else value
-        for dim in range(value.dim() > 2, value.dim()):
-            if value.shape[dim] == length:
-                value = torch.cat((value, value), dim)
-        return varied(value, segment.excludes) if i in masks else value
-
-    for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
-        what = (
-            "another length" if length > 1 else "more tokens than the example's one (give an example of at least two)"
-        )
-        yield what, [twice(value, i, length) for i, value in enumerate(flat)]
-        if conditions:
-            yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
-    if flat[inputs[0]].dim() < 3:
-        return
-    x = flat[inputs[0]]
-    times = 3 if segment.computes else 2  # `followed` has seen two
-    for more in samples(flat, x, set(inputs)) if segment.computes else [set(inputs)] * (len(x) == 1):
-        others = {
-            i: [torch.randn_like(flat[i]) if i in inputs else flat[i].flip(0) for _ in range(1, times)] for i in more
-        }
-        yield "another batch", [torch.cat((v, *others[i])) if i in others else v for i, v in enumerate(flat)]
-
-
-def check_enlarged(what: str, original: Callable, fused: Callable, flat: list[Any]) -> None:
-    """Do both still agree in what they return? Some forwards have a window or a scale that depends on sizes, and an example
-    of one sample does not tell a batch from a sequence."""
-    with torch.no_grad():
-        try:
-            with seeded():  # of what something computed samples
-                theirs = original(flat)
-        except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
-            return
-        try:
-            with seeded():
-                error = difference([fused(flat)], [theirs])
-        except (ValueError, TypeError, RuntimeError) as refusal:
-            raise Unreadable(f"with {what} the op refuses it: {refusal}") from None
-    if error > TOLERANCE:
-        raise Unreadable(f"with {what} the numbers differ by {error:.1e}")
-
-
-def mask_variants(module: nn.Module, args: tuple, kwargs: dict[str, Any], inputs: list[Tensor]) -> Iterator[tuple]:
+def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[Call]:
     """The same call without masks, with bool ones and with added ones: libraries decide from call to call which they hand on.
     With a key_value, whose masks have its columns, in all combinations."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    places = {name: i for i, name in enumerate(names) if "mask" in name}
+    names = [name for name in inspect.signature(type(module).forward).parameters if "mask" in name]
     x = inputs[0]
     B, S = (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, x.shape[0])
     seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
     least = torch.finfo(x.dtype).min
     added = [torch.zeros(m.shape, dtype=x.dtype, device=x.device).masked_fill(~m, least) for m in seen]
-
-    def changed(masks: dict[str, Tensor | None]) -> tuple:
-        values = list(args)
-        for name, mask in masks.items():
-            if places[name] < len(args):
-                values[places[name]] = mask
-        by_name = {name: mask for name, mask in masks.items() if places[name] >= len(args)}
-        given = {name: mask for name, mask in by_name.items() if name in kwargs or mask is not None}
-        return tuple(values), kwargs | given
-
     if len(inputs) == 1:
         padding = [seen[0][:, 0, -1]] if x.dim() == 3 and is_adopted(module) else []
-        for mask in (None, *seen, *added, *padding):
-            yield from (changed({name: mask}) for name in places)
-        return
-    for masks in (seen, added):
-        for combination in itertools.product((None, *masks), repeat=len(places)):
-            yield changed(dict(zip(places, combination, strict=True)))
+        variants = [{name: mask} for mask in (None, *seen, *added, *padding) for name in names]
+    else:
+        pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
+        variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
+    args, kwargs = call
+    return [(args, kwargs | masks) for masks in variants]
 
 
-def without_caches(form: Form, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], list[int]]:
-    """(args and kwargs with None in place of caches, the places of these among the values that count)."""
-    flat = leaves_of(form.counting(args, kwargs))
+def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
+    """(the call with None in place of caches, the places of these among the values that count)."""
+    flat = leaves_of(form.counting(*call))
     caches = [i for i, value in enumerate(flat) if is_cache(value)]
-    args, kwargs = form.call_of([None if i in caches else value for i, value in enumerate(flat)], args, kwargs)
-    return args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs, caches
+    args, kwargs = form.call_of([None if i in caches else value for i, value in enumerate(flat)], *call)
+    return (args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs), caches
 
 
-def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_own_dtype(form: Form, segment: Segment, call: Call) -> None:
     """In 16 bits, too, do both agree as far as rounding lets them? A forward may do another thing there."""
     module = form.module
     if all(p.dtype.itemsize >= 4 for p in module.parameters()):
         return
-    flat = leaves_of(form.counting(args, kwargs))
+    check = Check(form, segment, call)
     for size in (1, 16):  # also where such a forward would clamp
-        flat[segment.x] = size * torch.randn_like(flat[segment.x])
-        with unmoved(module), torch.no_grad(), autocast_like(module, flat[segment.x]):
+        x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
+        with unmoved(module), torch.no_grad(), autocast_like(module, x):
             module.eval()
-            given = form.call_of(flat, args, kwargs)
-            theirs = result_of(type(module).forward(module, *given[0], **given[1]), flat, seen)[0]
-            ours = result_of(segment(flat, "full"), flat)[0]
+            theirs, ours = check.original(check.flat), check.ours(check.flat)
         if segment.routes:  # where a score rounds otherwise, a token goes to another expert
             ours, theirs = nearest_rows(ours, theirs)
         if (error := difference([ours.float()], [theirs.float()])) > 0.05:
@@ -343,8 +337,8 @@ def check_own_dtype(form: Form, segment: Segment, args: tuple, kwargs: dict[str,
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of the rows of both, those that differ least."""
     ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
-    order = (ours.float() - theirs.float()).square().sum(-1).argsort()
-    return ours[order[: max(3 * len(order) // 4, 1)]], theirs[order[: max(3 * len(order) // 4, 1)]]
+    nearest = (ours.float() - theirs.float()).square().sum(-1).argsort()[: max(3 * len(ours) // 4, 1)]
+    return ours[nearest], theirs[nearest]
 
 
 def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
@@ -356,38 +350,40 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
         for pattern, one in first.segments.items()
         if one is not None
     }
-    args, kwargs = form.complete(*calls[checked.which])
-    segment = segments[regardless_of_precision(pattern_of(form.counting(args, kwargs), []))]
-    args, kwargs, _ = without_caches(form, args, kwargs)
-
-    def original(flat: list[Any]) -> Tensor:
-        args_, kwargs_ = form.call_of(flat, *wide_call)
-        return result_of(type(module).forward(module, *args_, **kwargs_), flat, seen)[0]
-
-    def fused(flat: list[Any]) -> Tensor:
-        return result_of(segment(flat, "full"), flat)[0]
-
+    call = form.complete(*calls[checked.which])
+    segment = segments[form.pattern(*call)]
+    call, _ = without_caches(form, call)
     with unmoved(module), random_parameters(module):
         vary_choices(module)
-        wide_call = mapped(wide, (args, kwargs))
-        flat, masks = random_call(form, segment, *wide_call)
+        check = Check(form, segment, mapped(wide, call))
+        example = check.flat
+        check.randomize()
         module.train()
-        if checked.log and trace(module, *wide_call, leaves_of(form.counting(*wide_call))).log != checked.log:
+        if checked.log and trace(module, check.call, example).log != checked.log:
             raise Unreadable("another trace")
         module.eval()
-        with torch.no_grad():
-            error = difference([fused(flat)], [original(flat)])
+        error = check.error(check.flat)
         if error > TOLERANCE:
             raise Unreadable(f"the numbers of {segment.op} differ by {error:.1e}")
-        check_elsewhere(segment, original, fused, flat, masks)
-    check_own_dtype(form, segment, args, kwargs)
-    return Fused(form, segments, watch_of(form, segments), recompute), error, (args, kwargs)
+        check.elsewhere()
+    check_own_dtype(form, segment, call)
+    return Fused(form, segments, watch_of(form, segments), recompute), error, call
 
 
 def watch_of(form: Form, segments: dict[tuple, Segment]) -> Watch:
     module = form.module
     live = {one for s in segments.values() for one in live_attributes(module, s.template)}
     return Watch(module, form.reads, live, {s.logits_of for s in segments.values() if s.logits_of})
+
+
+class Attempt(NamedTuple):
+    """A call that was checked. asked: with its caches; call: without; log: of its trace."""
+
+    asked: Call
+    call: Call
+    segment: Segment
+    error: float
+    log: list[tuple]
 
 
 def fuse(
@@ -397,7 +393,15 @@ def fuse(
 
     checked: modules of the model that were fused, to which this one is added. Raises Unreadable if no call of it can be read.
     """
-    check_candidate(module)
+    inner = list(module.modules())[1:]
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in (module, *inner)):
+        raise Unreadable("it contains a BatchNorm, whose buffers a second forward would update")
+    if any(map(is_stack, inner)):  # is not traced, which would take a call of the whole model
+        raise Unreadable("it holds several layers of one class")
+    if not (runs_class_forward(module) and all(map(untouched, inner))):
+        raise Unreadable("it contains hooks, or a forward that is not its class's")
+    if why := why_unreadable(module):
+        raise Unreadable(why)
     try:
         form = Form(module, calls)
     except Exception as error:  # a signature that Python cannot read
@@ -406,55 +410,43 @@ def fuse(
         with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then checked by itself
             if other.is_like(name, module, calls):
                 return fuse_like(other, module, calls, recompute)
-    segments: dict[tuple, Segment | None] = {}
-    worst, asked, taken, found, logs = 0.0, [], [], [], []  # asked: with caches, taken: without
+    attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
     which = 0  # the first call that was checked
 
-    def add(args: tuple, kwargs: dict[str, Any]) -> None:
-        nonlocal worst
-        args, kwargs = form.complete(args, kwargs)
-        pattern = regardless_of_precision(pattern_of(form.counting(args, kwargs), []))
-        if pattern in segments:
-            return
-        whole = args, kwargs
-        args, kwargs, caches = without_caches(form, args, kwargs)
-        segment, error, log = attempt(form, args, kwargs)
-        check_own_dtype(form, segment, args, kwargs)
-        segment.caches = caches
-        segments[pattern], worst = segment, max(worst, error)
-        taken.append((args, kwargs))
-        asked.append(whole)
-        found.append(segment)
-        logs.append(log)
+    def add(*call: Any) -> None:
+        asked = form.complete(*call)
+        pattern = form.pattern(*asked)
+        if pattern not in attempts:
+            taken, caches = without_caches(form, asked)
+            segment, error, log = attempt(form, taken)
+            check_own_dtype(form, segment, taken)
+            segment.caches = caches
+            attempts[pattern] = Attempt(asked, taken, segment, error, log)
 
     for i, call in enumerate(calls):
-        is_first = not found
+        which = which if attempts else i
         try:
             add(*call)
-            which = i if is_first else which
         except Unreadable as why:
             reason = why
         except Exception as error:  # on random parameters a forward may raise anything
             reason = Unreadable(f"{type(error).__name__} in the probe: {error}")
-    if not segments:
+    if not attempts:
         adapter = why_unread(module)
         raise Unreadable(f"{adapter}: {reason}") if adapter else reason
-    segment = next(iter(segments.values()))
-    if segment.attends:
-        flat = leaves_of(form.counting(*taken[0]))
-        inputs = [flat[i] for i in segment.inputs]
-        for args, kwargs in (taken[0], asked[0]) if segment.caches else (taken[0],):
-            for call in mask_variants(module, args, kwargs, inputs):
+    first = next(iter(attempts.values()))
+    if first.segment.attends:
+        flat = leaves_of(form.counting(*first.call))
+        inputs = [flat[i] for i in first.segment.inputs]
+        for like in (first.call, first.asked) if first.segment.caches else (first.call,):
+            for call in mask_variants(module, like, inputs):
                 with contextlib.suppress(Exception):  # a mask that this module does not take
                     add(*call)
-    form.ignore(taken)
-    segments = {
-        regardless_of_precision(pattern_of(form.counting(*call), [])): one
-        for call, one in zip(asked, found, strict=True)
-    }
-    made = Fused(form, segments, watch_of(form, segments), recompute)
-    checked.append(Checked(name, module, call_kinds(calls), made, logs[0], which))
-    return made, worst, taken[0]
+    form.ignore([one.call for one in attempts.values()])
+    segments = {form.pattern(*one.asked): one.segment for one in attempts.values()}
+    fused = Fused(form, segments, watch_of(form, segments), recompute)
+    checked.append(Checked(name, module, call_kinds(calls), fused, first.log, which))
+    return fused, max(one.error for one in attempts.values()), first.call
 
 
 def runs_of(module: nn.Sequential, recompute: str) -> list[tuple[int, int, Fused, float]]:

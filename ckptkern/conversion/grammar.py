@@ -15,12 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import read_attention
+from .attention import read_attention, read_latent
 from .computed import Computed
-from .latent import read_latent
-from .leaves import Leaves, Probability
 from .moe import prefixed
-from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Reading, Rows, Steps, updates
+from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Probability, Reading, Rows, Steps, updates
 from .trace import Node, Unreadable, trace
 
 # of the MoE blocks in a module: as it was checked, or why it is no moe_block
@@ -28,8 +26,8 @@ Blocks = Mapping[str, Reading | Unreadable]
 
 
 class Grammar(Steps):
-    def __init__(self, leaves: Leaves, blocks: Blocks):
-        super().__init__(leaves)
+    def __init__(self, module: nn.Module, blocks: Blocks):
+        super().__init__(module)
         self.blocks = blocks
 
     # -- cores
@@ -55,10 +53,12 @@ class Grammar(Steps):
         down = self.linear(down_node, "the branch's end")
         h = self.strip(down.input, hidden)
         arguments = {
-            "down_weight": down.weight, "down_bias": down.bias, "dropout_p": self.probability(hidden),
+            "down_weight": down.weight,
+            "down_bias": down.bias,
+            "dropout_p": self.probability(hidden),
             "resid_dropout_p": self.probability(after),
-        }  # fmt: skip
-        if (found := self.leaves.activation(h)) is not None:
+        }
+        if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(self.strip(z), "what the activation reads")
             arguments |= {"activation": activation, "up_weight": up.weight, "up_bias": up.bias}
@@ -70,7 +70,7 @@ class Grammar(Steps):
     def gated(self, product: Node, arguments: dict[str, Any], down: Layer) -> Part:
         a, b = (self.strip(one) for one in product.inputs)
         for gate, up in ((a, b), (b, a)):
-            found = self.leaves.activation(gate)
+            found = self.activation(gate)
             up_layer = self.linear_of(up)
             if found is None or up_layer is None:
                 continue
@@ -82,21 +82,25 @@ class Grammar(Steps):
                 w, b, update = up_layer.weight, up_layer.bias, up_layer.update
                 orders = [
                     {
-                        "gate_weight": Rows(w, i, 2), "gate_bias": b and Rows(b, i, 2),
-                        "up_weight": Rows(w, 1 - i, 2), "up_bias": b and Rows(b, 1 - i, 2),
+                        "gate_weight": Rows(w, i, 2),
+                        "gate_bias": b and Rows(b, i, 2),
+                        "up_weight": Rows(w, 1 - i, 2),
+                        "up_bias": b and Rows(b, 1 - i, 2),
                         **updates(gate=update and update.rows(i, 2), up=update and update.rows(1 - i, 2), down=down),
                     }
                     for i in (0, 1)
-                ]  # fmt: skip
+                ]
                 return Part(arguments | orders[0], up_layer.input, [orders])
             if self.strip(gate_layer.input) is self.strip(up_layer.input):
                 weights = {
-                    "gate_weight": gate_layer.weight, "gate_bias": gate_layer.bias,
-                    "up_weight": up_layer.weight, "up_bias": up_layer.bias,
+                    "gate_weight": gate_layer.weight,
+                    "gate_bias": gate_layer.bias,
+                    "up_weight": up_layer.weight,
+                    "up_bias": up_layer.bias,
                     **updates(gate=gate_layer, up=up_layer, down=down),
-                }  # fmt: skip
+                }
                 return Part(arguments | weights, up_layer.input)
-        raise Unreadable("not a gated product: " + " * ".join(map(self.leaves.describe, (a, b))))
+        raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:
         try:
@@ -112,14 +116,14 @@ class Grammar(Steps):
         """[drop path] [scale] [norm] core."""
         around: dict[str, Any] = {}
         node = self.strip(node)
-        if (p := self.leaves.drop_path(node)) is not None:
+        if (p := self.drop_path(node)) is not None:
             around["drop_path_p"] = p
             node = self.strip(node.inputs[0])
         while (found := self.scale(node)) is not None:
             scale, node = found
             if scale != 1.0 and around.setdefault("layer_scale", scale) is not scale:
                 raise Unreadable("a branch is scaled twice")
-        if self.leaves.norm(node) is not None:
+        if self.norm(node) is not None:
             around |= self.norm_arguments(node, "post_norm")
             node = node.inputs[0]
         part = core(node)
@@ -128,7 +132,7 @@ class Grammar(Steps):
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """(layer_scale, what it scales)."""
-        if (scale := self.leaves.scale(node)) is not None:
+        if (scale := self.factor(node)) is not None:
             return scale, self.strip(next(one for one in node.inputs if one.kind != "parameter"))
         if node.is_function(*DIVIDE) and len(node.inputs) == 1:
             return self.number(node), self.strip(node.inputs[0])
@@ -139,21 +143,19 @@ class Grammar(Steps):
     @staticmethod
     def of_samples(node: Node) -> tuple[Node, Node] | None:
         """(a vector for each sample, what it meets) of a sum or product [B, ..., d] of two tensors."""
-        if len(node.inputs) == 2 and len(node.shape) > 2:
-            shape = (*(1,) * (len(node.shape) - 2), node.shape[-1])
-            for vectors, other in (node.inputs, node.inputs[::-1]):
-                if vectors.shape[1:] == shape and vectors.shape[0] in (1, node.shape[0]) and other.shape == node.shape:
-                    return vectors, other
+        shape = (*(1,) * (len(node.shape) - 2), node.shape[-1])
+        for vectors, other in node.pairs if len(node.shape) > 2 else ():
+            if vectors.shape[1:] == shape and vectors.shape[0] in (1, node.shape[0]) and other.shape == node.shape:
+                return vectors, other
         return None
 
     def less_one(self, node: Node) -> Node:
         """The scale of a factor 1 + scale."""
         inner = self.strip(node)
-        one = [value for value in inner.args if isinstance(value, (int, float))]
         if (
             inner.is_function(*ADD)
             and len(inner.inputs) == 1
-            and one == [1]
+            and inner.numbers == [1]
             and inner.shape.numel() == node.shape.numel()
         ):
             return inner.inputs[0]
@@ -165,10 +167,10 @@ class Grammar(Steps):
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
             found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
         if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
-            if self.leaves.norm(self.strip(pair[1])) is None:
+            if self.norm(self.strip(pair[1])) is None:
                 return None
             found["norm_scale"], node = Computed(self.less_one(pair[0]), True), self.strip(pair[1])
-        return None if self.leaves.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
+        return None if self.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
 
     def is_sum(self, node: Node) -> bool:
         """Of two tensors, and not a linear layer with its update."""
@@ -176,7 +178,7 @@ class Grammar(Steps):
 
     def sublayer(self, node: Node, core) -> Part:
         node, trailing = self.strip(node), None
-        if self.leaves.norm(node) is not None:
+        if self.norm(node) is not None:
             trailing, node = node, self.strip(node.inputs[0])
         if not self.is_sum(node):
             if trailing is not None:
@@ -184,7 +186,7 @@ class Grammar(Steps):
             part = self.branch(node, core)
             return self.with_norm(part, self.strip(part.input), None)
         reasons = []
-        for residual, branch in (node.inputs, node.inputs[::-1]):
+        for residual, branch in node.pairs:
             try:
                 part = self.branch(branch, core)
             except Unreadable as reason:
@@ -274,10 +276,10 @@ class Grammar(Steps):
         weights, biases, activations = [], [], []
         node = self.strip(node)
         while node.kind != "argument":
-            if (found := self.leaves.activation(node)) is not None:
+            if (found := self.activation(node)) is not None:
                 activations.append(found[0])
                 node = self.strip(found[1])
-            elif isinstance(self.leaves.module, nn.Linear):
+            elif isinstance(self.module, nn.Linear):
                 activations.append("identity")
             else:
                 raise self.refuse("no activation but", node)
@@ -309,7 +311,7 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
 
 def read_call(module: nn.Module, x: Tensor) -> Reading:
     """Returns the fused op that may compute a module's call with a tensor. Raises Unreadable."""
-    traced = trace(module, (x,), {})
+    traced = trace(module, ((x,), {}))
     if not isinstance(traced.result, Tensor):
         raise Unreadable("forward returns more than a tensor")
     return read(module, traced.node(traced.result))
@@ -317,11 +319,11 @@ def read_call(module: nn.Module, x: Tensor) -> Reading:
 
 def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Reading:
     """Returns the fused op that may have computed `output`. Raises Unreadable with the reason of the longest match."""
-    leaves, refusals = Leaves(module), []
-    for way in (Grammar.layer, Grammar.parallel, Grammar.attention_alone, Grammar.chain):
-        grammar = Grammar(leaves, blocks or {})
+    grammar, refusals = Grammar(module, blocks or {}), []
+    for way in (grammar.layer, grammar.parallel, grammar.attention_alone, grammar.chain):
+        grammar.layers_read, grammar.masked = 0, {}
         try:
-            return way(grammar, output)
+            return way(output)
         except Unreadable as reason:
             refusals.append((grammar.layers_read, str(reason)))
     raise Unreadable(max(refusals, key=lambda one: one[0])[1])

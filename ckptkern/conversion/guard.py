@@ -1,24 +1,127 @@
-"""Guards a converted module: compares its inside with what was checked."""
+"""Guards a converted module: compares its inside with what was checked, as far as its forward reads it: the attributes of its
+modules and of the objects that these hold, such as configurations."""
 
 from __future__ import annotations
 
 import copy
+import enum
+import functools
 import itertools
 import operator
+import sys
+import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..frozen import Frozen
-from ..nn.unmodified import collects_first, dormant, untouched
+from ..nn.unmodified import collecting_nothing, collects_first, dormant, untouched
 from ..subclasses import PLAIN
+from .protection import FULLY_SHARD, seeded, unmoved
 from .quantized import REPACKS, is_quantised
-from .reads import CONTAINERS, OF_EVERY_MODULE, VALUES, Reads
 from .report import AGAIN, warn_of
-from .trace import PLAIN_VALUES
+from .trace import PLAIN_VALUES, Call
 
-COMPOSED = "__composable_api_state_key"  # begins the names of those in which fully_shard keeps its state
+# Attributes of an object that were read, by name, with those that were read of their values. None: all, whatever they are.
+Reads = dict[str, Any]
+
+OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "forward"))  # attributes, which do not tell modules apart
+CONTAINERS = (list, dict, set, tuple)
+# Compared by ==.
+VALUES = (*PLAIN_VALUES, bytes, complex, slice, range, torch.dtype, torch.device, torch.Size, enum.Enum)
+CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType)
+
+
+def is_object(value: object) -> bool:
+    """Has it attributes that a forward may read, and is it no module, tensor, container or function?"""
+    return not isinstance(value, (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)) and isinstance(
+        getattr(value, "__dict__", None), dict
+    )
+
+
+class _Recorder:
+    """Notes attributes while classes have its `__getattribute__`. of: objects by id, with the names that were read of them and,
+    where that is an object, the value."""
+
+    def __init__(self, module: nn.Module):
+        self.of: dict[int, tuple[object, dict[str, Any]]] = {id(m): (m, {}) for m in module.modules()}
+        self.whole: set[int] = set()  # ids of objects whose __dict__ was read, or whose reads cannot be seen
+        self.classes: dict[type, Callable | None] = {}  # with the __getattribute__ of their own, if they have one
+        for m in list(module.modules()):
+            self.observe(m)
+
+    def observe(self, one: object) -> None:
+        kind = type(one)
+        if kind in self.classes:
+            return
+        read, own = kind.__getattribute__, vars(kind).get("__getattribute__")
+
+        def noted(self_: object, name: str) -> Any:
+            if id(self_) not in self.of:
+                return read(self_, name)
+            names = self.of[id(self_)][1]
+            names.setdefault(name, None)
+            value = read(self_, name)
+            if name == "__dict__":
+                # nn.Module looks there for parameters
+                if sys._getframe(1).f_code.co_filename != nn.modules.module.__file__:
+                    self.whole.add(id(self_))
+            elif not isinstance(value, nn.Module) and (id(value) in self.of or is_object(value)):
+                names[name] = value
+                if id(value) not in self.of:
+                    self.of[id(value)] = value, {}
+                    self.observe(value)
+            return value
+
+        try:
+            kind.__getattribute__ = noted  # type: ignore[method-assign, assignment]
+        except TypeError:  # a class that is not written in Python
+            self.whole.add(id(one))
+        else:
+            self.classes[kind] = own
+
+    def stop(self) -> None:
+        for kind, own in self.classes.items():
+            if own is None:
+                del kind.__getattribute__
+            else:
+                kind.__getattribute__ = own  # type: ignore[method-assign]
+
+    def reads(self, one: object, above: frozenset[int] = frozenset()) -> Reads | None:
+        if id(one) in self.whole:
+            return None
+        common, above = (OF_EVERY_MODULE if isinstance(one, nn.Module) else ()), above | {id(one)}
+        return {
+            name: {} if value is None or id(value) in above else self.reads(value, above)
+            for name, value in self.of[id(one)][1].items()
+            if name not in common and not name.startswith("__") and not hasattr(nn.Module, name)
+        }
+
+
+def reads_of(module: nn.Module, call: Call) -> dict[str, Reads | None]:
+    """What the class's forward reads in training and in evaluation, by the path of each module inside."""
+    with seeded(), unmoved(module), torch.no_grad(), collecting_nothing():
+        (args, kwargs), found = call, {}
+        for mode in (True, False):
+            module.train(mode)
+            recorder = _Recorder(module)
+            try:
+                type(module).forward(module, *args, **kwargs)
+            finally:
+                recorder.stop()
+            found = all_reads(found, {path: recorder.reads(m) for path, m in module.named_modules()})
+        return found
+
+
+def all_reads(one: Reads | None, other: Reads | None) -> Any:
+    """All that either has read."""
+    if one is None or other is None:
+        return None
+    return {name: all_reads(one.get(name, {}), other.get(name, {})) for name in {**one, **other}}
+
+
 # They change no result: `not_repacked` switches the first off while a module is read, and transformers asks for the other
 # whether it makes a checkpoint of what is one already.
 HARMLESS = (REPACKS, "gradient_checkpointing")
@@ -61,7 +164,7 @@ def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
         for m in module.modules()
         for name, value in m.__dict__.items()
         if not (name in OF_EVERY_MODULE or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
-        and not name.startswith(COMPOSED)
+        and not name.startswith(FULLY_SHARD)
     ]
 
 
@@ -102,7 +205,7 @@ def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str]
     own, is_module = vars(owner), isinstance(owner, nn.Module)
     names = own.keys() if reads is None else reads.keys()
     if is_module:
-        names = [name for name in names if name not in OF_EVERY_MODULE and not name.startswith(COMPOSED)]
+        names = [name for name in names if name not in OF_EVERY_MODULE and not name.startswith(FULLY_SHARD)]
     absent = frozenset(names) - own.keys() - {*skipped}
     if is_module:
         absent -= owner._parameters.keys() | owner._buffers.keys() | owner._modules.keys()
@@ -125,23 +228,6 @@ def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str]
         yield found
 
 
-class Compared(NamedTuple):
-    """What a call of Watch.unchanged compares, looked up beforehand: views of live things, and what they were."""
-
-    hooks: list[dict]  # all empty
-    children: list[Any]  # views of each parent's children
-    below: list[nn.Module]  # what they were, in one list
-    classes: list[type]  # of these
-    settings: list[tuple[Callable, dict]]  # getters of attributes, and the dicts that they read
-    values: list[Any]
-    parameters: list[Any]  # views of each module's
-    modes: list[dict]  # that hold `training`, of modules with children
-    attributes: list[dict]
-    counts: list[int]  # of the attributes
-    objects: list[tuple[dict, str, object]]
-    given: list[dict]  # hooks of routers, which a call gives the logits
-
-
 class Watch:
     """Tells whether the inside of a module is still what was checked: submodules, their classes and hooks, the attributes that
     its forward reads of them and of what they hold, such as a configuration, and parameters that are plain memory.
@@ -151,10 +237,13 @@ class Watch:
     """
 
     def __init__(
-        self, module: nn.Module, reads: dict[str, Reads | None], live: Collection[tuple[str, str]] = (),
+        self,
+        module: nn.Module,
+        reads: dict[str, Reads | None],
+        live: Collection[tuple[str, str]] = (),
         given: Collection[str] = (),
-    ):  # fmt: skip
-        """reads: by the path of each module (reads.reads_of); live: (path, attribute) of what each call reads anew; given:
+    ):
+        """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
         paths of modules whose hooks a call gives what they collect."""
         self.module, self.given = module, [module.get_submodule(path) for path in given]
         self.structure = [(m, path, type(m), tuple(m._modules.items())) for path, m in module.named_modules()]
@@ -166,68 +255,66 @@ class Watch:
         self.held = list({id(one.owner): one for one in found}.values())  # a configuration that several share, once
         self.ties = ties_of(module)
         self.kinds = PLAIN.union(type(p) for p in module.parameters() if is_quantised(p) or isinstance(p, Frozen))
-        self.compared: Compared | None = None
+        self.compared: Callable[[bool], bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"compared": None}
 
-    def prepared(self) -> Compared:
-        modules = [m for m, *_ in self.structure]
+    def comparison(self) -> Callable[[bool], bool]:
+        """Returns what `unchanged` calls, with what it compares looked up beforehand: views of live things, and what they
+        were."""
+        modules, flat = [m for m, *_ in self.structure], itertools.chain.from_iterable
         inner = modules[1:]
+        hooks = [  # all empty
+            d
+            for m in inner
+            for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+            if not (d is m._forward_hooks and m in self.given)
+        ]
+        given = [m._forward_hooks for m in self.given]  # of routers, which a call gives the logits
+        children = [m._modules.values() for m, *_, children in self.structure if children]
         below = [child for *_, children in self.structure for _, child in children]
         kinds = {id(None): type(None), **{id(m): kind for m, _, kind, _ in self.structure}}  # a child may be None
+        classes = [kinds[id(m)] for m in below]
         valued = [(vars(one.owner), one.values) for one in self.held if one.values]
-        others = {id(one.owner): vars(one.owner) for one in self.held}
-        attributes = list(({id(m): vars(m) for m in inner} | others).values())
-        self.compared = Compared(
-            hooks=[
-                d
-                for m in inner
-                for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-                if not (d is m._forward_hooks and m in self.given)
-            ],
-            children=[m._modules.values() for m, *_, children in self.structure if children],
-            below=below,
-            classes=[kinds[id(m)] for m in below],
-            settings=[(operator.itemgetter(*names), d) for d, names in valued],
-            values=[operator.itemgetter(*names)(names) for _, names in valued],
-            parameters=[m._parameters.values() for m in modules if m._parameters],
-            modes=[vars(m) for m, *_, children in self.structure[1:] if children],
-            attributes=attributes,
-            counts=[-1] * len(attributes),
-            objects=[(vars(one.owner), name, value) for one in self.held for name, value in one.objects.items()],
-            given=[m._forward_hooks for m in self.given],
-        )
-        return self.compared
+        settings = [(operator.itemgetter(*names), d) for d, names in valued]
+        values = [operator.itemgetter(*names)(names) for _, names in valued]
+        parameters = [m._parameters.values() for m in modules if m._parameters]
+        modes = [vars(m) for m, *_, children in self.structure[1:] if children]
+        attributes = list(({id(m): vars(m) for m in inner} | {id(h.owner): vars(h.owner) for h in self.held}).values())
+        counts = [-1] * len(attributes)
+        objects = [(vars(one.owner), name, value) for one in self.held for name, value in one.objects.items()]
+
+        def is_equal(collects: bool) -> bool:
+            training = self.module.training
+            if list(map(len, attributes)) != counts:
+                if next(self.added(), None):
+                    return False
+                counts[:] = map(len, attributes)
+            live = list(flat(children))
+            return (
+                live == below
+                and list(map(type, live)) == classes
+                and (not any(hooks) or all(map(dormant, filter(None, hooks))))
+                and (not any(given) or all(map(collects_first if collects else dormant, given)))
+                and [get(d) for get, d in settings] == values
+                and self.kinds.issuperset(map(type, flat(parameters)))
+                and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
+                and not (objects and any(d.get(name) is not value for d, name, value in objects))
+                and not (
+                    self.ties and any(a._parameters[name] is not b._parameters[as_] for a, name, b, as_ in self.ties)
+                )
+            )
+
+        return is_equal
 
     def unchanged(self, collects: bool = True) -> bool:
         """collects: may hooks of routers collect logits?"""
         try:
-            return self.is_equal(collects)
+            self.compared = self.compared or self.comparison()
+            return self.compared(collects)
         except Exception:  # comparing someone's objects may raise anything: tensors in lists have no truth value
             return False
-
-    def is_equal(self, collects: bool) -> bool:
-        (
-            hooks, children, below, classes, settings, values, parameters, modes, attributes, counts, objects, given,
-        ) = self.compared or self.prepared()  # fmt: skip
-        training, flat = self.module.training, itertools.chain.from_iterable
-        if list(map(len, attributes)) != counts:
-            if next(self.added(), None):
-                return False
-            counts[:] = map(len, attributes)
-        live = list(flat(children))
-        return (
-            live == below
-            and list(map(type, live)) == classes
-            and (not any(hooks) or all(map(dormant, filter(None, hooks))))
-            and (not any(given) or all(map(collects_first if collects else dormant, given)))
-            and [get(d) for get, d in settings] == values
-            and self.kinds.issuperset(map(type, flat(parameters)))
-            and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
-            and not (objects and any(d.get(name) is not value for d, name, value in objects))
-            and not (self.ties and any(a._parameters[name] is not b._parameters[as_] for a, name, b, as_ in self.ties))
-        )
 
     def added(self) -> Iterator[str]:
         """Says which attributes there are that forward would read, or run."""

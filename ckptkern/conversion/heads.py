@@ -1,40 +1,52 @@
 """Finds the LM head of a model and its loss: the linear layer whose result F.cross_entropy or F.nll_loss reads, in a call
-that computes the loss."""
+that computes the loss; and the norm whose result the head reads, and makes it save its input alone.
+
+A norm written in PyTorch ops, such as transformers' RMSNorm, saves its input, in float32, and what it is divided to, all
+tokens of each. In a model whose layers save their inputs these are the largest tensors beside them.
+
+TRL's trainers read the head's weight themselves since version 1.16 and never call the head, so they take no lazy logits of it:
+`patch_trl` makes their fused head run linear_cross_entropy.
+"""
 
 from __future__ import annotations
 
-import sys
+import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .. import ops
+from ..extras import missing
 from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
+from ..ops.dispatch.choices import parse_bytes
 from ..ops.sublayer.lora import LoRA
+from ..segments.patch import Patch
+from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
-from .arguments import Call, arguments_getter, live_attributes, rescaled
-from .autocast import switched_off
+from .arguments import arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
 from .check import TOLERANCE, difference, random_parameters, results, rms, wide
-from .guard import Watch
-from .leaves import Leaves, is_linear
+from .computed import Inputs
+from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
-from .norms import replaced, watching
 from .protection import seeded, unmoved
-from .reading import Steps
-from .reads import reads_of
+from .reading import Steps, is_linear
 from .report import AGAIN, Row
+from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .token_statistics import LOSSES
-from .trace import Unreadable, leaves_of, trace
+from .tokens import LOSSES, NEVER, callers
+from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -42,21 +54,38 @@ NO_LABELS = (
     "no label of the example counts: all are ignore_index (-100), or its sequences are of one token, whose shifted labels are "
     "empty. Give convert an example with labels that count"
 )
+NOT_RUN = "the example's call did not run it. Give convert a call that does"
 NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the head and its loss become one op"
 
 
-class Losses(TorchFunctionMode):
-    """Notes the numbers of classes of every F.cross_entropy and F.nll_loss inside, and the weights of every F.linear."""
+class Ran(TorchFunctionMode):
+    """Notes what the example's call runs: the modules, the tensors that functions take, and the numbers of classes of every
+    F.cross_entropy and F.nll_loss."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
+        self.modules: set[nn.Module] = set()
+        self.taken: set[int] = set()  # tensors by id
+        self.weights: set[int] = set()  # of these those of every F.linear
         self.classes: set[int] = set()
-        self.weights: set[int] = set()  # by id
-        self.counts = False  # does any of their targets?
-        self.of_module = False  # does nn.CrossEntropyLoss call it? Dynamo takes that for a function of tensors
+        self.counts = False  # does any of the losses' targets?
+        self.of_module = False  # does nn.CrossEntropyLoss call one? Dynamo takes that for a function of tensors
+
+    def __enter__(self):
+        self.hook = register_module_forward_pre_hook(self.note)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.hook.remove()
+        return super().__exit__(*error)
+
+    def note(self, module: nn.Module, args: tuple) -> None:
+        is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
+        self.modules.update(module.modules() if is_compiled else (module,))  # whose inner calls are not seen
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.taken.update(id(one) for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
         if function in LOSSES:
             given = dict(zip(LOSSES[function], args, strict=False)) | kwargs
             logits, target = given["input"], given["target"]
@@ -67,19 +96,24 @@ class Losses(TorchFunctionMode):
             self.weights.add(id(args[1] if len(args) > 1 else kwargs["weight"]))
         return function(*args, **kwargs)
 
-
-def callers(count: int) -> Iterator[FrameType]:
-    """The last frames before the caller's."""
-    frame = sys._getframe(2).f_back
-    while frame is not None and (count := count - 1) >= 0:
-        yield frame
-        frame = frame.f_back
+    def misses(self, module: nn.Module) -> bool:
+        """Returns whether the module, with matrices among its parameters, was not run: neither it nor a module inside was
+        called, nor did a function take its parameters, as with a tied head. Of leaf modules, linear layers alone."""
+        parameters = list(module.parameters())
+        if all(p.dim() < 2 for p in parameters) or not self.modules.isdisjoint(module.modules()):
+            return False
+        taken = self.taken
+        if not is_leaf(module):  # may share an embedding with modules that were called
+            taken = taken.difference(id(p) for m in self.modules for p in m.parameters(recurse=False))
+        elif not isinstance(module, nn.Linear):
+            return False
+        return taken.isdisjoint(map(id, parameters))
 
 
 def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [one for one in leaves if isinstance(one, Tensor) and one.dim() == 0 and one.is_floating_point()]
+    return [one for one in leaves if is_floating(one) and one.dim() == 0]
 
 
 def base_linear(module: nn.Module) -> nn.Module | None:
@@ -99,14 +133,14 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     try:
         with unmoved(module), random_parameters(module):
             x = base.weight.new_empty(2, 3, base.in_features).normal_()
-            steps, traced = Steps(Leaves(module)), trace(module.train(), (x,), {})
+            steps, traced = Steps(module), trace(module.train(), ((x,), {}))
             layer = steps.linear_of(steps.strip(traced.node(traced.result)))
             if layer is None or layer.update is None or layer.weight.form:
                 return None
             module.eval()
             template = {"lora": layer.update}
             with torch.no_grad(), rescaled(module, template):
-                lora = LoRA(*arguments_getter(module, template)(Call([x], False, 0, x))["lora"])
+                lora = LoRA(*arguments_getter(module, template)(Inputs([x], False, 0, x))["lora"])
                 matmul = Matmul(x, base.weight, base.bias, lora=lora)
                 error = difference([matmul.values()], [type(module).forward(module, x)])
     except Unreadable:
@@ -127,18 +161,20 @@ class Head(Forward):
         if template is not None:
             self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
-            self.watch = Watch(module, reads_of(module, (x,), {}), live_attributes(module, template))
+            self.watch = Watch(module, reads_of(module, ((x,), {})), live_attributes(module, template))
         self.log: list[Wanted] | None = None  # during the example's call
         self.inputs: list[Tensor] = []  # of that call, before autocast rounds them
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
     def run(self, *args, **kwargs):
-        compiling = torch.compiler.is_compiling()
+        compiling, trains = is_compiling(), torch.is_grad_enabled()
+        trains = self.log is not None or (trains and any(map(requires_grad, (*args, *self.module.parameters()))))
+        may_be_traced = self.only_loss and self.watch is None and not torch.compiler.is_exporting()
+        if not trains or (compiling and not may_be_traced):
+            return self.original(*args, **kwargs)
         lora = self.update(args)
-        if not (self.log is not None or any(requires_grad(one) for one in (*args, *self.module.parameters()))):
-            return self.original(*args, **kwargs)  # which saves nothing
-        if (compiling and not self.may_be_traced) or len(args) != 1 or kwargs or not self.takes(args[0], lora):
-            return self.unfused(lambda: self.why_not(args, kwargs), args, kwargs)
+        if why := self.why_not(args, kwargs, lora):
+            return self.unfused(lambda: why, args, kwargs)
         mode = mode_of(OP, None, self.recompute)
         if compiling:
             weight = self.linear.weight
@@ -158,51 +194,102 @@ class Head(Forward):
             self.calls["fused"] -= 1
             self.count("original", lambda: cause)
 
-    @property
-    def may_be_traced(self) -> bool:
-        return self.only_loss and self.watch is None and not torch.compiler.is_exporting()
-
     def update(self, args: tuple) -> LoRA | None:
         """The layer's low-rank update in this call, if it has one and is what was checked."""
-        if self.watch is None or len(args) != 1 or torch.compiler.is_compiling() or not self.watch.unchanged():
+        if self.watch is None or len(args) != 1 or is_compiling() or not self.watch.unchanged():
             return None
-        return LoRA(*self.arguments(Call([args[0]], self.module.training, 0, args[0]))["lora"])
+        return LoRA(*self.arguments(Inputs([args[0]], self.module.training, 0, args[0]))["lora"])
 
-    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        """Why the layer's own forward runs in a training call, and the remedy."""
+    def why_not(self, args: tuple, kwargs: dict[str, Any], lora: LoRA | None) -> str:
+        """Why the layer's own forward runs in a training call, and the remedy; "" if it need not."""
         if len(args) != 1 or kwargs:
             return "it is called with more than its input. Leave it out by exclude="
-        if self.watch is not None and not self.watch.unchanged():
+        if (lora is None) != (self.watch is None):
             return self.watch.difference()
-        module, x = self.linear, args[0]
-        others = {type(one).__name__ for one in (x, module.weight, module.bias) if type(one) not in PLAIN}
-        kind, transformed = class_of(self.module), torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-        causes = (
-            (transformed, "torch.func or torch.jit transforms it"),
-            (kind is not self.kind, f"it is of class {kind.__name__}, and was {self.kind.__name__}"),
-            (hooked(self.module) and not stays_gathered(self.module), "it has a hook"),
-            (bool(others), f"its input, weight or bias is a {' and a '.join(sorted(others))}"),
-            (not strided(module), "its weight is sparse"),
-            (True, f"its input is {described(x)} and its weight {described(module.weight)}"),
-        )
-        return f"{next(cause for holds, cause in causes if holds)}. {AGAIN}"
-
-    def takes(self, x: Tensor, lora: LoRA | None) -> bool:
-        module = self.linear
+        (x,), module, kind, why = args, self.linear, class_of(self.module), ""
         tensors = (x, module.weight, module.bias, *(() if lora is None else lora[:2]))
-        return (
-            (lora is None) == (self.watch is None) and
-            (torch.is_grad_enabled() or self.log is not None)
-            and class_of(self.module) is self.kind
-            and (not hooked(self.module) or stays_gathered(self.module))
-            and PLAIN.issuperset(map(type, tensors))
-            and strided(module)
-            and x.shape[-1:] == module.weight.shape[1:]
+        if torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
+            why = "torch.func or torch.jit transforms it"
+        elif kind is not self.kind:
+            why = f"it is of class {kind.__name__}, and was {self.kind.__name__}"
+        elif hooked(self.module) and not stays_gathered(self.module):
+            why = "it has a hook"
+        elif not PLAIN.issuperset(map(type, tensors)):
+            others = sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN})
+            why = f"its input, weight or bias is a {' and a '.join(others)}"
+        elif not strided(module):
+            why = "its weight is sparse"
+        elif not (
+            x.shape[-1:] == module.weight.shape[1:]
             and x.device == module.weight.device
             and (x.dtype == module.weight.dtype or torch.is_autocast_enabled(x.device.type))
             and x.is_floating_point()
-            and not (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing())
-        )  # fmt: skip
+        ):
+            why = f"its input is {described(x)} and its weight {described(module.weight)}"
+        return f"{why}. {AGAIN}" if why else ""
+
+
+# -- the norm before a head
+
+
+def may_be_norm(module: nn.Module) -> bool:
+    """Has it vectors for parameters, and nothing else?"""
+    parameters = list(module.parameters())
+    return (
+        bool(parameters)
+        and not [*module.children(), *module.buffers()]
+        and all(p.dim() == 1 for p in parameters)
+        and untouched(module)
+        and dense(module)
+    )
+
+
+class Norm(Forward):
+    """The class's forward in chunks of tokens that fit the workspace, which saves its input and recomputes each chunk in
+    backward; as it is at recompute="none", without gradients, under torch.compile, which recomputes of itself what is
+    elementwise, and in torch.func's transforms."""
+
+    def run(self, *args, **kwargs):
+        if (
+            self.recompute == "none"
+            or not torch.is_grad_enabled()
+            or is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or torch.jit.is_tracing()
+            or not any(map(requires_grad, (*args, *self.module.parameters(recurse=False))))
+        ):
+            return self.original(*args, **kwargs)
+        if why := self.why_not(args, kwargs):
+            return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
+        self.count("fused")
+        return run_in_chunks(self.module, self.original, args[0], self.workspace)
+
+    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Why it cannot run in chunks; "" if it can."""
+        if len(args) != 1 or kwargs:
+            return "it is called with more than its input"
+        tensors = (*args, *self.module.parameters(recurse=False))
+        if others := [type(one).__name__ for one in tensors if type(one) not in PLAIN]:
+            return f"its input or weight is a {others[0]}"
+        if args[0].dim() < 2:
+            return "its input has no dimension of tokens"
+        return "it has a hook" if hooked(self.module) else ""
+
+
+def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
+    """The norm's row in the table and its new forward; None if it is not token-wise, or saves hardly more than its input."""
+    forward = Norm(module, recompute)
+    row = Row(name, type(module).__name__, "tiled")
+    try:
+        check_token_wise(module, forward.original, x)
+        runs = module.forward, forward
+        row.saved_before, row.saved_after = (saved_bytes(module, run, (x,), {}, x) for run in runs)
+    except Exception:  # what convert need not replace stays as it is
+        return None
+    return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
+
+
+# -- the heads of a model
 
 
 class Chain(NamedTuple):
@@ -213,19 +300,16 @@ class Chain(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return tuple((step.name, str([a for a in leaves_of((step.args, step.kwargs)) if not isinstance(a, Tensor)]))
-                     for step in self.steps)  # fmt: skip
+        return tuple(
+            (step.name, str([a for a in leaves_of((step.args, step.kwargs)) if not isinstance(a, Tensor)]))
+            for step in self.steps
+        )
 
-    def unfused(self, flat: list[Tensor]) -> Tensor:
-        return self.after(self.matmul.of(flat).values())
-
-    def fused(self, flat: list[Tensor], mode: str = "full") -> Tensor:
-        return self.after(self.matmul.of(flat, mode).logits())
-
-    def after(self, values: Tensor) -> Tensor:
-        for step in self.steps:
-            values = step(values)
-        return values
+    def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
+        """The loss of these tensors in place of the head's; with a mode by lazy logits."""
+        matmul = self.matmul.of(flat, mode or "full")
+        values = matmul.values() if mode is None else matmul.logits()
+        return functools.reduce(lambda z, step: step(z), self.steps, values)
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
@@ -239,61 +323,65 @@ class Chain(NamedTuple):
     def error(self) -> float:
         """The largest relative error of the loss and its gradients."""
         flat = self.example(wide)
-        theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in (self.unfused, self.fused))
+        places, lazy = list(range(len(flat))), functools.partial(self.loss, mode="full")
+        theirs, ours = (results(run, flat, places, []) for run in (self.loss, lazy))
         return difference(ours, theirs)
 
-    def saved(self, mode: str) -> tuple[int, int]:
+    def saved(self, mode: str) -> list[int]:
         """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
-        flat, found, loss = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
-        given = [one for one in leaves_of((loss.args, loss.kwargs)) if type(one) is Tensor]
-        for run in (self.unfused, lambda flat: self.fused(flat, mode)):
+        flat, bytes_, last = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
+        given = [one for one in leaves_of((last.args, last.kwargs)) if type(one) is Tensor]
+        for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
-                run(flat)
-            found.append(saved.bytes)
-        return found[0], found[1]
+                self.loss(flat, lazy)
+            bytes_.append(saved.bytes)
+        return bytes_
 
 
 class Heads:
     """The heads of a model, by a call of it that computes a loss."""
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], losses: Losses, before: list[Tensor]):
-        """losses: of such a call; before: the scalars that it returned."""
-        self.model, self.losses, self.before = model, losses, before
+    def __init__(self, model: nn.Module, call: Call, ran: Ran, before: list[Tensor]):
+        """ran: what such a call ran; before: the scalars that it returned."""
+        self.model, self.ran, self.before = model, ran, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
         with switched_off(model):
-            self.adapted = {m: found for m in model.modules() if (found := adapted(m, losses.classes)) is not None}
+            self.adapted = {m: found for m in model.modules() if (found := adapted(m, ran.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
-        candidates = [
-            m for m in model.modules() if is_linear(m) and len(m.weight) in losses.classes and m not in inside
-        ]
-        self.logs: dict[nn.Module, list[Wanted]] = {}
+        linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
+        candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
+        self.logs: dict[nn.Module, list[Wanted]] = {m: [] for m in candidates}
         # inputs of the norms whose results such heads read that become one op with their loss
         self.norms: dict[nn.Module, Tensor] = {}
-        self.refused = "" if losses.counts else NO_LABELS
-        candidates = [m for m in candidates if untouched(m) and dense(m) and not m.weight.is_meta]
-        candidates = [*candidates, *self.adapted]
-        if self.refused:
-            self.logs = {m: [] for m in candidates}
-        elif candidates:
+        self.refused = "" if ran.counts else NO_LABELS
+        if candidates and not self.refused:
             try:
-                self.logs = self.logged(candidates, args, kwargs)
+                self.logs = self.logged(candidates, call)
             except Exception as error:  # someone's forward may do with logits what only values bear
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
-                self.logs = {m: [] for m in candidates}
         self.any_replaced = any(one.covered for log in self.logs.values() for one in log)
 
-    def logged(self, candidates: list[nn.Module], args: tuple, kwargs: dict[str, Any]) -> dict[nn.Module, list[Wanted]]:
+    def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[Wanted]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
-        heads = {module: Head(module, "full", self.adapted.get(module)) for module in candidates}
+        (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
+        norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
+
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], y: Any) -> None:
+            if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
+                norms.append((module, upcast(module)(args[0]), y.detach()))
+
+        hooks = [m.register_forward_hook(note, with_kwargs=True) for m in list(self.model.modules()) if may_be_norm(m)]
         try:
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with seeded(), unmoved(self.model), torch.no_grad(), watching(self.model) as results:
+            with seeded(), unmoved(self.model), torch.no_grad():
                 self.model.eval()
                 after = scalars(self.model(*args, **kwargs))
         finally:
+            for hook in hooks:
+                hook.remove()
             for head in heads.values():
                 head.unbind()
         read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
@@ -303,22 +391,25 @@ class Heads:
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
         fused = [head for head in heads.values() if any(one.covered for one in head.log)]
-        self.norms = results.behind(x for head in fused for x in head.inputs)
+        inputs = {x.untyped_storage()._cdata for head in fused for x in head.inputs}
+        self.norms = {module: x for module, x, y in norms if y.untyped_storage()._cdata in inputs}
         return {module: head.log for module, head in heads.items()}
 
-    def norm(self, name: str, module: nn.Module, recompute: str) -> tuple[Row, Forward] | None:
-        """The row of a norm before a head in the table, and its new forward, if that saves less."""
-        return replaced(name, module, self.norms[module], recompute) if module in self.norms else None
-
-    def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Head | None]:
-        """Its row in the table, and its new forward if it is replaced; no row for a layer that is no head."""
+    def row(self, name: str, module: nn.Module, recompute: str) -> tuple[Row | None, Forward | None]:
+        """Its row in the table, and its new forward if it is replaced; no row for a layer that is no head, nor a norm before
+        one that saves less in chunks."""
+        if module in self.norms and (norm := replaced_norm(name, module, self.norms[module], recompute)):
+            return norm
         row = Row(name, type(module).__name__, None)
         if module not in self.logs:
             row.reason = NO_LOSS
             likely = (
-                not self.losses.classes and is_linear(module) and id(module.weight) in self.losses.weights
-                and len(module.weight) in self.embedded and not any(map(str.isdigit, name.split(".")))  # in no layer
-            )  # fmt: skip
+                not self.ran.classes
+                and is_linear(module)
+                and id(module.weight) in self.ran.weights
+                and len(module.weight) in self.embedded
+                and not any(map(str.isdigit, name.split(".")))  # in no layer
+            )
             return row if likely else None, None
         log = self.logs[module]
         chains = {
@@ -334,7 +425,7 @@ class Heads:
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None
-        row.saved_before, row.saved_after = (sum(one) for one in zip(*saved, strict=True))
+        row.saved_before, row.saved_after = map(sum, zip(*saved, strict=True))
         if row.saved_after >= row.saved_before:
             row.reason = f"{OP} saves no less"
             return row, None
@@ -346,5 +437,101 @@ class Heads:
             )
         row.replaced_by = OP
         forward = Head(module, recompute, self.adapted.get(module))
-        forward.only_loss = not others and not self.losses.of_module
+        forward.only_loss = not others and not self.ran.of_module
         return row, forward
+
+
+# Of trl.kernels.ChunkedLogProbFunction.forward in TRL 1.16: its arguments, and what it returns after the log-probabilities.
+ARGUMENTS = (
+    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+_patches: list[Patch] = []  # not yet removed, oldest first
+
+
+def patch_trl(workspace: int | str | None = None) -> Patch:
+    """Makes the fused LM head of TRL's trainers run `ckptkern.linear_cross_entropy`, until the result's ``remove()``, or the
+    end of a ``with`` block.
+
+        ckptkern.convert(model, input_ids=ids, labels=ids)
+        ckptkern.patch_trl()
+        trl.SFTTrainer(model, ...).train()
+
+    For TRL 1.16's SFT, DPO, KTO, GRPO and RLOO, which compute a token's log-probability, entropy and accuracy from the hidden
+    states and lm_head.weight in buffers of 4,096 tokens x 32,768 classes. Here their memory is bounded by `workspace` (see
+    linear_cross_entropy), no float32 gradient of the whole weight is formed, and logits are float32 where TRL rounds them to
+    the hidden states' dtype. Saves 8 bytes a token for backward. The latest patch's workspace holds until all are removed.
+
+    Raises ImportError, which says what to install, RuntimeError if TRL's function is not that of 1.16, ValueError (workspace);
+    a call raises RuntimeError for a weight that DeepSpeed's ZeRO-3 has split.
+    """
+    size = parse_bytes("patch_trl", workspace)
+    if hint := missing("trl"):
+        raise ImportError(hint)
+    try:
+        from trl.kernels import ChunkedLogProbFunction as function
+    except ImportError:
+        function = None
+    if function is None or tuple(inspect.signature(function.forward).parameters) != ARGUMENTS:
+        raise RuntimeError(
+            "ckptkern.patch_trl: this version of TRL has no trl.kernels.ChunkedLogProbFunction with the arguments of TRL 1.16. "
+            "Leave the patch out: where TRL reads logits, those of a converted model are lazy"
+        )
+    function.apply = functools.partial(token_log_probs, size)
+    return Patch(_patches, functools.partial(delattr, function, "apply"))
+
+
+def token_log_probs(
+    workspace: int | None,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = OUTPUTS,
+) -> tuple[Tensor | None, ...]:
+    """Computes what TRL's function returns: log-probabilities of targets [N], and the outputs that are asked for, else None:
+    entropy [N], log(sum p^2) [N], mean logit [N], is the target the arg max? [N], of logits
+    softcap tanh(logit_scale (hidden weight^T + bias) / softcap) / temperature. hidden [N, d], weight [V, d], bias [V]."""
+    if hasattr(weight, "ds_id"):
+        raise RuntimeError(
+            "ckptkern.patch_trl: DeepSpeed's ZeRO-3 has split the head's weight, which backward would not gather. Leave the "
+            "patch out"
+        )
+    if not torch.is_autocast_enabled(hidden.device.type):  # TRL computes in the hidden states' dtype
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    cap = None if final_logit_softcapping is None else final_logit_softcapping / temperature
+    scale = logit_scale / temperature
+
+    def statistics(factor: float = 1.0, **options: Any):
+        return ops.linear_cross_entropy(
+            hidden,
+            weight,
+            targets,
+            linear_bias=bias,
+            reduction="none",
+            ignore_index=NEVER,
+            logit_scale=factor * scale,
+            softcap=None if cap is None else factor * cap,
+            workspace=workspace,
+            **options,
+        )
+
+    wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
+    found = statistics(
+        return_log_probs=True,
+        return_entropy="entropy" in outputs,
+        return_accuracy="is_top1" in outputs,
+        return_lse=wants_squares or wants_mean,
+        label_smoothing=float(wants_mean),  # the loss is then lse - the mean logit
+    )
+    with torch.no_grad():  # sum p^2 = sum exp(2 z - 2 lse)
+        squared = statistics(2.0, return_lse=True).lse - 2 * found.lse if wants_squares else None
+        mean = found.lse - found.loss if wants_mean else None
+    top = found.accuracy.bool() if found.accuracy is not None else None
+    return found.log_probs, found.entropy, squared, mean, top

@@ -1,4 +1,5 @@
-"""Recognises the parts of an MoE layer by the shapes of their parameters: experts, and a block of a router and experts."""
+"""Recognises the parts of an MoE layer by the shapes of their parameters: experts, and a block of a router and experts;
+and names the adapters for which a layer is no fused op."""
 
 from __future__ import annotations
 
@@ -56,6 +57,11 @@ class Parts(NamedTuple):
     score_bias: str | None
     shared_expert_gate: str | None
 
+    @property
+    def router(self) -> str:
+        """The path of the module that has the router's weight."""
+        return self.router_weight.rpartition(".")[0]
+
 
 def parts_of(module: nn.Module) -> Parts | None:
     """The parts of an MoE block; None for a module that has others, or lacks one."""
@@ -82,6 +88,39 @@ def parts_of(module: nn.Module) -> Parts | None:
     if any(tuple(b.shape) != (E,) for _, b in buffers):
         return None
     return Parts(
-        experts[0], shared[0] if shared else None, found["router_weight"], found.get("router_bias"),
-        buffers[0][0] if buffers else None, found.get("shared_expert_gate"),
-    )  # fmt: skip
+        experts[0],
+        shared[0] if shared else None,
+        found["router_weight"],
+        found.get("router_bias"),
+        buffers[0][0] if buffers else None,
+        found.get("shared_expert_gate"),
+    )
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Is it an adapter around a layer, as peft's are?"""
+    return "base_layer" in module._modules
+
+
+def why_unread(module: nn.Module) -> str | None:
+    """Which adapter inside is no plain low-rank update of a layer that a fused op has; None if all seem to be."""
+    for path, inner in module.named_modules():
+        others = {name: m for name, m in inner.named_children() if not is_experts(m)}
+        if len(others) < len(inner._modules):  # what chooses or weights experts is no part of them
+            for name, m in others.items():
+                if is_wrapper(m):
+                    return f"an adapter of an MoE's router or gate ({'.'.join(filter(None, (path, name)))})"
+        if is_wrapper(inner) and (kind := kind_of(inner)):
+            return f"{kind} ({path})"
+    return None
+
+
+def kind_of(wrapper: nn.Module) -> str:
+    """What it has that a low-rank update has not; "" for one update."""
+    if not hasattr(wrapper, "lora_A"):
+        return f"an adapter {type(wrapper).__module__}.{type(wrapper).__name__}"
+    variants = {type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()}
+    if variants:
+        return f"an adapter with {', '.join(sorted(variants))}"
+    active = [one for one in getattr(wrapper, "active_adapters", ()) if one in wrapper.lora_A]
+    return "several active adapters at once" if len(active) > 1 else ""

@@ -2,7 +2,7 @@
 
 `Logits` follows the operations of models between the LM head and F.cross_entropy or F.nll_loss: views and masks of tokens,
 float(), a scale, an untrained bias, a softcap; and those of trainers between it and a statistic of each token
-(`token_statistics`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
+(`tokens.statistic`). The loss is then ckptkern.linear_cross_entropy of the head's input. Any other function gets values, which
 are computed once with their graph, or without one for a read of what detach() returned.
 """
 
@@ -28,11 +28,25 @@ from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
 from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
 from ..subclasses import PLAIN
-from .detached import asks_for_copy, read_apart
 from .reading import ADD, DIVIDE, MULTIPLY
 from .sharding import announces_backward, shards_of, unshard
-from .token_statistics import LOGITS, LOSSES, form_after, loss, product, statistic
-from .tokens import COPIES, NEGATE, PARTS, SCALES, VIEWS, Tokens, share
+from .tokens import (
+    COPIES,
+    LOGITS,
+    LOSSES,
+    NEGATE,
+    PARTS,
+    SCALES,
+    VIEWS,
+    Tokens,
+    asks_for_copy,
+    form_after,
+    loss,
+    product,
+    read_apart,
+    share,
+    statistic,
+)
 from .trace import is_in_place, leaves_of, mapped
 
 # What Logits answer without values: every attribute of a tensor that does not show them.
@@ -134,9 +148,15 @@ class Matmul:
     """
 
     def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, mode: str = "full", log: list[Wanted] | None = None,
-        workspace: int | str | None = None, lora: LoRA | None = None,
-    ):  # fmt: skip
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mode: str = "full",
+        log: list[Wanted] | None = None,
+        workspace: int | str | None = None,
+        lora: LoRA | None = None,
+    ):
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
         self.lora: ReplayedLoRA | None = None
         if (
@@ -258,9 +278,13 @@ class _LazyLogits(torch.autograd.Function):
     def forward(ctx, fields: dict[str, Any], *tensors: Tensor) -> Logits:
         one, matmul = fields["tokens"].placeholder, fields["matmul"]
         made = Tensor._make_wrapper_subclass(
-            Logits, one.shape, strides=one.stride(), storage_offset=one.storage_offset(), dtype=one.dtype,
+            Logits,
+            one.shape,
+            strides=one.stride(),
+            storage_offset=one.storage_offset(),
+            dtype=one.dtype,
             device=matmul.x.device,
-        )  # fmt: skip
+        )
         vars(made).update(fields, made=[])
         matmul.given.append(weakref.ref(made))
         ctx.matmul, ctx.steps, ctx.made = matmul, made.steps, made.made
@@ -305,7 +329,7 @@ class Logits(Tensor):
     cap: float | None = None
     bias: Tensor | None = None
     steps: tuple[Step, ...] = ()
-    form: str = LOGITS  # of token_statistics: which function of that over the classes they are
+    form: str = LOGITS  # which function of that over the classes they are
     factor: float = 1.0  # which that function is multiplied by
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     source: Logits | None = None  # what the last step was called with
@@ -323,12 +347,6 @@ class Logits(Tensor):
                 self.made.append(made.detach() if self.detached else made)
         return self.made[0]
 
-    def describes(self, function: Callable) -> bool:
-        """Is it a function that needs no values?"""
-        if self.matmul.is_shown:
-            return False
-        return function in DESCRIBING or (function in PLACING and all(step.name in VIEWS for step in self.steps))
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
@@ -337,8 +355,11 @@ class Logits(Tensor):
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
             return RemovableHandle(OrderedDict())
+        describes = function in DESCRIBING or (
+            function in PLACING and all(before.name in VIEWS for before in self.steps)
+        )
         if (
-            self.describes(function)
+            (describes and not matmul.is_shown)
             or (function is Tensor.register_hook and matmul.has_loss)
             or any(map(is_result, given))
         ):
@@ -468,12 +489,21 @@ class Logits(Tensor):
         """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
         one, V = next(iter(step.others), None), self.tokens.classes
         if (
-            len(step.others) == 1 and isinstance(one, Tensor) and type(one) in PLAIN and not one.requires_grad
-            and one.shape[-1:] == (V,) and one.numel() == V and one.dim() <= self.dim() and one.device == self.device
-            and one.dtype in (self.dtype, torch.float32) and torch.promote_types(one.dtype, self.dtype) == one.dtype
-            and self.tokens.others() == list(range(self.dim() - 1)) and self.cap is None and self.scale
+            len(step.others) == 1
+            and isinstance(one, Tensor)
+            and type(one) in PLAIN
+            and not one.requires_grad
+            and one.shape[-1:] == (V,)
+            and one.numel() == V
+            and one.dim() <= self.dim()
+            and one.device == self.device
+            and one.dtype in (self.dtype, torch.float32)
+            and torch.promote_types(one.dtype, self.dtype) == one.dtype
+            and self.tokens.others() == list(range(self.dim() - 1))
+            and self.cap is None
+            and self.scale
             and not step.is_in_place
-        ):  # fmt: skip
+        ):
             return self.tokens.copied(self.shape, one.dtype)
         return None
 
@@ -490,6 +520,14 @@ class Logits(Tensor):
         bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
             return ops.linear_cross_entropy(
-                rows, matmul.weight, target.reshape(rows.shape[:-1]), linear_bias=bias, logit_scale=scale, softcap=self.cap,
-                lora=matmul.lora, recompute=matmul.mode, workspace=matmul.workspace, **options,
-            )  # fmt: skip
+                rows,
+                matmul.weight,
+                target.reshape(rows.shape[:-1]),
+                linear_bias=bias,
+                logit_scale=scale,
+                softcap=self.cap,
+                lora=matmul.lora,
+                recompute=matmul.mode,
+                workspace=matmul.workspace,
+                **options,
+            )

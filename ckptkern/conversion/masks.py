@@ -28,9 +28,16 @@ OF_ROWS = ("attention_mask", "position_ids", "past_key_values")  # say which row
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None, dropout_p: float, scale: float | None,
-    window: int | None, is_causal: bool = True,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    scale: float | None,
+    window: int | None,
+    is_causal: bool = True,
+) -> Tensor:
     """o [B, H, S, D] of causal attention; mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
     among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
 
@@ -51,10 +58,18 @@ def window_of(window: int | None) -> tuple[int, int]:
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
-    s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention function: as that of "sdpa", causal with a padding mask [B, S] or a window, and with sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -76,49 +91,55 @@ def attention_forward(
             out = causal_attention(query, key, value, attention_mask, s_aux, dropout, scaling, None, causal)
             return out.transpose(1, 2).contiguous(), None
     elif ours and (unusual or in_context_parallel()):
-        attention_mask, ours = _square(padding, sliding_window, S, query.device), False
+        # the mask [B or 1, 1, S, S] that says the same
+        rows = torch.arange(S, device=query.device)
+        behind = rows[:, None] - rows
+        seen = behind >= 0 if sliding_window is None else (behind >= 0) & (behind < sliding_window)
+        attention_mask, ours = seen[None, None] if padding is None else padding & seen, False
     if not ours:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, sliding_window=sliding_window,
-            is_causal=is_causal, **kwargs,
-        )  # fmt: skip
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+            **kwargs,
+        )
     out = causal_attention(query, key, value, padding, s_aux, dropout, scaling, sliding_window)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _square(padding: Tensor | None, window: int | None, S: int, device: torch.device) -> Tensor:
-    """The mask [B or 1, 1, S, S] that says the same."""
-    behind = torch.arange(S, device=device)[:, None] - torch.arange(S, device=device)
-    seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
-    return seen[None, None] if padding is None else padding & seen
-
-
 def mask_function(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True, use_vmap: bool = False, **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+    q_length: int, kv_length: int, q_offset: Any = 0, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor | None:
     """transformers' mask function: that of "sdpa", but the padding mask [B, S], or None if nothing is padded, for a mask that
     is causal, within the configuration's window too, and no more, of keys that are the queries' own."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    usual = kwargs.get("mask_function", causal_mask_function) is causal_mask_function or _is_window(**kwargs)
-    whole = not isinstance(q_offset, Tensor) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
-    if usual and not use_vmap and allow_is_causal_skip and whole:
+    config, size = options.get("config"), options.get("local_size")
+    # chunks of attention have a local size, too
+    is_window = size is not None and size == getattr(config, "sliding_window", None)
+    is_window = is_window and getattr(config, "attention_chunk_size", None) is None
+    usual = is_window or options.get("mask_function", causal_mask_function) is causal_mask_function
+    whole = not isinstance(q_offset, Tensor) and q_offset == options.get("kv_offset", 0) == 0 and q_length == kv_length
+    if usual and whole and not options.get("use_vmap") and options.get("allow_is_causal_skip", True):
         if attention_mask is None:
             return None
         if attention_mask.dim() == 2 and attention_mask.shape[1] == kv_length:
             # kernels are quicker without a mask; what a tensor holds is not known where it is traced
             return None if not torch.compiler.is_compiling() and bool(attention_mask.all()) else attention_mask
     return sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, use_vmap=use_vmap, **kwargs,
-    )  # fmt: skip
+        q_length=q_length, kv_length=kv_length, q_offset=q_offset, attention_mask=attention_mask, **options
+    )
 
 
-def _is_window(config: Any = None, local_size: int | None = None, **kwargs: Any) -> bool:
-    """Is a mask of this local size that of the window which layers hand on? Chunks of attention have a local size, too."""
-    own = getattr(config, "sliding_window", None)
-    return own is not None and own == local_size and getattr(config, "attention_chunk_size", None) is None
+def signature_of(forward: Any) -> inspect.Signature:
+    """That of the class's forward, of an object that stands for it."""
+    return inspect.signature(MethodType(type(forward.module).forward, forward.module))
 
 
 class Unpacked:
@@ -132,19 +153,15 @@ class Unpacked:
         self.module, self.previous = module, module.__dict__.get("forward")
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(MethodType(type(self.module).forward, self.module))
+    __signature__ = property(signature_of)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             given = dict(zip(self.names, args, strict=False)) | kwargs
             x = given.get("inputs_embeds") if given.get("input_ids") is None else given["input_ids"]
             if x is not None and all(given.get(name) is None for name in OF_ROWS):
-                args, kwargs = (
-                    (),
-                    given | {"attention_mask": torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)},
-                )
+                padding = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+                args, kwargs = (), given | {"attention_mask": padding}
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

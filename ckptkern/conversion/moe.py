@@ -2,12 +2,17 @@
 
 What a router does cannot be traced backwards: a choice is a matter of values. The block is recognised by its parts, and how it
 scores and chooses by what it calls its experts with, on many random rows; the numerical check then verifies the whole.
+
+Its experts alone are `ckptkern.moe_mlp`: read from a module's layout, and by transformers' interface, where they are chosen by
+name as attention is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,17 +22,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import ops
 from ..eager import ACTIVATIONS
+from ..extras import missing
+from ..nn.activations import activation_of
+from ..ops.dispatch.checks import check_mode
+from ..ops.dispatch.choices import parse_bytes
 from ..ops.experts import LAYERS
 from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
+from .check import in_dtype, replacing
 from .layouts import Parts, base_of, experts_layout, parts_of
-from .leaves import Probability, Weight
-from .reading import OfExperts, Reading, Rows, Scale, Update
-from .trace import Unreadable, leaves_of, mapped, plain_attributes
+from .reading import Argument, OfExperts, Probability, Reading, Rows, Scale, Update, Weight
+from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
 FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
-BIASES = (0.0, 0.02, 0.2)  # sizes of random biases of the choice: a large one hides how groups are ranked
+BIAS_SIZES = (0.0, 0.02, 0.2)  # sizes of random biases of the choice: a large one hides how groups are ranked
 SAME = 1e-4  # relative difference of weights, and of what they are multiplied by
 
 
@@ -35,7 +45,7 @@ class _Seen(Exception):
     """Ends a block's forward at its experts."""
 
 
-def called_with(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+def called_with(module: nn.Module, parts: Parts, call: Call) -> tuple[list[Any], Any]:
     """(what a call of the block calls its experts with, which do not run; what its router returned)."""
     seen: list[Any] = []
     returned: list[Any] = [None]
@@ -44,13 +54,14 @@ def called_with(module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, 
         seen.extend(leaves_of((inner, named)))
         raise _Seen
 
-    router = module.get_submodule(parts.router_weight.rpartition(".")[0])
+    router = module.get_submodule(parts.router)
     hooks = [
         module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
         router.register_forward_hook(lambda _, inner, result: returned.append(result)),
     ]
     try:
         with torch.no_grad(), contextlib.suppress(_Seen):
+            args, kwargs = call
             type(module).forward(module, *args, **kwargs)
     finally:
         for hook in hooks:
@@ -72,13 +83,13 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
 def updates_of_experts(module: nn.Module) -> dict[str, Update]:
     """The low-rank updates that wrappers of experts (`base_of`) add to their weights in a call, as moe_mlp's `lora`. Raises
     Unreadable for what it does not take."""
-    base, layout, found = base_of(module)[1], experts_layout(module), {}
+    (prefix, base), layout, found = base_of(module), experts_layout(module), {}
     layers = {layout[f"{layer}_weight"]: layer for layer in LAYERS}
     path, wrapper = "", module
     while wrapper is not base:
         adapters = [one for one in wrapper.active_adapters if one in wrapper.lora_A]
         if adapters and not (wrapper.disable_adapters or wrapper.merged):
-            layer = layers.get(base_of(module)[0] + wrapper.parameter_name)
+            layer = layers.get(prefix + wrapper.parameter_name)
             if layer is None or layer in found or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
             weights = (Weight(f"{path}lora_{one}.{adapters[0]}.weight") for one in "AB")
@@ -93,14 +104,12 @@ def random_states(x: Tensor) -> tuple:
     return random.getstate(), torch.get_rng_state().tolist(), devices
 
 
-def observed(
-    module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor
-) -> tuple[Tensor, Tensor, Any]:
+def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
     """(index, weights, what the router returns) for x, in training; the first two [rows, k]. Raises Unreadable."""
     given, states, mode = x.clone(), random_states(x), module.training  # some forwards change it in place
     module.train()
     try:
-        flat, returned = called_with(module, parts, *mapped(lambda _: given, (args, kwargs)))
+        flat, returned = called_with(module, parts, mapped(lambda _: given, call))
     finally:
         module.train(mode)
     if states != random_states(x):
@@ -109,7 +118,7 @@ def observed(
     return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned
 
 
-def vary_choices(module: nn.Module, size: float = BIASES[-1]) -> None:
+def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
     """Random values in place of the buffers of MoE blocks in it, which are zeros before training; `random_parameters` puts
     back what was there."""
     for m in module.modules():
@@ -120,13 +129,6 @@ def vary_choices(module: nn.Module, size: float = BIASES[-1]) -> None:
             buffers[name] = size * torch.randn_like(buffers[name])
 
 
-def numbers(module: nn.Module, parts: Parts) -> list[int | float]:
-    """The plain numbers among the attributes of the block and its router."""
-    owners = [module, module.get_submodule(parts.router_weight.rpartition(".")[0])]
-    values = [value for one in owners for value in plain_attributes(one).values()]
-    return list({(type(value), value): value for value in values if type(value) in (int, float)}.values())
-
-
 def choices_of_groups(experts: int, found: list[int | float]) -> Iterator[dict[str, Any]]:
     """No groups, and any that these numbers may be the counts of."""
     yield dict(num_groups=1, top_groups=1, group_score="top2")
@@ -134,11 +136,6 @@ def choices_of_groups(experts: int, found: list[int | float]) -> Iterator[dict[s
     for n, best in itertools.product(counts, found):
         if type(best) is int and 1 <= best < n:
             yield from (dict(num_groups=n, top_groups=best, group_score=score) for score in GROUP_SCORES)
-
-
-def factor_of(ratio: float, found: list[int | float]) -> float | None:
-    """The number among these, or 1, that the weights are multiplied by."""
-    return next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
 
 
 def routings(
@@ -159,37 +156,22 @@ def routings(
         for normalize in (True, False):
             o.normalize = normalize
             mine = weights_of(scores, order.values, o).to(torch.float32)
-            factor = factor_of(float((weights[same] / mine[same]).median()), found)
+            ratio = float((weights[same] / mine[same]).median())  # 1, or a number of the block
+            factor = next((float(n) for n in (1.0, *found) if n and abs(ratio / n - 1) < SAME), None)
             if factor is not None and torch.allclose(weights[same], factor * mine[same], rtol=1e-3, atol=1e-6):
                 yield groups | dict(
                     scoring=scoring, normalize=normalize, routed_scaling_factor=factor, score_bias=bias is not None
                 )
 
 
-@contextlib.contextmanager
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """With parameters of this dtype."""
-    before = [(m, dict(m._parameters)) for m in module.modules()]
-    try:
-        for m, own in before:
-            for name, p in own.items():
-                if p is not None and p.is_floating_point():
-                    m._parameters[name] = nn.Parameter(p.detach().to(dtype), p.requires_grad)
-        yield
-    finally:
-        for m, own in before:
-            m._parameters.update(own)
-
-
 def router_dtype(
-    module: nn.Module, parts: Parts, args: tuple, kwargs: dict[str, Any], x: Tensor, o: SimpleNamespace, w: Tensor,
-    b: Tensor | None,
-) -> torch.dtype | None:  # fmt: skip
+    module: nn.Module, parts: Parts, call: Call, x: Tensor, o: SimpleNamespace, w: Tensor, b: Tensor | None
+) -> torch.dtype | None:
     """float32 if the router of a 16-bit block upcasts before its matmul: if its weights are nearer to those of such logits."""
     x = x.to(torch.bfloat16)
     try:
-        with in_dtype(module, torch.bfloat16):
-            index, weights, _ = observed(module, parts, args, kwargs, x)
+        with replacing(module, functools.partial(in_dtype, dtype=torch.bfloat16)):
+            index, weights, _ = observed(module, parts, call, x)
     except Exception:  # a forward that takes no 16 bits, whatever it raises
         return None
     rows, errors = x.reshape(-1, x.shape[-1]), {}
@@ -229,13 +211,7 @@ def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], list[
     return {f"shared_{name}": prefixed(value, path) for name, value in given.items()} | {"lora": lora}, choices
 
 
-def read_block(
-    module: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-    flat: list[Any],
-    read: Callable[[nn.Module, Tensor], Reading],
-) -> Reading:
+def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[nn.Module, Tensor], Reading]) -> Reading:
     """Its call with one tensor x [..., d]. read: reads a module's call with a tensor. Raises Unreadable."""
     parts = parts_of(module)
     tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
@@ -247,37 +223,37 @@ def read_block(
     w, b = (None if path is None else parameters[path].detach() for path in (parts.router_weight, parts.router_bias))
     logits = F.linear(many.reshape(-1, many.shape[-1]), w, b)
     readings: list[list[dict[str, Any]]] = []
-    for size in BIASES if parts.score_bias else BIASES[-1:]:
+    # the plain numbers among the attributes of the block and its router
+    values = [n for one in (module, module.get_submodule(parts.router)) for n in plain_attributes(one).values()]
+    numbers = list({(type(n), n): n for n in values if type(n) in (int, float)}.values())
+    for size in BIAS_SIZES if parts.score_bias else BIAS_SIZES[-1:]:
         vary_choices(module, size)
         bias = dict(module.named_buffers()).get(parts.score_bias)
-        index, weights, returned = observed(module, parts, args, kwargs, many)
-        readings.append(list(routings(logits, bias, index, weights, numbers(module, parts))))
+        index, weights, returned = observed(module, parts, call, many)
+        readings.append(list(routings(logits, bias, index, weights, numbers)))
     found = [one for one in readings[0] if all(one in others for others in readings)]
     if not found:
         raise Unreadable("its router scores or chooses in another way than moe_block")
     experts = module.get_submodule(parts.experts)
-    layout = {name: Weight(one) for name, one in experts_layout(experts).items()}
-    arguments: dict[str, Any] = prefixed(layout, parts.experts)
+    arguments: dict[str, Any] = prefixed(layout_of(experts), parts.experts)
     lora = prefixed(updates_of_experts(experts), parts.experts)
-    arguments |= {name: Weight(path) for name, path in zip(parts._fields[2:4], parts[2:4], strict=True) if path}
+    own = ("router_weight", "router_bias", "shared_expert_gate")
+    arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
     o = SimpleNamespace(**found[0], top_k=index.shape[-1])
-    arguments["router_dtype"] = router_dtype(module, parts, args, kwargs, many, o, w, b)
+    arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
     choices: list[list[dict[tuple[str, ...], Any]]] = [[{("activation",): name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, read(module.get_submodule(parts.shared), x))
         lora |= shared.pop("lora")
         arguments |= shared
     arguments |= {"lora": lora} if lora else {}
-    if parts.shared_expert_gate is not None:
-        arguments["shared_expert_gate"] = Weight(parts.shared_expert_gate)
     for one in found:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
     ways = [[{(k,): v for k, v in one.items()} for one in found], *choices]
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
-    path = parts.router_weight.rpartition(".")[0]
-    return Reading("moe_block", arguments, tensors[0], ways, path if is_logits else "")
+    return Reading("moe_block", arguments, tensors[0], ways, parts.router if is_logits else "")
 
 
 @contextlib.contextmanager
@@ -292,25 +268,117 @@ def scaled(parameter: Tensor, factor: float) -> Iterator[None]:
             parameter.copy_(before)
 
 
-def routed_rows(
-    arguments: dict[str, Any], place: int, flat: list[Any], rows: int = 512
-) -> Iterator[tuple[str, list[Any]]]:
-    """Calls of an MoE block that show what its example may not: a clamp in the experts or of the logits, and a limit to the
-    rows of an expert. arguments: moe_block's; place: of x among the call's."""
-    x, router = flat[place], arguments["router_weight"]
+def layout_of(module: nn.Module) -> dict[str, Weight]:
+    """moe_mlp's parameters among the module's own; {} for a module that is laid out otherwise."""
+    return {name: Weight(own) for name, own in experts_layout(module).items()}
+
+
+def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
+    """Its call with x [..., d], indices [..., k] and weights [..., k], as moe_mlp. The numerical check decides which
+    activation it has.
+
+    What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
+    """
+    x, index, weights = experts_call(flat)
+    arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | layout_of(module)
+    lora = updates_of_experts(module)
+    arguments |= {"lora": lora} if lora else {}
+    return Reading("moe_mlp", arguments, x, [[{("activation",): name} for name in ACTIVATIONS]])
+
+
+def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
+    """The values of calls of experts, or of an MoE block, that show what its example may not: a clamp in the experts, or of the
+    logits, and a limit to the rows of an expert. segment: the region in its place; flat: the example's values."""
+    x, is_block, given = flat[segment.x], segment.op == "moe_block", segment.given(flat)
 
     def call(x: Tensor) -> list[Any]:
-        return [x if i == place else value for i, value in enumerate(flat)]
+        return [x if i == segment.x else value for i, value in enumerate(flat)]
 
     for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no best one
-        with scaled(router, 1 / scale):
+        with scaled(given["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
             yield f"inputs {scale} times as large", call(scale * x)
-    scale = 30 if arguments["scoring"] == "softmax" else 4
-    with scaled(router, scale):
+    lead = (*x.shape[:-2], rows)
+    many = x.new_empty((*lead, x.shape[-1])).normal_()
+    if not is_block:
+        index, weights = (segment.template[name].index for name in ("top_k_index", "top_k_weights"))
+        top_k = flat[index].shape[-1]
+        pairs = (*(lead if flat[index].dim() == x.dim() else (math.prod(lead),)), top_k)
+        values = call(many)
+        values[index] = torch.arange(top_k, device=x.device).to(flat[index].dtype).expand(pairs)
+        values[weights] = flat[weights].new_empty(pairs).uniform_()
+        yield f"{rows} rows at one expert", values
+        return
+    scale = 30 if given["scoring"] == "softmax" else 4
+    with scaled(given["router_weight"], scale):
         yield f"logits {scale} times as large", call(x)
-    many = x.new_empty((*x.shape[:-2], rows, x.shape[-1])).normal_()
     yield f"{rows} rows", call(many)
-    if arguments.get("score_bias") is not None:
-        with scaled(arguments["score_bias"], 0.1):
+    if given.get("score_bias") is not None:
+        with scaled(given["score_bias"], 0.1):
             yield f"{rows} rows and a small bias of the choice", call(many)
     yield f"{rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
+
+
+# What transformers' experts have. How they say that they are of another kind, and what they say if they are of ours.
+PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
+KIND = {"has_gate": True, "is_concatenated": True, "is_transposed": False, "has_post_expert_norm": False}
+
+
+def _activation(module: nn.Module) -> str:
+    """The name of its activation; the module is looked at once, and again if it has another one."""
+    seen, name = module.__dict__.get("_ckptkern_activation", (None, ""))
+    if seen is None or seen is not module.act_fn:
+        kind = type(module)
+        for attribute, value in KIND.items():
+            if getattr(module, attribute, value) != value:
+                raise TypeError(f"register_experts: {kind.__name__} has {attribute}={not value}")
+        gate = getattr(kind, "_apply_gate", None)
+        if gate is not None and gate.__name__ != "_default_apply_gate":
+            raise TypeError(f"register_experts: {kind.__name__} has another gate than act(g) * u")
+        if more := {name for name, p in module._parameters.items() if p is not None} - PARAMETERS:
+            raise TypeError(f"register_experts: {kind.__name__} has a {min(more)}, which moe_mlp has not")
+        name = activation_of("register_experts", module.act_fn)
+        module.__dict__["_ckptkern_activation"] = module.act_fn, name
+    return name
+
+
+def experts_forward(
+    recompute: str,
+    workspace: int | str | None,
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    """forward of transformers' experts. Raises TypeError if they are of another kind than ours."""
+    gate_up_bias, down_bias = (getattr(module, f"{name}_proj_bias", None) for name in ("gate_up", "down"))
+    return ops.moe_mlp(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        module.gate_up_proj,
+        module.down_proj,
+        _activation(module),
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        recompute=recompute,
+        workspace=workspace,
+    )
+
+
+def register_experts(name: str = "ckptkern", recompute: str = "full", workspace: int | str | None = None) -> None:
+    """Registers `ckptkern.moe_mlp` with transformers 5 as an implementation of experts, under `name`.
+
+    Select it with `from_pretrained(..., experts_implementation=name)` or `model.set_experts_implementation(name)`.
+    Under expert parallelism each rank has its own experts and drops the token-expert pairs of other ranks, in backward,
+    too. Experts of another kind (a gate of their own, interleaved or transposed weights) raise TypeError when they are
+    called.
+
+    recompute, workspace: see ckptkern.moe_mlp. Raises ImportError, which says what to install, ValueError (mode, workspace).
+    """
+    check_mode("register_experts", recompute)
+    parse_bytes("register_experts", workspace)
+    if hint := missing("transformers"):
+        raise ImportError(hint)
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, functools.partial(experts_forward, recompute, workspace))

@@ -99,12 +99,16 @@ def restorer_of(generator: object) -> Callable[[], None] | None:
 # -- tensors
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
 def was_written(tensor: Tensor, version: int, before: Tensor) -> bool:
     """Was it written since it had this version and these values? torch's batch_norm writes its statistics and counts no
     version."""
     if tensor._version != version:
         return True
-    comparable = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    comparable = _is_plain(tensor) and not tensor.is_meta
     return comparable and tensor.is_floating_point() and tensor.itemsize > 1 and not torch.equal(tensor, before)
 
 
@@ -114,8 +118,7 @@ class Written:
     def __init__(self, tensor: Tensor, values: Tensor | None):
         self.tensor, self.values, self.version = tensor, values, tensor._version
         self.requires_grad = tensor.requires_grad
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        self.memory = tensor.data if is_plain else None
+        self.memory = tensor.data if _is_plain(tensor) else None
 
     def restore(self) -> None:
         tensor, memory = self.tensor, self.memory
@@ -170,22 +173,15 @@ class _State:
         if (restore := restorer_of(value)) is not None:
             self.restorers.append(restore)
             return ()
-        return self.take_attributes(value)
+        attributes = None if type(value).__module__.partition(".")[0] in NOT_DATA else getattr(value, "__dict__", None)
+        return self.take_items(attributes) if type(attributes) is dict else ()
 
     def take_items(self, value: Any) -> Iterable[Any]:
-        if not isinstance(value, dict):
-            before = list(value)
-            self.held.append((value, before))
-            return before
-        before = dict(value)
+        before = dict(value) if isinstance(value, dict) else list(value)
         self.held.append((value, before))
+        if isinstance(before, list):
+            return before
         return [one for name, one in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
-
-    def take_attributes(self, value: Any) -> Iterable[Any]:
-        if type(value).__module__.partition(".")[0] in NOT_DATA:
-            return ()
-        attributes = getattr(value, "__dict__", None)
-        return self.take_items(attributes) if type(attributes) is dict else ()
 
     def take_tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, nn.Parameter):
@@ -218,13 +214,9 @@ def _holds(value: Any, before: Any) -> bool:
     return all(map(operator.is_, value, before))
 
 
-def _nothing(module: nn.Module) -> Bound:
-    return []
-
-
 @contextlib.contextmanager
 def unmoved(
-    module: nn.Module, others: Iterable[Any] = (), bound: Callable[[nn.Module], Bound] = _nothing
+    module: nn.Module, others: Iterable[Any] = (), bound: Callable[[nn.Module], Bound] | None = None
 ) -> Iterator[None]:
     """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
     values, the contents of containers, and the attributes of objects such as configurations.
@@ -239,7 +231,7 @@ def unmoved(
     finally:
         if token is not None:
             _COPIES.reset(token)
-        stays = bound(module)
+        stays = bound(module) if bound else []
         state.restore()
         for attributes, own in stays:
             attributes.update(own)
@@ -268,7 +260,7 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_trace(
-    module: nn.Module, call: tuple = ((), {}), bound: Callable[[nn.Module], Bound] = _nothing
+    module: nn.Module, call: tuple = ((), {}), bound: Callable[[nn.Module], Bound] | None = None
 ) -> Iterator[None]:
     """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for bound.
 

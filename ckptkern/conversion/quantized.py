@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,30 +85,22 @@ def multiplies_dequantised(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def as_linear(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """These compute as nn.Linear for a while, whose subclass they are, because theirs take no other weights."""
-    changed = [(m, type(m)) for m in modules]
-    for m, _ in changed:
-        m.__class__ = nn.Linear
+def setting(modules: Iterable[nn.Module], name: str, value: Any) -> Iterator[None]:
+    """These have another value of an attribute for a while."""
+    before = [(m, getattr(m, name)) for m in modules]
+    for m, _ in before:
+        setattr(m, name, value)
     try:
         yield
     finally:
-        for m, kind in changed:
-            m.__class__ = kind
+        for m, own in before:
+            setattr(m, name, own)
 
 
-@contextlib.contextmanager
-def not_repacked(model: nn.Module) -> Iterator[None]:
+def not_repacked(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Keeps bitsandbytes from packing weights anew for inference, which it does in place, in a call without gradients, on a CPU
     with AVX512-BF16: training cannot read them then."""
-    changed = [m for m in model.modules() if m.__dict__.get(REPACKS)]
-    for m in changed:
-        setattr(m, REPACKS, False)
-    try:
-        yield
-    finally:
-        for m in changed:
-            setattr(m, REPACKS, True)
+    return setting([m for m in model.modules() if m.__dict__.get(REPACKS)], REPACKS, False)
 
 
 def why_different(module: nn.Module) -> str:

@@ -1,14 +1,408 @@
-"""What is read of a traced graph, and the small steps of reading that attention.py and grammar.py share."""
+"""What is read of a traced graph, and the small steps of reading that attention.py and grammar.py share.
+
+What a node computes is recognised by its results and not by its class. A leaf with a weight [n, k] that computes x W^T + b is a
+linear layer. Results on random rows show which norm a leaf is, and whether its weight is w or 1 + w. The module's parameters
+must be random meanwhile (check.random_parameters), because a zero bias does not show.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .leaves import Leaves, Probability, Weight, live_probability
-from .trace import Node, Unreadable
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
+from torch.nn import functional as F
+
+from ..nn.activations import recognised
+from ..nn.dropout import Dropout
+from .check import results
+from .trace import Node, Unreadable, recomputed
+
+DEFAULT_EPS = torch.finfo(torch.float32).eps
+LIKE_ROUNDING = 5e-3  # relative error of a bfloat16 result that is rounded once more; int8 activations make 1e-2
+_LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time that a longer formula takes
+
+
+class Weight(NamedTuple):
+    """A parameter by its path, and what is taken of it: "" itself, "t" its transpose, "+1" one more."""
+
+    path: str
+    form: str = ""
+
+
+class Norm(NamedTuple):
+    kind: str
+    weight: Weight | None
+    bias: Weight | None
+    eps: float
+
+
+class Probability(NamedTuple):
+    """Of a dropout: an attribute of the module at `path`, read in each call and 0 unless that module is in training mode; or
+    with path and attribute "" the number `value`, by the whole module's mode."""
+
+    path: str
+    attribute: str
+    value: float
+
+
+def in_training(p: float) -> Probability:
+    """A function's p, that the traced module hands on in training mode only."""
+    return Probability("", "", float(p))
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Returns whether calling it runs nn.Linear's forward."""
+    kind = type(module)
+    return isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward and kind.__call__ is nn.Module.__call__
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _outcome(function: Callable, *args: Tensor) -> Tensor | None:
+    """The function's result; None if it raises or returns something else."""
+    try:
+        with torch.no_grad():
+            result = function(*args)
+    except Exception:  # a guess calls someone else's leaf with a tensor of our choice, which may raise anything
+        return None
+    return result if isinstance(result, Tensor) else None
+
+
+def agrees(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
+    """Returns whether a leaf computes like(x) in training and in evaluation, with the same gradients."""
+    was, parameters = leaf.training, list(_parameters(leaf).values())
+    try:
+        for leaf.training in (True, False):
+            ours, theirs = (results(lambda flat, run=run: run(*flat), [x], [0], parameters) for run in (leaf, like))
+            for a, b in zip(ours, theirs, strict=True):
+                if a is not b and (a is None or b is None or not same(a, b)):
+                    return False
+    except Exception:  # someone's leaf may raise anything, such as where a graph is missing
+        return False
+    finally:
+        leaf.training = was
+    return True
+
+
+def agrees_in_16_bits(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
+    """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
+    own, kind = _parameters(leaf), x.device.type
+    narrow = {name: nn.Parameter(p.to(torch.bfloat16)) for name, p in own.items()}
+    for parameters, autocast in ((narrow, False), (own, is_autocast_available(kind))):
+        leaf._parameters.update(parameters)
+        given = x if autocast else x.to(torch.bfloat16)
+        try:
+            with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=autocast):
+                ours, theirs = _outcome(leaf, given), like(given).double()
+        finally:
+            leaf._parameters.update(own)
+        if ours is not None and not float((ours.double() - theirs).norm() / theirs.norm()) <= LIKE_ROUNDING:
+            return False
+    return True
+
+
+class Steps:
+    """Reads a module's graph step by step: what its leaves compute, and what lies between them."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.kinds: dict[tuple[str, str], Any] = {}  # leaves are called several times, and found out once
+        self.layers_read = 0  # how far it went
+        self.masked: dict[Node, Node] = {}  # what a low-rank update's dropout gave, and what reads it
+
+    def leaf(self, node: Node) -> nn.Module | None:
+        return self.module.get_submodule(node.source) if node.kind == "module" else None
+
+    def once(self, what: str, node: Node, find: Callable[[str, nn.Module, Node], Any]) -> Any:
+        """find(path, leaf, node) for a node that a leaf with one input tensor returned; None for others."""
+        leaf = self.leaf(node)
+        if leaf is None or node.output or len(node.inputs) != 1:
+            return None
+        key = (what, node.source)
+        if key not in self.kinds:
+            self.kinds[key] = find(node.source, leaf, node)
+        return self.kinds[key]
+
+    def describe(self, node: Node) -> str:
+        if node.kind == "module":
+            return f"{type(self.leaf(node)).__name__} ({node.source})"
+        return (
+            node.source
+            if node.kind == "function"
+            else f"a {node.kind}" + (f" ({node.source})" if node.kind == "parameter" else "")
+        )
+
+    # -- linear layers
+
+    def linear_leaf(self, node: Node) -> Layer | None:
+        if not node.is_function("linear"):
+            found = self.once("linear", node, _find_linear)
+            return found and Layer(*found, node.inputs[0])
+        call = node.called_with("input", "weight", "bias")
+        weight, bias = call["weight"], call.get("bias")
+        if weight.kind != "parameter" or (bias is not None and bias.kind != "parameter"):
+            return None
+        return Layer(Weight(weight.source), bias and Weight(bias.source), weight.shape[0], node.inputs[0])
+
+    # -- norms
+
+    def norm(self, node: Node) -> Norm | None:
+        if node.is_function("layer_norm", "rms_norm"):
+            kind = node.source.removesuffix("_norm")
+            names = ("input", "normalized_shape", "weight", "bias", "eps")
+            call = node.called_with(*(name for name in names if kind == "layer" or name != "bias"))
+            given = [call.get("weight"), call.get("bias")]
+            if len(call["normalized_shape"]) != 1 or any(p is not None and p.kind != "parameter" for p in given):
+                return None
+            eps = call.get("eps", 1e-5 if kind == "layer" else None)
+            weights = (None if p is None else Weight(p.source) for p in given)
+            return Norm(kind, *weights, DEFAULT_EPS if eps is None else eps)
+        return self.once("norm", node, _find_norm)
+
+    # -- activations
+
+    def activation(self, node: Node) -> tuple[str, Node] | None:
+        """The activation that a leaf, or a function of one tensor that is written out, computes, and the node that it reads."""
+        if node.kind == "function":
+            for z in _elementwise_inputs(node):
+                name = recognised(functools.partial(_evaluated, node, z))
+                if name not in (None, "identity"):
+                    return name, z
+            return None
+        name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
+        return None if name is None else (name, node.inputs[0])
+
+    # -- dropout
+
+    def dropout(self, node: Node) -> Probability | None:
+        leaf = self.leaf(node)
+        if type(leaf) in (nn.Dropout, Dropout):
+            return Probability(node.source, "p", leaf.p)
+        if node.is_function("dropout", "dropout_"):
+            call = node.called_with("input", "p", "training")
+            return in_training(call.get("p", 0.5) if call.get("training", True) else 0.0)
+        return None
+
+    def drop_path(self, node: Node) -> Probability | None:
+        """Stochastic depth: whole samples of x [B, ...] dropped, the others scaled by 1/(1 - p)."""
+        return self.once("drop_path", node, _find_drop_path)
+
+    def factor(self, node: Node) -> Weight | float | None:
+        """The factor of x * factor: a vector of the features, or a number."""
+        if node.is_function("mul", "__mul__", "__rmul__", "mul_", "__imul__"):
+            if len(node.inputs) == 1:
+                return float(node.numbers[0]) if len(node.numbers) == 1 else None
+            vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
+            return Weight(vectors[0].source) if len(vectors) == 1 else None
+        return self.once("scale", node, _find_scale)
+
+    # -- what lies between leaves
+
+    def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
+        """What a node shows through views, casts and, if they are collected, dropouts."""
+        while True:
+            # not if another tensor chooses the elements
+            if node.is_function(*VIEWS) and (len(node.inputs) == 1 or node.is_function("type_as", "expand_as", "to")):
+                node = node.inputs[0]
+            elif dropouts is not None and (p := self.dropout(node)) is not None:
+                dropouts.append(p)
+                node = node.inputs[0]
+            else:
+                return node
+
+    def refuse(self, what: str, node: Node) -> Unreadable:
+        return Unreadable(f"{what} {self.describe(node)}")
+
+    def linear_of(self, node: Node) -> Layer | None:
+        """The linear layer that a node is the result of."""
+        if (layer := self.linear_leaf(node)) is not None:
+            return layer
+        for base, update in node.pairs if node.is_function(*ADD) else ():
+            layer = self.linear_leaf(self.strip(base))
+            if layer is not None and (found := self.update(update, self.strip(layer.input))) is not None:
+                return layer._replace(update=found)
+        return None
+
+    def update(self, node: Node, x: Node) -> Update | None:
+        """scale * b(a(dropout(x)))."""
+        node, scale = self.strip(node), 1.0
+        while node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
+            scale, node = scale * self.number(node), self.strip(node.inputs[0])
+        pair = []
+        for _ in "ba":
+            linear = self.linear_leaf(node)
+            if linear is None or linear.bias is not None or linear.weight.form:
+                return None
+            dropouts: list[Probability] = []
+            pair, reader, node = [linear.weight, *pair], node, self.strip(node.inputs[0])
+        if self.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
+            raise Unreadable("low-rank updates that share one dropout's mask")
+        node = self.strip(node, dropouts)
+        return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
+
+    def scale_of(self, path: str, scale: float) -> float | Scale:
+        """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
+        parts = path.split(".")
+        for i in range(len(parts) - 1):
+            held = vars(self.module.get_submodule(".".join(parts[:i]))).get(SCALING)
+            for adapter in parts[i:]:
+                if type(held) is dict and held.get(adapter) == scale:
+                    return Scale(".".join(parts[:i]), adapter)
+        return scale
+
+    def number(self, node: Node) -> float:
+        """What a node's one tensor is multiplied by."""
+        if len(node.numbers) != 1:
+            raise self.refuse("no number scales", node)
+        (number,) = node.numbers
+        return 1 / number if node.is_function(*DIVIDE) else float(number)
+
+    def linear(self, node: Node, what: str) -> Layer:
+        found = self.linear_of(node)
+        if found is None:
+            raise self.refuse(f"{what} is not a linear layer but", node)
+        self.layers_read += 1
+        return found
+
+    def probability(self, found: list[Probability]) -> Probability | float:
+        """The dropout among those in a row; one that is 0 now counts if it is alone, since it may be raised later.
+
+        Raises Unreadable for two, whose matmul has no single mask.
+        """
+        live = [p for p in found if p.value] or found[:1]
+        if len(live) > 1:
+            raise Unreadable("two dropouts in a row")
+        return live[0] if live else 0.0
+
+    def norm_arguments(self, node: Node | None, name: str = "norm") -> dict[str, Any]:
+        if node is None:
+            return {}
+        kind, weight, bias, eps = self.norm(node)
+        return {name: kind, f"{name}_weight": weight, f"{name}_bias": bias, f"{name}_eps": eps}
+
+
+def _parameters(leaf: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in leaf._parameters.items() if p is not None}
+
+
+def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight | None, int] | None:
+    own = _parameters(leaf)
+    weight, bias = own.get("weight"), own.get("bias")
+    if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
+        return None
+    for form, w in (("", weight), ("t", weight.t())):
+        x = torch.randn(3, w.shape[1], dtype=w.dtype, device=w.device)
+        y = _outcome(leaf, x)
+        if y is not None and same(y, F.linear(x, w, bias)) and (is_linear(leaf) or _acts_linear(leaf, form, x)):
+            return Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), len(w)
+    return None
+
+
+def _acts_linear(leaf: nn.Module, form: str, x: Tensor) -> bool:
+    """Is a forward of its own that of a linear layer in each mode and dtype? One may quantise in some of these alone."""
+
+    def like(x: Tensor) -> Tensor:
+        weight = leaf._parameters["weight"]
+        return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
+
+    return agrees(leaf, like, x) and agrees_in_16_bits(leaf, like, x)
+
+
+def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
+    own, features = _parameters(leaf), node.shape[-1]
+    if len(own) > 2 or any(p.shape != (features,) for p in own.values()):
+        return None
+    values = leaf.__dict__.values()
+    epsilons = dict.fromkeys(v for v in values if isinstance(v, float) and 0 < v <= 1e-2)
+    tensors = (*own.values(), *(b for b in leaf._buffers.values() if b is not None and b.is_floating_point()))
+    tensor = next(iter(tensors), torch.zeros(()))
+    # rows of about the size of sqrt(eps), too, where another eps shows
+    x = torch.randn(6, features, dtype=tensor.dtype, device=tensor.device) + 0.5
+    x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
+    y = _outcome(leaf, x)
+    if y is None or y.shape != x.shape:
+        return None
+    for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)):
+        for names in itertools.permutations((None, None, *own), 2):
+            weight, bias = (own.get(name) for name in names)
+            if len(own) != (weight is not None) + (bias is not None):
+                continue
+            for kind, form in itertools.product(("layer", "rms"), ("",) if weight is None else ("", "+1")):
+                like = functools.partial(_normed, kind, weight, form, bias, eps)
+                if same(y, like(x)) and agrees(leaf, like, x[:3]):
+                    names = [name and f"{path}.{name}" for name in names]
+                    return Norm(kind, names[0] and Weight(names[0], form), names[1] and Weight(names[1]), eps)
+    return None
+
+
+def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, eps: float, x: Tensor) -> Tensor:
+    rows = (F.layer_norm if kind == "layer" else F.rms_norm)(x, x.shape[-1:], eps=eps)
+    rows = rows if weight is None else rows * (weight + 1 if form else weight)
+    return rows if bias is None else rows + bias
+
+
+def _elementwise_inputs(node: Node) -> list[Node]:
+    """What a function's result may be an activation of: nodes of its shape behind it, through functions, the nearest first."""
+    found = [node]
+    for one in found:
+        if one.kind == "function" and len(found) <= _LONGEST_ACTIVATION:
+            found += [z for z in dict.fromkeys(one.inputs) if z.shape == node.shape and z not in found]
+    return found[1:]
+
+
+def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
+    """The node computed anew, with `values` in place of the node z."""
+    if node is z:
+        return values.clone()  # functions in place are called as well
+    if node.kind != "function" or "dropout" in node.source:  # whose probability may be 0 for now
+        raise Unreadable("not a function of one tensor")
+    function = getattr(F, node.source, None) or getattr(torch, node.source, None) or getattr(Tensor, node.source)
+    given = (_evaluated(one, z, values) if isinstance(one, Node) else one for one in node.leaves)
+    args, kwargs = recomputed((node.args, node.kwargs), given)
+    return function(*args, **kwargs)
+
+
+def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
+    own = _parameters(leaf)
+    if len(own) != 1:
+        return None
+    ((name, weight),) = own.items()
+    x = torch.randn(3, 2, node.shape[-1], dtype=weight.dtype, device=weight.device)
+    y = _outcome(leaf, x) if weight.shape == node.shape[-1:] else None
+    found = y is not None and same(y, x * weight) and agrees(leaf, lambda x: x * weight, x)
+    return Weight(f"{path}.{name}") if found else None
+
+
+def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | None:
+    if _parameters(leaf) or leaf._buffers:
+        return None
+    x, was = torch.ones(4096, 2, 2), leaf.training
+    leaf.training = False
+    identity = _outcome(leaf, x)
+    leaf.training = True
+    dropped = _outcome(leaf, x)
+    leaf.training = was
+    if identity is None or dropped is None or dropped.shape != x.shape or not torch.equal(identity, x):
+        return None
+    samples = dropped[:, :1, :1]
+    is_zero = samples == 0
+    share = float(is_zero.float().mean())
+    if not (0 < share < 1 and torch.equal(dropped, samples.expand_as(dropped))):
+        return None
+    for attribute, p in leaf.__dict__.items():
+        is_near = isinstance(p, float) and 0 < p < 1 and abs(share - p) < 0.1
+        if is_near and same(samples, torch.where(is_zero, 0.0, 1 / (1 - p))):
+            return Probability(path, attribute, p)
+    return None
+
 
 VIEWS = (
     "__get__", "__getitem__", "chunk", "clone", "contiguous", "expand", "expand_as", "flatten", "float", "half", "movedim",
@@ -22,20 +416,15 @@ SCALING = "scaling"  # of peft's layers: the scales of low-rank updates, by adap
 PRODUCT = ("matmul", "__matmul__", "bmm")
 
 
-def is_view(node: Node) -> bool:
-    """Does it show the elements of one tensor, some or all? Not if another tensor chooses them."""
-    return node.is_function(*VIEWS) and (len(node.inputs) == 1 or node.is_function("type_as", "expand_as", "to"))
-
-
 class Argument(NamedTuple):
-    """One of the call's flattened arguments, in a form that binding.in_form names."""
+    """One of the call's flattened arguments, in a form that arguments.in_form names."""
 
     index: int
     form: str = ""
 
 
 class Table(NamedTuple):
-    """A buffer's first rows, as many as the input has tokens, in a form that binding.in_form names."""
+    """A buffer's first rows, as many as the input has tokens, in a form that arguments.in_form names."""
 
     path: str
     form: str
@@ -137,93 +526,3 @@ class Part:
     def at(self, *prefix: str) -> list[list[dict[tuple[str, ...], Any]]]:
         """The choices, with the paths of their arguments in an op."""
         return [[{(*prefix, name): value for name, value in one.items()} for one in choice] for choice in self.choices]
-
-
-class Steps:
-    """Steps of reading, over the leaves of one module."""
-
-    def __init__(self, leaves: Leaves):
-        self.leaves = leaves
-        self.layers_read = 0  # how far it went
-        self.masked: dict[Node, Node] = {}  # what a low-rank update's dropout gave, and what reads it
-
-    def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
-        """What a node shows through views, casts and, if they are collected, dropouts."""
-        while True:
-            if is_view(node):
-                node = node.inputs[0]
-            elif dropouts is not None and (p := self.leaves.dropout(node)) is not None:
-                dropouts.append(p)
-                node = node.inputs[0]
-            else:
-                return node
-
-    def refuse(self, what: str, node: Node) -> Unreadable:
-        return Unreadable(f"{what} {self.leaves.describe(node)}")
-
-    def linear_of(self, node: Node) -> Layer | None:
-        """The linear layer that a node is the result of."""
-        linear = self.leaves.linear(node)
-        if linear is not None:
-            return Layer(linear.weight, linear.bias, linear.out_features, node.inputs[0])
-        if not (node.is_function(*ADD) and len(node.inputs) == 2):
-            return None
-        for base, update in (node.inputs, node.inputs[::-1]):
-            base = self.strip(base)
-            if (linear := self.leaves.linear(base)) is None:
-                continue
-            found = self.update(update, self.strip(base.inputs[0]))
-            if found is not None:
-                return Layer(linear.weight, linear.bias, linear.out_features, base.inputs[0], found)
-        return None
-
-    def update(self, node: Node, x: Node) -> Update | None:
-        """scale * b(a(dropout(x)))."""
-        node, scale = self.strip(node), 1.0
-        while node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
-            scale, node = scale * self.number(node), self.strip(node.inputs[0])
-        pair = []
-        for _ in "ba":
-            linear = self.leaves.linear(node)
-            if linear is None or linear.bias is not None or linear.weight.form:
-                return None
-            dropouts: list[Probability] = []
-            pair, reader, node = [linear.weight, *pair], node, self.strip(node.inputs[0])
-        if self.leaves.dropout(node) is not None and self.masked.setdefault(node, reader) is not reader:
-            raise Unreadable("low-rank updates that share one dropout's mask")
-        node = self.strip(node, dropouts)
-        return Update(*pair, self.scale_of(pair[0].path, scale), self.probability(dropouts)) if node is x else None
-
-    def scale_of(self, path: str, scale: float) -> float | Scale:
-        """Where the scale of the update whose A is at this path is held, if it is as peft's layers hold it."""
-        parts = path.split(".")
-        for i in range(len(parts) - 1):
-            held = vars(self.leaves.module.get_submodule(".".join(parts[:i]))).get(SCALING)
-            for adapter in parts[i:]:
-                if type(held) is dict and held.get(adapter) == scale:
-                    return Scale(".".join(parts[:i]), adapter)
-        return scale
-
-    def number(self, node: Node) -> float:
-        """What a node's one tensor is multiplied by."""
-        numbers = [one for one in node.args if isinstance(one, (int, float))]
-        if len(numbers) != 1:
-            raise self.refuse("no number scales", node)
-        return 1 / numbers[0] if node.is_function(*DIVIDE) else float(numbers[0])
-
-    def linear(self, node: Node, what: str) -> Layer:
-        found = self.linear_of(node)
-        if found is None:
-            raise self.refuse(f"{what} is not a linear layer but", node)
-        self.layers_read += 1
-        return found
-
-    def probability(self, found: list[Probability]) -> Probability | float:
-        p = live_probability(found)
-        return 0.0 if p is None else p
-
-    def norm_arguments(self, node: Node | None, name: str = "norm") -> dict[str, Any]:
-        if node is None:
-            return {}
-        kind, weight, bias, eps = self.leaves.norm(node)
-        return {name: kind, f"{name}_weight": weight, f"{name}_bias": bias, f"{name}_eps": eps}

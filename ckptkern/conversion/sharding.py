@@ -98,16 +98,12 @@ class Shards:
 
     def __init__(self, model: nn.Module):
         self.modules = [m for m in model.modules() if is_sharded(m)]
-        self.reshard()
+        for module in self.modules:  # as it is between two steps
+            module.reshard()
         meshes = {p.device_mesh: None for p in model.parameters() if hasattr(p, "device_mesh")} if self.modules else {}
         groups = {id(one): one for mesh in meshes for one in mesh.get_all_groups()}
         # the last has the last word: that of the whole model spans those of its parts
         self.groups = sorted(groups.values(), key=lambda group: group.size())
-
-    def reshard(self) -> None:
-        """As it is between two steps."""
-        for module in self.modules:
-            module.reshard()
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module) -> Iterator[None]:

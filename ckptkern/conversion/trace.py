@@ -1,20 +1,113 @@
-"""Traces the dataflow of one call of a module, as a small graph of leaf modules and torch functions."""
+"""Traces the dataflow of one call of a module, as a small graph of leaf modules and torch functions.
+
+A module is checked with autocast off, whatever the model's call switches on. A forward that switches autocast off around a
+matmul, as models do for scores or routers in float32, is no fused op under autocast, which would round there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp.autocast_mode import is_autocast_available
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..nn import MultiheadAttention
 from ..nn.unmodified import collecting_nothing
-from .autocast import Watched, switched_on
 from .layouts import parts_of
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def device_types(module: nn.Module) -> list[str]:
+    """Returns the device types of the module's tensors that have an autocast."""
+    found = {t.device.type for t in (*module.parameters(), *module.buffers())}
+    return sorted(kind for kind in found if kind != "meta" and is_autocast_available(kind))
+
+
+@contextlib.contextmanager
+def switched_off(module: nn.Module) -> Iterator[None]:
+    """Inside, autocast is off for the devices of the module."""
+    with contextlib.ExitStack() as stack:
+        for kind in device_types(module):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def switched_on(module: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Inside, autocast is on for the devices of the module; off, for a module with 16-bit parameters.
+
+    One that casts to float32 changes no number of a float32 forward, which shows then where it switches autocast off.
+    """
+    if any(p.dtype in HALF for p in module.parameters()):
+        with switched_off(module):
+            yield
+        return
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
+        for kind in device_types(module):
+            stack.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
+            torch.set_autocast_dtype(kind, dtype)
+        yield
+
+
+class Watched(TorchFunctionMode):
+    """Notes of a forward inside of `switched_on` what it keeps out of autocast.
+
+    apart: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.kinds, self.dtype = frozenset(device_types(module)), dtype
+        self.apart: list[str] = []
+
+    def is_apart(self, result: object) -> bool:
+        """Returns whether autocast is off now, or to another dtype, on the result's device."""
+        if not isinstance(result, Tensor) or (kind := result.device.type) not in self.kinds:
+            return False
+        return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
+
+    def would_round(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor) -> bool:
+        try:
+            with torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
+                return function(*args, **kwargs).itemsize < result.itemsize
+        except Exception:  # it returns something else, or takes no other dtype
+            return False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if self.is_apart(result) and self.would_round(function, args, kwargs or {}, result):
+            self.apart.append(getattr(function, "__name__", "a function"))
+        return result
+
+
+def apart_in(module: nn.Module, call: Call) -> list[str]:
+    """What the class's forward keeps out of autocast in this call."""
+    args, kwargs = call
+    with switched_on(module), Watched(module) as watched, torch.no_grad():
+        type(module).forward(module, *args, **kwargs)
+    return watched.apart
+
+
+def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a module's inputs would be without autocast: as they are, or in float32 if autocast rounded them."""
+    if (
+        not torch._C._is_any_autocast_enabled()
+        or any(p.dtype in HALF for p in module.parameters())
+        or not any(map(torch.is_autocast_enabled, device_types(module)))
+    ):
+        return Tensor.detach
+    return lambda one: one.detach().float() if one.dtype in HALF else one.detach()
+
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
 HOST_READS = frozenset((
@@ -28,6 +121,9 @@ PLAIN_VALUES = frozenset((bool, int, float, str, type(None)))  # what a forward 
 
 class Unreadable(Exception):
     """Says why no fused op computes a module's forward."""
+
+
+Call = tuple[tuple, dict[str, Any]]  # args, kwargs
 
 
 class Outer(NamedTuple):
@@ -55,31 +151,47 @@ class Node:
     args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
     modules that returned it too, the inner ones first. written: of a tensor that was changed through a view of it, its node
-    before, and the view's after. apart: did the module switch autocast off around it?
+    before, and the view's after. apart: did the module switch autocast off around it? trained: has it a gradient? Rotary
+    tables, which are computed of positions, have none.
     """
 
     kind: str
     source: Any
     shape: torch.Size
     args: tuple = ()
-    kwargs: dict[str, Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
     output: int = 0
     at: int = -1
     function: Callable | None = None
     calls: list[Outer] = field(default_factory=list)
     written: tuple[Node, Node] | None = None
     apart: bool = False
+    trained: bool = False
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The call's arguments, out of their containers."""
+        return leaves_of((self.args, self.kwargs))
 
     @property
     def inputs(self) -> list[Node]:
-        return [one for one in leaves_of((self.args, self.kwargs)) if isinstance(one, Node)]
+        return [one for one in self.leaves if isinstance(one, Node)]
+
+    @property
+    def pairs(self) -> list[list[Node]]:
+        """Two inputs in both orders; none for another number of inputs."""
+        return [self.inputs, self.inputs[::-1]] if len(self.inputs) == 2 else []
+
+    @property
+    def numbers(self) -> list[int | float]:
+        return [one for one in self.args if isinstance(one, (int, float))]
 
     def is_function(self, *names: str) -> bool:
         return self.kind == "function" and self.source in names
 
     def called_with(self, *names: str) -> dict[str, Any]:
         """The call's arguments by name; `names` are those of its positions."""
-        return dict(zip(names, self.args, strict=False)) | (self.kwargs or {})
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -87,8 +199,8 @@ def is_leaf(module: nn.Module) -> bool:
     return not module._modules or type(module).forward in ATTENTION_FORWARDS
 
 
-def has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+def is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def leaves_of(values: Any) -> list[Any]:
@@ -143,22 +255,16 @@ class _Tracer(Watched):
         self.paths = {id(m): path for path, m in module.named_modules()}
         self.alive: list[object] = []  # so that no id is given twice
         self.inside: list[nn.Module] = []  # leaf modules that are running
-        self.opaque = (
-            0  # of these, MoE blocks: their values on the host choose rows, and are no dataflow of this module
-        )
         self.nodes: dict[int, Node] = {}
         self.log: list[tuple] = []  # what was called, in order, with the plain values among its arguments
         self.calls: list[list[Any]] = []  # of each call the leaves of its arguments that are no tensors
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         for path, tensor in reversed(named):  # a shared tensor goes by its first path
-            self.nodes[id(tensor)] = Node("parameter", path, tensor.shape)
+            self.nodes[id(tensor)] = Node("parameter", path, tensor.shape, trained=isinstance(tensor, nn.Parameter))
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
-                self.nodes[id(value)] = Node("argument", index, value.shape)
+                self.nodes[id(value)] = Node("argument", index, value.shape, trained=value.is_floating_point())
                 self.alive.append(value)
-        # nodes of what has a gradient, by id: rotary tables, which are computed of positions, have none
-        given = [*module.parameters(), *(one for one in flat if isinstance(one, Tensor) and one.is_floating_point())]
-        self.trained = {id(self.nodes[id(one)]) for one in given}
 
     def node(self, tensor: Tensor) -> Node:
         if id(tensor) not in self.nodes:
@@ -172,32 +278,39 @@ class _Tracer(Watched):
         return len(self.calls) - 1, *mapped(self.node, (args, kwargs))
 
     def record(
-        self, kind: str, source: str, args: tuple, kwargs: dict[str, Any], results: object, function: Callable | None = None
-    ) -> None:  # fmt: skip
-        trained = self.is_trained(args, kwargs) or (
-            kind == "module" and has_parameters(self.module.get_submodule(source))
-        )
+        self,
+        kind: str,
+        source: str,
+        args: tuple,
+        kwargs: dict[str, Any],
+        results: object,
+        function: Callable | None = None,
+    ) -> None:
         at, args, kwargs = self.counted(args, kwargs)
-        given = [(one.kind, one.source) if isinstance(one, Node) else str(one) for one in leaves_of((args, kwargs))]
-        self.log.append((kind, source, *given))
+        leaves = leaves_of((args, kwargs))
+        self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
+        trained = any(isinstance(one, Node) and one.trained for one in leaves) or (
+            kind == "module" and bool(list(self.module.get_submodule(source).parameters()))
+        )
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                made = Node(kind, source, result.shape, args, kwargs, i, at, function, apart=self.is_apart(result))
-                self.nodes[id(result)] = made
+                node = Node(
+                    kind, source, result.shape, args, kwargs, i, at, function, [], None, self.is_apart(result), trained
+                )
+                self.nodes[id(result)] = node
                 self.alive.append(result)
-                if trained:
-                    self.trained.add(id(made))
-
-    def is_trained(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        return any(id(self.node(one)) in self.trained for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in HOST_READS and not self.opaque:
+        # of MoE blocks values on the host choose rows, and are no dataflow of this module
+        if name in HOST_READS and all(map(is_leaf, self.inside)):
             raise Unreadable(f"forward reads a tensor's values on the host ({name})")
         result = function(*args, **kwargs)
-        trained = has_parameters(self.inside[-1]) if self.inside else self.is_trained(args, kwargs)
+        if self.inside:
+            trained = bool(list(self.inside[-1].parameters()))
+        else:
+            trained = any(isinstance(one, Tensor) and self.node(one).trained for one in leaves_of((args, kwargs)))
         if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
             self.apart.append(name)
         if not self.inside:
@@ -213,19 +326,13 @@ class _Tracer(Watched):
         found = []
         for other in self.alive:
             if isinstance(other, Tensor) and other is not changed and _overlap(other, changed):
-                now = Node("function", f"{name} of a view", other.shape)
+                now = Node("function", f"{name} of a view", other.shape, trained=True)
                 found.append((self.node(other), now))
-                self.trained.add(id(now))
                 self.nodes[id(other)] = now
         return found
 
-    def before(self, leaf: nn.Module, args: tuple) -> None:
-        self.inside.append(leaf)
-        self.opaque += not is_leaf(leaf)
-
     def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         self.inside.pop()
-        self.opaque -= not is_leaf(leaf)
         given = {id(value) for value in leaves_of((args, kwargs))}
         if not self.inside and id(result) not in given:  # an identity leaves no node
             self.record("module", self.paths[id(leaf)], args, kwargs, result)
@@ -251,24 +358,22 @@ class Trace:
     apart: list[str]
 
 
-def trace(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], flat: list[Any] | None = None,
-    autocast: torch.dtype = torch.float32,
-) -> Trace:  # fmt: skip
+def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
     """Calls module.forward without gradients, in the module's present mode. flat: the values that "argument" nodes count.
     autocast: its dtype meanwhile, of a float32 module.
 
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
-    flat = leaves_of((args, kwargs)) if flat is None else flat
+    (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
     tracer, before, drawn = _Tracer(module, flat, autocast), settings(module), random.getstate()  # of Python's own
-    versions = [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]
+    given = [value for value in flat if isinstance(value, Tensor) and not value.is_inference()]
+    versions = [one._version for one in given]
     hooks = []
     for inner in {m for m in module.modules() if m is not module}:
         if not (is_leaf(inner) or parts_of(inner) is not None):
             hooks.append(inner.register_forward_hook(tracer.after_outer, with_kwargs=True))
             continue
-        hooks.append(inner.register_forward_pre_hook(tracer.before))
+        hooks.append(inner.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)))
         hooks.append(inner.register_forward_hook(tracer.after, with_kwargs=True))
     try:
         with switched_on(module, autocast), tracer, torch.no_grad(), collecting_nothing():
@@ -276,7 +381,7 @@ def trace(
     finally:
         for hook in hooks:
             hook.remove()
-    if versions != [value._version for value in flat if isinstance(value, Tensor) and not value.is_inference()]:
+    if versions != [one._version for one in given]:
         raise Unreadable("forward changes its arguments in place")
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from .. import ops
 from .logits import REMEDY, Matmul
-from .token_statistics import LOG_PROBS, LOGITS, NEVER, STATISTICS, dtype_of
+from .tokens import LOG_PROBS, LOGITS, NEVER, STATISTICS, dtype_of
 
 IN_PLACE = (
     "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
@@ -37,7 +38,7 @@ def _followed(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return method(self, *args, **kwargs)
         return getattr(self.read(), name)(*args, **kwargs)
 
@@ -45,7 +46,7 @@ def _followed(method: Callable) -> Callable:
 
 
 class TracedLogits:
-    """The logits F.linear(x, weight, bias) after `steps`, one number or dtype each: "to", "mul", "div", "tanh", "log_softmax".
+    """The logits F.linear(x, weight, bias) after `steps`, each a method with its arguments: to, mul, div, tanh, log_softmax.
 
     x [..., d]: the head's input, of some tokens in the order in which the model sees them. version: the weight's, when x was
     computed. mode, workspace: of the loss.
@@ -67,14 +68,14 @@ class TracedLogits:
     @property
     def dtype(self) -> torch.dtype:
         found = self.x.dtype
-        for name, value in self.steps:
-            found = value if name in ("to", "log_softmax") else found
+        for name, *args in self.steps:
+            found = args[-1] if name in ("to", "log_softmax") else found
         return found
 
     @property
     def form(self) -> str:
-        """Of token_statistics."""
-        return LOG_PROBS if any(name == "log_softmax" for name, _ in self.steps) else LOGITS
+        """Which function of the logits they are."""
+        return LOG_PROBS if any(step[0] == "log_softmax" for step in self.steps) else LOGITS
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +159,7 @@ class TracedLogits:
 
     @_followed
     def tanh(self) -> Any:
-        return self.of(self.x, ("tanh", None)) if self.form == LOGITS else self.read().tanh()
+        return self.of(self.x, ("tanh",)) if self.form == LOGITS else self.read().tanh()
 
     # -- statistics of their tokens
 
@@ -166,7 +167,7 @@ class TracedLogits:
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
         if self.form != LOGITS or dim not in (-1, self.dim() - 1):
             return self.read().log_softmax(dim, dtype=dtype)
-        return self.of(self.x, ("log_softmax", dtype or dtype_of(torch.log_softmax, self, dim=-1)))
+        return self.of(self.x, ("log_softmax", -1, dtype or dtype_of(torch.log_softmax, self, dim=-1)))
 
     @_followed
     def gather(self, dim: int, index: Tensor) -> Tensor:
@@ -191,58 +192,71 @@ class TracedLogits:
 
     def statistic(self, name: str, dim: Any, target: Tensor | None = None) -> Tensor | None:
         """What this function of each token's classes returns [...]; None if linear_cross_entropy does not compute it."""
-        found, last = self.scale_and_cap(), self.dim() - 1
-        if found is None or (found[1] is not None and found[1] <= 0) or last < 1 or dim not in (-1, last):
-            return None
-        if (name, self.form) not in STATISTICS:
+        last = self.dim() - 1
+        if last < 1 or dim not in (-1, last) or (name, self.form) not in STATISTICS:
             return None
         returned, of = STATISTICS[name, self.form]
         target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device) if target is None else target
         options = {f"return_{one}": True for one in returned}
-        return of(self.cross_entropy(*found, target, reduction="none", ignore_index=NEVER, **options))
+        found = self.cross_entropy(target, reduction="none", ignore_index=NEVER, **options)
+        return None if found is None else of(found)
 
     # -- their loss
 
-    def cross_entropy(self, scale: float, cap: float | None, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of them, whose scale and cap are those of scale_and_cap."""
-        return ops.linear_cross_entropy(
-            self.x, self.weight, target, linear_bias=self.bias, logit_scale=scale if cap is None else scale * cap,
-            softcap=cap, recompute=self.mode, workspace=self.workspace, **options,
-        )  # fmt: skip
-
-    def nll(self, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
-        """F.nll_loss."""
-        return self.loss(self, target, weight, size_average, ignore_index, reduce, reduction, function=F.nll_loss)
-
-    def scale_and_cap(self) -> tuple[float, float | None] | None:
-        """Logits are scale z, or cap tanh(scale z); None for what linear_cross_entropy does not compute."""
+    def cross_entropy(self, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of them: of scale z, or cap tanh(scale z); None for what it does not compute."""
         scale, cap = 1.0, None
-        for name, value in self.steps:
+        for name, *args in self.steps:
             if name == "tanh":
                 if cap is not None:
                     return None
                 cap = 1.0
             elif name in ("mul", "div"):
-                factor = value if name == "mul" else 1 / value
+                factor = args[0] if name == "mul" else 1 / args[0]
                 scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
-        return scale, cap
+        if cap is not None and cap <= 0:
+            return None
+        return ops.linear_cross_entropy(
+            self.x,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            logit_scale=scale if cap is None else scale * cap,
+            softcap=cap,
+            recompute=self.mode,
+            workspace=self.workspace,
+            **options,
+        )
 
-    def loss(self, input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean",
-             label_smoothing=0.0, function=F.cross_entropy):  # fmt: skip
+    def loss(
+        self,
+        input,
+        target,
+        weight=None,
+        size_average=None,
+        ignore_index=-100,
+        reduce=None,
+        reduction="mean",
+        label_smoothing=0.0,
+        function=F.cross_entropy,
+    ):
         """F.cross_entropy, or F.nll_loss of log-probabilities."""
-        found = self.scale_and_cap()
         options = dict(ignore_index=ignore_index, reduction=reduction)
         if function is F.cross_entropy:
             options["label_smoothing"] = label_smoothing
-        if (
-            found is None or (found[1] is not None and found[1] <= 0)
-            or (self.form == LOGITS and function is F.nll_loss)
-            or size_average is not None or reduce is not None
-            or not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != self.x.shape[:-1]
-            or self.dim() != 2 or (weight is not None and (weight.requires_grad or weight.dtype != self.dtype))
-        ):  # fmt: skip
+        is_covered = (
+            (self.form != LOGITS or function is F.cross_entropy)
+            and size_average is None
+            and reduce is None
+            and isinstance(target, Tensor)
+            and target.dtype == torch.int64
+            and target.shape == self.x.shape[:-1]
+            and self.dim() == 2
+            and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
+        )
+        loss = self.cross_entropy(target, weight=weight, **options) if is_covered else None
+        if loss is None:
             return function(self.read(), target, weight, size_average, reduce=reduce, **options)
-        loss = self.cross_entropy(*found, target, weight=weight, **options)
         narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
         return loss.to(self.dtype) if narrow else loss
 
@@ -250,7 +264,7 @@ class TracedLogits:
 
     def read(self) -> Tensor:
         """In the graph their values, outside of it the `Logits` of the same matmul."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.after(F.linear(self.x, self.weight, self.bias))
         if self.__dict__.get("read_as") is None:
             if int(self.version) != self.weight._version:
@@ -262,26 +276,17 @@ class TracedLogits:
         return self.__dict__["read_as"]
 
     def after(self, z: Tensor) -> Tensor:
-        for name, value in self.steps:
-            if name == "to":
-                z = z.to(value)
-            elif name == "tanh":
-                z = z.tanh()
-            elif name == "log_softmax":
-                z = z.log_softmax(-1, dtype=value)
-            else:
-                z = z * value if name == "mul" else z / value
+        for name, *args in self.steps:
+            z = getattr(z, name)(*args)
         return z
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         first = args[0] if args else kwargs.get("input")
-        if isinstance(first, TracedLogits) and torch.compiler.is_compiling():
-            if function is F.cross_entropy:
-                return first.loss(*args, **kwargs) if args else first.loss(**kwargs)
-            if function is F.nll_loss:
-                return first.nll(*args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
+        if isinstance(first, TracedLogits) and is_compiling():
+            if function is F.cross_entropy or function is F.nll_loss:
+                return first.loss(*args, function=function, **kwargs)
             if args and not {"input", "out", "sparse_grad"} & set(kwargs) and (name := _method(function, len(args))):
                 return getattr(first, name)(*args[1:], **kwargs)
         if kwargs.get("out") is not None or kwargs.get("inplace") or _changes(function):
@@ -336,7 +341,7 @@ COMMON = (
 
 def _changes(function: Callable) -> bool:
     """Is it in place? Dynamo cannot look for a function in a set: there the common ones."""
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return function in IN_PLACE_FUNCTIONS or function in OPERATORS
     for one in COMMON:  # noqa: SIM110
         if function is one:

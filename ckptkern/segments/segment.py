@@ -22,12 +22,12 @@ from collections.abc import Callable
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from ..bits import checksum
 from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
@@ -38,7 +38,6 @@ from .reachable import reachable_of
 HELD = -1  # the key of a recompute that later passes read, too; csrc/saved_tensors.cpp
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_hash_chunk = 2**22  # elements: bounds the transient memory of a checksum
 
 
 class _Stop(Exception):
@@ -49,9 +48,18 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state",
+        "checksums",
+        "device",
+        "done",
+        "function",
+        "lock",
+        "on_error",
+        "recompute_context",
+        "room",
+        "sequence",
+        "state",
         "weights",
-    )  # fmt: skip
+    )
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
@@ -147,10 +155,14 @@ class Segment(SavedTensors):
                             return value
             value = saved.take(key)
             if value is None:
-                extra = "" if self.done[key] is None else (
-                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                    "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
-                )  # fmt: skip
+                extra = (
+                    ""
+                    if self.done[key] is None
+                    else (
+                        "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                        "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
+                    )
+                )
                 raise CheckpointError(
                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
                     f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
@@ -184,7 +196,9 @@ class Segment(SavedTensors):
     def recompute(self, key: int) -> torch.device | None:
         """Hands each tensor to its placeholder. Returns where the first one is."""
         args, kwargs = self.state.arguments()
-        self.refuse_changed_parameters()
+        if (now_other := self.changed()) is not None:
+            parameter, *versions = now_other
+            self.refuse(_name_of(parameter, self.roots()), parameter, *versions)
         run, checksums = Recompute(self, key, _Stop), _Checksums()
 
         def pack(x: Tensor) -> Tensor:
@@ -252,16 +266,15 @@ class Segment(SavedTensors):
 
     # -- checks
 
-    def refuse_changed_parameters(self) -> None:
-        if (found := self.changed()) is not None:
-            parameter, now, then = found
-            self.refuse(_name_of(parameter, self.roots()), parameter, now, then)
-
     def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
         how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
-        remedy = "Run backward before the optimizer's step, or run the region's forward again." if now != then else (
-            "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
-        )  # fmt: skip
+        remedy = (
+            "Run backward before the optimizer's step, or run the region's forward again."
+            if now != then
+            else (
+                "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
+            )
+        )
         raise CheckpointError(
             f"ckptkern.checkpoint: {name} of shape {tuple(tensor.shape)} {how} of {_describe(self.function)}: it is at version "
             f"{now}, forward saw version {then}. Recomputing would give the gradients of another function. {remedy}"
@@ -321,17 +334,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-class _Nothing:
-    """A context that does nothing and may be entered again and again."""
-
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *_):
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()  # may be entered again and again
 
 
 class _Unreadable(TorchDispatchMode):
@@ -415,28 +418,6 @@ class _Checksums:
 
     def all(self) -> list[Tensor]:
         with _disable_current_modes():  # a selective policy records every op that it sees
-            self.values += map(_checksum, self.waiting)
+            self.values += map(checksum, self.waiting)
         self.waiting = []
         return self.values
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-@_disable_current_modes()
-def _checksum(x: Tensor) -> Tensor:
-    """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
-
-    A change of one element always changes it, because odd factors are invertible; so does almost every other change.
-    """
-    if x.layout != torch.strided or type(x) not in (Tensor, Parameter):
-        return torch.zeros((), dtype=torch.int64, device=x.device)  # a subclass does not show its bits
-    x = x.detach()
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-    flat = x.contiguous().view(-1).view(_BITS[x.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, flat.numel(), _hash_chunk):
-        bits = flat[start : start + _hash_chunk].long() + 1
-        total += (bits * torch.arange(2 * start + 1, 2 * (start + bits.numel()), 2, device=x.device)).sum()
-    return total

@@ -20,21 +20,19 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..errors import ShapeError
-from ..memory import counting, dense_parts
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
 from .cached import caching_nothing, make_cached
 from .checkpoint import checkpoint
 from .reachable import modules_of
+from .sequential import on_fakes, saved_by, storages_of
 
 __all__ = ["tiled"]
 
@@ -192,7 +190,7 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
     key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
     if key not in known:
         try:
-            few, more = (_saved_and_returned(forward, _probe(x, dim, n)) for n in (FLOOR, 2 * FLOOR))
+            few, more = (_saved_and_returned(forward, x, dim, n) for n in (FLOOR, 2 * FLOOR))
         except _NOT_FAKEABLE as error:
             raise RuntimeError(
                 f"tiled: {_name(fn)} does not run on fake tensors, which would show how many of its tokens fit the "
@@ -202,25 +200,13 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
     return known[key]
 
 
-def _saved_and_returned(forward: Callable, x: Tensor) -> int:
-    """Bytes that forward(x) saves for backward and returns, on fake tensors: nothing is computed and no number drawn."""
-    seen: dict[StorageWeakRef, int] = {}
-
-    def note(tensor: Tensor) -> None:
-        for part in dense_parts(tensor):
-            seen[StorageWeakRef(part.untyped_storage())] = part.untyped_storage().nbytes()
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _no_cast_cache(), caching_nothing():
-        with counting(note, hold=False):
-            output = forward(mode.from_tensor(x))
-        if isinstance(output, Tensor):
-            note(output)
-    return sum(seen.values())
-
-
-def _probe(x: Tensor, dim: int, tokens: int) -> Tensor:
-    shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-    return torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
+def _saved_and_returned(forward: Callable, x: Tensor, dim: int, tokens: int) -> int:
+    """Bytes that forward saves for backward and returns for so many tokens, on fake tensors."""
+    with on_fakes(), _no_cast_cache():
+        shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
+        probe = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
+        output, storages = saved_by(forward, probe)
+        return sum((storages | storages_of([output] if isinstance(output, Tensor) else [])).values())
 
 
 @contextlib.contextmanager

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.protection import no_trace
+from ..conversion.recorder import differentiated
 from ..conversion.refused import check_tensors
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
-from ..planning.live import differentiated
-from ..planning.measure import no_main_grad
 
 
 class Kernel(NamedTuple):
@@ -54,10 +53,9 @@ class WarmUp:
 
     def __str__(self) -> str:
         step = f"the step took {self.seconds:.1f} s"
-        if not self.kernels and not self.launches:
-            return f"no kernel to compile: the model ran in PyTorch ops; {step}"
         if not self.kernels:
-            return f"no kernel to compile: this process had all that the {self.launches} launches need; {step}"
+            why = f"this process had all that the {self.launches} launches need"
+            return f"no kernel to compile: {why if self.launches else 'the model ran in PyTorch ops'}; {step}"
         cached = sum(kernel.cached for kernel in self.kernels)
         spent = sum(kernel.seconds for kernel in self.kernels)
         lines = [f"{self.count} kernels in {spent:.1f} s, {cached} of them from Triton's cache on disk; {step}"]
@@ -109,16 +107,6 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
         knobs.runtime.launch_enter_hook.remove(launched)
 
 
-def check_unchanged(versions: list[tuple[str, nn.Parameter, int]]) -> None:
-    """Raises RuntimeError for a parameter that the step wrote into. A copy of all would take their memory once more."""
-    changed = [name for name, p, version in versions if p._version != version]
-    if changed:
-        raise RuntimeError(
-            f"warm_up: the step changed the parameter {changed[0]} in place, which warm_up cannot undo. "
-            "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
-        )
-
-
 # -- the step
 
 
@@ -126,6 +114,19 @@ def as_leaf(tensor: Tensor) -> Tensor:
     """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
+
+
+@contextlib.contextmanager
+def no_main_grad(module: nn.Module) -> Iterator[None]:
+    """Megatron-LM's sums of gradients are out of the way for a while, so that backward adds nothing to them."""
+    taken = [(p, p.main_grad) for p in module.parameters() if hasattr(p, "main_grad")]
+    try:
+        for p, _ in taken:
+            del p.main_grad
+        yield
+    finally:
+        for p, main_grad in taken:
+            p.main_grad = main_grad
 
 
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -180,14 +181,23 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     started = time.perf_counter()
     try:
         with (
-            torch.inference_mode(False), torch.enable_grad(), no_trace(inner, call), no_main_grad(model),
-            progress("warm_up") as shown, compilations(shown) as found,
-        ):  # fmt: skip
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            no_trace(inner, call),
+            no_main_grad(model),
+            progress("warm_up") as shown,
+            compilations(shown) as found,
+        ):
             step(model, *mapped(as_leaf, call))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:
         torch.clear_autocast_cache()  # of casts whose graph the step's backward freed
-    check_unchanged(versions)
+    for name, parameter, version in versions:  # a copy of all would take their memory once more
+        if parameter._version != version:
+            raise RuntimeError(
+                f"warm_up: the step changed the parameter {name} in place, which warm_up cannot undo. "
+                "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
+            )
     found.seconds = time.perf_counter() - started
     return found

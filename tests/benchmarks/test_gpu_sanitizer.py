@@ -16,7 +16,7 @@ import json, pkgutil, importlib
 from triton.runtime.jit import JITFunction
 from benchmarks.gpu.sanitizer import cases_of, large_tiles
 from ckptkern import triton_kernels
-from ckptkern.tools.compiling import catch_launches
+from benchmarks.codegen.compiling import catch_launches
 
 launched = set()
 with large_tiles(90):

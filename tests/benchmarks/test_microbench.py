@@ -9,9 +9,9 @@ import re
 
 import pytest
 import torch
+from support import catalog
 
 from ckptkern.benchmarks import baselines, cases, compare, heads, measure, micro, own
-from ckptkern.ops import catalog
 from ckptkern.ops.dispatch.choices import choose_workspace
 
 CPU = torch.device("cpu")

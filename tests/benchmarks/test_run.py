@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.dev import trade
 from ckptkern.benchmarks import cases, measure, micro, report, run, suite
+from ckptkern.tools import env
 
 CPU = torch.device("cpu")
 TINY = micro.case("mlp", "cpu", title="tiny", features=16, tokens=24)
@@ -342,7 +342,7 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     monkeypatch.setenv("CKPTKERN_COMMIT", "abc")
     assert run.commit() == "abc"
     monkeypatch.delenv("CKPTKERN_COMMIT")
-    monkeypatch.setattr(run, "_answer", lambda *_: None)
+    monkeypatch.setattr(env, "answer", lambda *_: None)
     assert run.commit() == "unknown"
     assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
 
@@ -391,17 +391,6 @@ def test_runs_on_the_gpu(bench):
     assert {"copy 1 GiB", "bf16 matmul 8192"} <= set(rows)
     assert rows["ckptkern full"]["status"] == "ok"
     assert float(rows["ckptkern full"]["graph_ms"]) > 0
-
-
-@pytest.mark.slow
-def test_trade_writes_its_table_and_figure(tmp_path):
-    """The figure of docs/concepts/segments.md: more regions save less, until their inputs outweigh the rest."""
-    arguments = f"--out {tmp_path} --device cpu --width 16 --rows 64 --rounds 1"
-    assert trade.main(arguments.split()) == 0
-    lines = (tmp_path / "segments.csv").read_text().splitlines()
-    saved = {row["segments"]: int(row["saved_bytes"]) for row in csv.DictReader(lines)}
-    assert saved["eager"] > saved["2"] > saved["4"] > saved["8"] > saved["every 1"] == trade.LAYERS * 64 * 16 * 4
-    assert (tmp_path / "segments.png").stat().st_size > 5000
 
 
 HANGS = """

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion import binding
-from ckptkern.conversion.unread import Unread
+from ckptkern.conversion.binding import Unread
 from ckptkern.eager import ACTIVATIONS
 
 LAYER = ["transformer_layer"]

@@ -13,7 +13,7 @@ from support.architectures import RMSNorm
 from torch import nn
 
 import ckptkern
-from ckptkern.conversion.norms import Norm
+from ckptkern.conversion.heads import Norm
 from ckptkern.memory import peak_memory
 
 

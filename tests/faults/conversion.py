@@ -56,20 +56,20 @@ CONVERSION = [
     Fault(
         "calls: a name at which no layer looks unfuses it",
         "ckptkern/conversion/calls.py",
-        "self.known |= «not_looked_at(self.module, args, example, new)»",
-        "set()",
+        "self.known |= set(«not_looked_at(self.module, call, new)»)",
+        "()",
         ("tests/conversion/test_training_loops.py -k 'Trainer and adapters'",),
     ),
     Fault(
         "guard: a change of the configuration that no layer reads counts",
-        "ckptkern/conversion/reads.py",
+        "ckptkern/conversion/guard.py",
         "if «id(one) in self.whole»: return None",
         "True",
         ("tests/conversion/test_calls.py -k may_change", "tests/conversion/test_training_loops.py -k 'save and Llama'"),
     ),
     Fault(
         "guard: what forward reads of a configuration may change",
-        "ckptkern/conversion/reads.py",
+        "ckptkern/conversion/guard.py",
         'names.setdefault(name, None) value = read(self_, name) if «name == "__dict__"»:',
         "True",
         ("tests/conversion/test_calls.py -k a_layer_reads",),
@@ -112,8 +112,8 @@ CONVERSION = [
     Fault(
         "grammar: a residual is looked for on the left alone",
         "ckptkern/conversion/grammar.py",
-        "for residual, branch in «(node.inputs, node.inputs[::-1])»: try: part = self.branch(branch, core)",
-        "(node.inputs,)",
+        "for residual, branch in «node.pairs»: try: part = self.branch(branch, core)",
+        "node.pairs[:1]",
         ("tests/conversion/test_convert.py",),
     ),
     Fault(
@@ -146,14 +146,14 @@ CONVERSION = [
     ),
     Fault(
         "head: a sum of log-probabilities forgets the number they are multiplied by",
-        "ckptkern/conversion/token_statistics.py",
+        "ckptkern/conversion/tokens.py",
         "factor = logits.factor if spread is None else «logits.factor *» spread(logits.tokens.classes)",
         "",
         ("tests/conversion/test_logits.py",),
     ),
     Fault(
         "head: a copy of detached logits stays lazy",
-        "ckptkern/conversion/detached.py",
+        "ckptkern/conversion/tokens.py",
         "return «step.name in CASTS and origin_of(logits) is not None»",
         "False",
         ("tests/conversion/test_detached.py",),
@@ -188,7 +188,7 @@ CONVERSION = [
     ),
     Fault(
         "unused: a tied head counts as one that was not run",
-        "ckptkern/conversion/unused.py",
+        "ckptkern/conversion/heads.py",
         "return «taken.isdisjoint(map(id, parameters))»",
         "True",
         ("tests/conversion/test_convert.py -k does_not_run",),
@@ -216,7 +216,7 @@ CONVERSION = [
     ),
     Fault(
         "a step's loss: the first of the results",
-        "ckptkern/planning/live.py",
+        "ckptkern/conversion/recorder.py",
         "return «[one for one in tensors if one.dim() == 0] or» tensors",
         "",
         ("tests/planning/test_loss.py",),

@@ -129,14 +129,14 @@ OPS = [
     ),
     Fault(
         "attention: a norm before a gate gets no gradient through it",
-        "ckptkern/ops/attention/gradients.py",
+        "ckptkern/ops/attention/backward.py",
         'or «not {"x", *OF_NORM}.isdisjoint(inner)»',
         '"x" in inner',
         (cost("[attention_block"),),
     ),
     Fault(
         "attention: all three core gradients whatever is trained",
-        "ckptkern/ops/attention/gradients.py",
+        "ckptkern/ops/attention/backward.py",
         "return «bool(behind_q & inner), bool(inner - behind_q)»",
         "True, True",
         (cost("[attention_block"),),
@@ -160,7 +160,7 @@ OPS = [
     ),
     Fault(
         "attention: theta's tables go on over packed sequences",
-        "ckptkern/ops/attention/sublayer.py",
+        "ckptkern/ops/attention/core_sublayer.py",
         "positions = positions_of(whole, t.wo.device, «t.cu»)",
         "None",
         (values("[attention_block-sequences"),),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support import catalog
 from support.cases import (
     DTYPES,
     Watch,
@@ -20,7 +21,6 @@ from support.properties import OF_OPS, call_of, calls_of, dropping
 import ckptkern
 from ckptkern import eager
 from ckptkern.memory import peak_memory
-from ckptkern.ops import catalog
 from ckptkern.ops.dispatch import choices
 from ckptkern.ops.registration import codec
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import P, check_exactness, expected_mask, output_gradient
+from support.catalog import Sizes
 from support.properties import OF_OPS, Case, joined
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 import ckptkern
 from benchmarks.dev import trace
 from ckptkern import eager, triton_kernels
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.mlp import branch as mlp_branch

@@ -16,6 +16,7 @@ from ..dispatch.checks import (
     check_mode,
     check_number,
     check_probability,
+    check_softcap,
     check_tensor,
     check_weight,
 )
@@ -31,7 +32,7 @@ from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .context import check_context
-from .core import check_sinks, check_softcap, check_whole_sequence, fused_core
+from .core import check_sinks, check_whole_sequence, fused_core
 from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
@@ -127,12 +128,6 @@ def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int,
     if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     return H, H_kv
-
-
-def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residual: bool) -> None:
-    check_weight(op, "out_weight", out_weight, out_bias, x, features, "core attention")
-    if residual and out_weight.shape[0] != x.shape[-1]:
-        raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
 
 
 def check_lora(op: str, x: Tensor, key_value, lora, weights: Sequence[Tensor], out_weight: Tensor):
@@ -241,27 +236,76 @@ def check_hidden(
     return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
 
 
-def gather(
-    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
-    qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
-    mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, softcap=None, sinks=None, gate_weight=None, gate_bias=None, gate_in_query=False, dropout_p=0.0, lora=None,
-    residual=False, training=True, recompute="selective", workspace=None, **others,
-) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
-    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
-    check_whole_sequence(op, takes_parts=True)
+def check_scores(op: str, x: Tensor, recompute, dropout_p, scale, softcap, shapes: str, **flags: bool) -> float:
+    """Checks what both kinds of attention take; returns softcap. shapes: those of x, in words."""
     check_mode(op, recompute)
     check_probability(op, dropout_p)
-    check_flags(
-        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
-        training=training, gate_in_query=gate_in_query,
-    )  # fmt: skip
-    check_number(op, "qk_norm_eps", qk_norm_eps)
+    check_flags(op, **flags)
     check_number(op, "scale", 1.0 if scale is None else scale)
     softcap = check_softcap(op, softcap)
     check_input(op, x)
     if x.dim() not in (2, 3):
-        raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+        raise ShapeError(f"{op}: input must be {shapes}, not {tuple(x.shape)}")
+    return softcap
+
+
+def gather(
+    op,
+    x,
+    qkv_weight,
+    qkv_bias,
+    out_weight,
+    out_bias,
+    num_heads,
+    num_kv_heads,
+    *,
+    key_value,
+    qkv_layout,
+    qk_norm,
+    qk_norm_kind,
+    qk_norm_eps,
+    rotary,
+    rotary_interleaved,
+    is_causal,
+    attn_mask,
+    mask_is_exclusion,
+    key_padding_mask,
+    window_size,
+    alibi_slopes,
+    cu_seqlens,
+    max_seqlen,
+    scale,
+    softcap,
+    sinks,
+    gate_weight,
+    gate_bias,
+    gate_in_query,
+    dropout_p,
+    lora,
+    residual,
+    training,
+    recompute,
+    workspace,
+    **others,
+) -> tuple[AttentionTensors, AttentionOptions]:
+    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
+    check_whole_sequence(op, takes_parts=True)
+    softcap = check_scores(
+        op,
+        x,
+        recompute,
+        dropout_p,
+        scale,
+        softcap,
+        "[B, S, d], [S, d], or [tokens, d] with cu_seqlens",
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        mask_is_exclusion=mask_is_exclusion,
+        residual=residual,
+        training=training,
+        gate_in_query=gate_in_query,
+    )
+    check_number(op, "qk_norm_eps", qk_norm_eps)
     context = ACTIVE.context
     seen = x if context is None else context.whole(x)  # of all ranks
     B, S = batch_and_rows(seen)
@@ -272,9 +316,9 @@ def gather(
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
     check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
     check_sinks(op, sinks, x, H)
-    check_output(op, x, out_weight, out_bias, H * D, residual)
+    check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
     lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, weights, out_weight)
-    tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
+    tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
@@ -293,24 +337,77 @@ def gather(
     n = 1 if context is None or context.exchange == "gather" else context.size
     precision = matmul_precision(probe)
     fused = fused_core(
-        backend, x, dtype, precision, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, slopes,
-        "dropout" if drops else None, softcap or None, "rows" if context is not None and n == 1 else None,
-        masks=(mask, padding), cu=cu_seqlens,
-    )  # fmt: skip
+        backend,
+        x,
+        dtype,
+        precision,
+        (B, H // n, S, D),
+        (B, H_kv // n, S_k, D),
+        left,
+        right,
+        scale,
+        slopes,
+        "dropout" if drops else None,
+        softcap or None,
+        "rows" if context is not None and n == 1 else None,
+        masks=(mask, padding),
+        cu=cu_seqlens,
+    )
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
     t = AttentionTensors(
-        key_value=key_value, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
-        q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, sinks=sinks, wg=gate_weight, bg=gate_bias, cos=cos, sin=sin,
-        mask=mask, padding=padding, slopes=slopes, cu=cu_seqlens, **lora_tensors, **tensors,
-    )  # fmt: skip
+        key_value=key_value,
+        wq=wq,
+        wk=wk,
+        wv=wv,
+        bq=bq,
+        bk=bk,
+        bv=bv,
+        wo=out_weight,
+        bo=out_bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        q_norm_bias=q_norm_bias,
+        k_norm_bias=k_norm_bias,
+        sinks=sinks,
+        wg=gate_weight,
+        bg=gate_bias,
+        cos=cos,
+        sin=sin,
+        mask=mask,
+        padding=padding,
+        slopes=slopes,
+        cu=cu_seqlens,
+        **lora_tensors,
+        **tensors,
+    )
     o = AttentionOptions(
-        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, gate_in_query=gate_in_query, qk_norm=qk_norm_kind,
-        qk_norm_eps=float(qk_norm_eps), theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion,
-        left=left, right=right,
-        max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
-        recompute=choose_mode(recompute), backend=backend, precision=precision,
-        workspace=choose_workspace(op, workspace, probe), fused=fused, lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, context=context, **options,
-    )  # fmt: skip
+        num_heads=H,
+        num_kv_heads=H_kv,
+        qkv_layout=qkv_layout,
+        gate_in_query=gate_in_query,
+        qk_norm=qk_norm_kind,
+        qk_norm_eps=float(qk_norm_eps),
+        theta=theta,
+        interleaved=rotary_interleaved,
+        mask_is_exclusion=mask_is_exclusion,
+        left=left,
+        right=right,
+        max_len=max_len,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=float(dropout_p),
+        first_plane=0,
+        planes=0,
+        recompute=choose_mode(recompute),
+        backend=backend,
+        precision=precision,
+        workspace=choose_workspace(op, workspace, probe),
+        fused=fused,
+        lora=lora_numbers,
+        lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
+        dtype=dtype,
+        context=context,
+        **options,
+    )
     return t, o

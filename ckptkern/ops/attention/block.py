@@ -10,40 +10,21 @@ from torch import Tensor
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .backward import AttentionSublayer, attention_sublayer_backward
+from .backward import AttentionSublayer
+from .core_sublayer import CoreOp, constants_of
 from .reference import attention_reference
-from .sublayer import attention_sublayer, saves
-from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
+from .tensors import AttentionOptions, AttentionTensors
 
 
-class AttentionBlock(Op):
+class AttentionBlock(CoreOp):
     name = "attention_block"
-    Options = AttentionOptions
-    constants = CONSTANTS
-    saves = staticmethod(saves)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, saved = attention_sublayer(x, AttentionTensors(*others), o)
-        return unflattened(y, x), saved
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        sublayer = AttentionSublayer(x, AttentionTensors(*others), o, shares=True)
-        return in_order(attention_sublayer_backward(rows_2d(dy), sublayer, saved, needs), AttentionTensors, needs)
-
-    @staticmethod
-    def reference(tensors, o):
-        x, *others = tensors
-        return attention_reference(x, AttentionTensors(*others), o)
+    Tensors, Options, Sublayer = AttentionTensors, AttentionOptions, AttentionSublayer
+    constants = constants_of(AttentionTensors)
+    projected = ("qkv",)
+    in_torch_ops = staticmethod(attention_reference)
 
 
 _apply = build(AttentionBlock)
@@ -51,20 +32,56 @@ across = across_ranks(_apply)
 
 
 def attention_block(
-    x: Tensor, qkv_weight: Tensor | Sequence[Tensor], qkv_bias: Tensor | Sequence[Tensor | None] | None, out_weight: Tensor,
-    out_bias: Tensor | None, num_heads: int, num_kv_heads: int | None = None, *, key_value: Tensor | None = None, qkv_layout:
-    str = "qkv", norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, norm_scale: Tensor
-    | None = None, norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True, post_norm: str | None =
-    None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None, post_norm_eps: float = 1e-5, qk_norm:
-    tuple | None = None, qk_norm_kind: str = "rms", qk_norm_eps: float = 1e-6, rotary: tuple[Tensor, Tensor] | float | None =
-    None, rotary_interleaved: bool = False, is_causal: bool = False, attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
-    mask_is_exclusion: bool = False, key_padding_mask: Tensor | None = None, window_size: tuple[int, int] | None = None,
-    alibi_slopes: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, scale: float | None =
-    None, softcap: float | None = None, sinks: Tensor | None = None, gate_weight: Tensor | None = None, gate_bias: Tensor | None
-    = None, gate_in_query: bool = False, dropout_p: float = 0.0, lora: Mapping[str, LoRA] | None = None, layer_scale: Tensor |
-    float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0, residual: bool = False, training: bool = True,
-    recompute: str = "selective", workspace: int | str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    qkv_weight: Tensor | Sequence[Tensor],
+    qkv_bias: Tensor | Sequence[Tensor | None] | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    key_value: Tensor | None = None,
+    qkv_layout: str = "qkv",
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None,
+    norm_shift: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    norm_first: bool = True,
+    post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None,
+    post_norm_bias: Tensor | None = None,
+    post_norm_eps: float = 1e-5,
+    qk_norm: tuple | None = None,
+    qk_norm_kind: str = "rms",
+    qk_norm_eps: float = 1e-6,
+    rotary: tuple[Tensor, Tensor] | float | None = None,
+    rotary_interleaved: bool = False,
+    is_causal: bool = False,
+    attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask_is_exclusion: bool = False,
+    key_padding_mask: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    gate_in_query: bool = False,
+    dropout_p: float = 0.0,
+    lora: Mapping[str, LoRA] | None = None,
+    layer_scale: Tensor | float | None = None,
+    resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
+    residual: bool = False,
+    training: bool = True,
+    recompute: str = "selective",
+    workspace: int | str | None = None,
+) -> Tensor:
     """Self-attention or cross-attention with everything around it, as one region.
 
         h = norm(x) * (1 + norm_scale) + norm_shift;  q, k, v = h Wqkv^T + b;  q, k = rotary(qk_norm(q, k))
@@ -115,17 +132,53 @@ def attention_block(
     ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
     arguments = dict(
-        qkv_weight=qkv_weight, qkv_bias=qkv_bias, out_weight=out_weight, out_bias=out_bias, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, key_value=key_value, qkv_layout=qkv_layout, norm=norm, norm_weight=norm_weight,
-        norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift, norm_eps=norm_eps, norm_first=norm_first,
-        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
-        qk_norm=qk_norm, qk_norm_kind=qk_norm_kind, qk_norm_eps=qk_norm_eps, rotary=rotary,
-        rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_is_exclusion=mask_is_exclusion,
-        key_padding_mask=key_padding_mask, window_size=window_size, alibi_slopes=alibi_slopes, cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen, scale=scale, softcap=softcap, sinks=sinks, gate_weight=gate_weight, gate_bias=gate_bias,
-        gate_in_query=gate_in_query, dropout_p=dropout_p, lora=lora, layer_scale=layer_scale, resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p, residual=residual, recompute=recompute, workspace=workspace,
-    )  # fmt: skip
+        qkv_weight=qkv_weight,
+        qkv_bias=qkv_bias,
+        out_weight=out_weight,
+        out_bias=out_bias,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_value=key_value,
+        qkv_layout=qkv_layout,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_scale=norm_scale,
+        norm_shift=norm_shift,
+        norm_eps=norm_eps,
+        norm_first=norm_first,
+        post_norm=post_norm,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps,
+        qk_norm=qk_norm,
+        qk_norm_kind=qk_norm_kind,
+        qk_norm_eps=qk_norm_eps,
+        rotary=rotary,
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        mask_is_exclusion=mask_is_exclusion,
+        key_padding_mask=key_padding_mask,
+        window_size=window_size,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        gate_in_query=gate_in_query,
+        dropout_p=dropout_p,
+        lora=lora,
+        layer_scale=layer_scale,
+        resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p,
+        residual=residual,
+        recompute=recompute,
+        workspace=workspace,
+    )
     if ACTIVE.shard is not None:
         return ACTIVE.shard.attention_block(x, training, arguments)
     t, o = gather("attention_block", x, training=training, **arguments)

@@ -7,63 +7,70 @@ from torch import Tensor
 
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.residual import drawn
+from .core_sublayer import CoreOp, constants_of
 from .latent_arguments import gather_latent
-from .latent_sublayer import (
-    LatentSublayer,
-    latent_reference,
-    latent_saves,
-    latent_sublayer,
-    latent_sublayer_backward,
-)
-from .latent_tensors import LATENT_CONSTANTS, LatentOptions, LatentTensors
+from .latent_sublayer import LatentSublayer, latent_reference
+from .latent_tensors import LatentOptions, LatentTensors
 
 
-class LatentAttentionBlock(Op):
+class LatentAttentionBlock(CoreOp):
     name = "latent_attention_block"
-    Options = LatentOptions
-    constants = LATENT_CONSTANTS
-    saves = staticmethod(latent_saves)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, saved = latent_sublayer(x, LatentTensors(*others), o)
-        return unflattened(y, x), saved
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        sublayer = LatentSublayer(x, LatentTensors(*others), o, shares=True)
-        return in_order(latent_sublayer_backward(rows_2d(dy), sublayer, saved, needs), LatentTensors, needs)
-
-    @staticmethod
-    def reference(tensors, o):
-        x, *others = tensors
-        return latent_reference(x, LatentTensors(*others), o)
+    Tensors, Options, Sublayer = LatentTensors, LatentOptions, LatentSublayer
+    constants = constants_of(LatentTensors)
+    projected = ("latents", "q", "kv")
+    in_torch_ops = staticmethod(latent_reference)
 
 
 _apply = build(LatentAttentionBlock)
 
 
 def latent_attention_block(
-    x: Tensor, q_weight: Tensor, kv_a_weight: Tensor, kv_b_weight: Tensor, out_weight: Tensor, num_heads: int, *,
-    q_bias: Tensor | None = None, q_a_weight: Tensor | None = None, q_a_bias: Tensor | None = None,
-    q_a_norm_weight: Tensor | None = None, kv_a_bias: Tensor | None = None, kv_a_norm_weight: Tensor | None = None,
-    kv_b_bias: Tensor | None = None, out_bias: Tensor | None = None, latent_norm_eps: float = 1e-6, norm: str | None = None,
-    norm_weight: Tensor | None = None, norm_bias: Tensor | None = None, norm_scale: Tensor | None = None,
-    norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True,
-    post_norm: str | None = None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None,
-    post_norm_eps: float = 1e-5, rotary: tuple[Tensor, Tensor] | float | None = None, rotary_interleaved: bool = False,
-    is_causal: bool = False, attn_mask: Tensor | tuple[Tensor, Tensor] | None = None, mask_is_exclusion: bool = False,
-    key_padding_mask: Tensor | None = None, window_size: tuple[int, int] | None = None, scale: float | None = None,
-    softcap: float | None = None, dropout_p: float = 0.0, layer_scale: float | Tensor | None = None,
-    resid_dropout_p: float = 0.0, drop_path_p: float = 0.0, residual: bool = False, training: bool = True,
-    recompute: str = "selective", workspace: int | str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    q_weight: Tensor,
+    kv_a_weight: Tensor,
+    kv_b_weight: Tensor,
+    out_weight: Tensor,
+    num_heads: int,
+    *,
+    q_bias: Tensor | None = None,
+    q_a_weight: Tensor | None = None,
+    q_a_bias: Tensor | None = None,
+    q_a_norm_weight: Tensor | None = None,
+    kv_a_bias: Tensor | None = None,
+    kv_a_norm_weight: Tensor | None = None,
+    kv_b_bias: Tensor | None = None,
+    out_bias: Tensor | None = None,
+    latent_norm_eps: float = 1e-6,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None,
+    norm_shift: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    norm_first: bool = True,
+    post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None,
+    post_norm_bias: Tensor | None = None,
+    post_norm_eps: float = 1e-5,
+    rotary: tuple[Tensor, Tensor] | float | None = None,
+    rotary_interleaved: bool = False,
+    is_causal: bool = False,
+    attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+    mask_is_exclusion: bool = False,
+    key_padding_mask: Tensor | None = None,
+    window_size: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    layer_scale: float | Tensor | None = None,
+    resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
+    residual: bool = False,
+    training: bool = True,
+    recompute: str = "selective",
+    workspace: int | str | None = None,
+) -> Tensor:
     """Computes multi-head latent attention (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1) and what is around it, as one
     region.
 
@@ -102,15 +109,49 @@ def latent_attention_block(
     """
     refuse_shard("latent_attention_block has no form for several ranks")
     t, o = gather_latent(
-        "latent_attention_block", x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, q_bias=q_bias,
-        q_a_weight=q_a_weight, q_a_bias=q_a_bias, q_a_norm_weight=q_a_norm_weight, kv_a_bias=kv_a_bias,
-        kv_a_norm_weight=kv_a_norm_weight, kv_b_bias=kv_b_bias, out_bias=out_bias, latent_norm_eps=latent_norm_eps, norm=norm,
-        norm_weight=norm_weight, norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift, norm_eps=norm_eps,
-        norm_first=norm_first, post_norm=post_norm, post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps, rotary=rotary,
-        rotary_interleaved=rotary_interleaved, is_causal=is_causal, attn_mask=attn_mask, mask_is_exclusion=mask_is_exclusion,
-        key_padding_mask=key_padding_mask, window_size=window_size, scale=scale, softcap=softcap, dropout_p=dropout_p,
-        layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
-        training=training, recompute=recompute, workspace=workspace,
-    )  # fmt: skip
+        "latent_attention_block",
+        x,
+        q_weight,
+        kv_a_weight,
+        kv_b_weight,
+        out_weight,
+        num_heads,
+        q_bias=q_bias,
+        q_a_weight=q_a_weight,
+        q_a_bias=q_a_bias,
+        q_a_norm_weight=q_a_norm_weight,
+        kv_a_bias=kv_a_bias,
+        kv_a_norm_weight=kv_a_norm_weight,
+        kv_b_bias=kv_b_bias,
+        out_bias=out_bias,
+        latent_norm_eps=latent_norm_eps,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_scale=norm_scale,
+        norm_shift=norm_shift,
+        norm_eps=norm_eps,
+        norm_first=norm_first,
+        post_norm=post_norm,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps,
+        rotary=rotary,
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        attn_mask=attn_mask,
+        mask_is_exclusion=mask_is_exclusion,
+        key_padding_mask=key_padding_mask,
+        window_size=window_size,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        layer_scale=layer_scale,
+        resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p,
+        residual=residual,
+        training=training,
+        recompute=recompute,
+        workspace=workspace,
+    )
     return _apply(o, x, *drawn(t, o, x, training))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -61,6 +63,20 @@ def check_number(op: str, name: str, value) -> None:
         raise ValueError(f"{op}: no gradient is formed for {name}")
     if not is_number(value) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number, not {value!r}")
+
+
+def check_positive(op: str, name: str, value) -> None:
+    check_number(op, name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: {name} must be above 0 and finite, not {value!r}")
+
+
+def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> float:
+    """Returns softcap, 0 for none."""
+    if softcap is None:
+        return 0.0
+    check_positive(op, name, softcap)
+    return float(softcap)
 
 
 def check_count(op: str, name: str, value, least: int = 1) -> None:

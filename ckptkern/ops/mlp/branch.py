@@ -11,7 +11,7 @@ once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
+from ...errors import ShapeError
 from ...frozen import Frozen
-from ..dispatch.choices import primitives
+from ..dispatch.checks import check_weight
+from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
 from ..registration.late import arrived, is_late
 from ..registration.rows import beside_frozen, cast_parameter, row_count
@@ -32,6 +34,31 @@ BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
 READ_H = OF_DOWN - {"down_bias"}
+
+
+def check_branch(
+    op: str,
+    x: Tensor,
+    t: Mapping[str, Tensor | None],
+    prefix: str = "",
+    hidden: str = "the hidden layer",
+    *,
+    needs_gate: bool = False,
+) -> None:
+    """Checks that the layers fit each other and x; t: weights and biases, by name, those of the gate None without one. prefix,
+    hidden: what messages call them and the rows that the last one reads."""
+    gate, up, features = t["gate_weight"], t["up_weight"], x.shape[-1]
+    check_weight(op, f"{prefix}up_weight", up, t["up_bias"], x, features, "input")
+    if gate is not None or needs_gate:
+        check_weight(op, f"{prefix}gate_weight", gate, t["gate_bias"], x, features, "input")
+        if gate.shape != up.shape:
+            raise ShapeError(
+                f"{op}: {prefix}gate_weight and {prefix}up_weight must have one shape, but have {tuple(gate.shape)} and "
+                f"{tuple(up.shape)}"
+            )
+    elif t["gate_bias"] is not None:
+        raise ValueError(f"{op}: {prefix}gate_bias needs {prefix}gate_weight")
+    check_weight(op, f"{prefix}down_weight", t["down_weight"], t["down_bias"], x, up.shape[0], hidden)
 
 
 class BranchOptions(NamedTuple):
@@ -46,6 +73,24 @@ class BranchOptions(NamedTuple):
     first_column: int
 
     lora = ()
+
+
+def branch_options(
+    op: str,
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str,
+    dropout_p: float,
+    recompute: str,
+    workspace: int | str | None,
+) -> BranchOptions:
+    """Returns the options of a call of `mlp` or `gated_mlp`."""
+    impl = choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0])
+    bytes_ = choose_workspace(op, workspace, x, up_weight.numel())
+    return BranchOptions(
+        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x), bytes_, first_column=0
+    )
 
 
 def saves(gated: bool, o: Any) -> tuple[str, ...]:
@@ -84,7 +129,8 @@ class MLPBranch:
         return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
     def parameter(self, name: str) -> Any:
-        """In the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for the caller alone."""
+        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
+        the caller alone."""
         parameter = getattr(self.t, name)
         if type(parameter) is Frozen:
             if name in self.copies:
@@ -149,19 +195,30 @@ class MLPBranch:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
+    def result_of(self, saved: dict[str, Tensor], start: int) -> Tensor:
+        """Returns y of rows that begin at `start` from what `saves` names of them, by one matmul."""
+        hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
+        return self.linear("down", hidden, start)
+
     def chunks(self, rows: int) -> list[tuple[int, int]]:
         """[start, stop) of the rows that are taken at once, the same in forward and backward."""
         bytes_ = 0 if self.o.workspace is None else self.row_bytes()  # sizes may be symbols
         return token_chunks(rows, bytes_, self.o.workspace)
 
     def row_bytes(self) -> int:
-        """Of a row's transient tensors in either pass."""
+        """Returns bytes of a row's transient tensors in either pass."""
         if self.by_step:
             return self.bytes_by_step()
         return backward_bytes(
-            *self.t.up_weight.shape, self.t.down_weight.shape[0], self.dtype, self.t.up_weight.is_cuda, self.gated,
-            self.t.rng is not None, self.o.backend, self.o.activation,
-        )  # fmt: skip
+            *self.t.up_weight.shape,
+            self.t.down_weight.shape[0],
+            self.dtype,
+            self.t.up_weight.is_cuda,
+            self.gated,
+            self.t.rng is not None,
+            self.o.backend,
+            self.o.activation,
+        )
 
     def bytes_by_step(self) -> int:
         """`backward_bytes` step by step."""
@@ -299,7 +356,7 @@ class Sums:
         return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
     def bias_part(self, layer: str) -> bool | torch.dtype:
-        """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
+        """Returns the dtype in which a kernel sums a bias's gradient; False where it is not needed."""
         name = BIAS[layer]
         return name in self.need and (getattr(self.branch.t, name).dtype if self.once else self.totals[name].part)
 
@@ -329,10 +386,17 @@ class Sums:
 
 @functools.cache
 def backward_bytes(
-    hidden: int, features: int, out: int, dtype: torch.dtype, on_gpu: bool, gated: bool, drops: bool, backend: str,
+    hidden: int,
+    features: int,
+    out: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+    gated: bool,
+    drops: bool,
+    backend: str,
     activation: str,
-) -> int:  # fmt: skip
-    """Of a row's transient tensors in backward.
+) -> int:
+    """Returns bytes of a row's transient tensors in backward.
 
     They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
     Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds

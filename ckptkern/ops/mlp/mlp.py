@@ -7,19 +7,20 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
+from ..dispatch.choices import cast_input
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import in_order, mask, needed_names
-from ..registration.op import Op
 from ..registration.rows import rows_2d, unflattened
 from ..sublayer.dropout import draw_state
+from ..sublayer.op import SublayerOp
 from . import branch as mlp_branch
-from .branch import BranchOptions, MLPBranch
+from .block import mlp_block
+from .branch import BranchOptions, MLPBranch, branch_options
 
 
 class MLPTensors(NamedTuple):
-    """The names of `mlp_branch`: fc1 is `up`, fc2 `down`."""
+    """The names of `branch`: fc1 is `up`, fc2 `down`."""
 
     up_weight: Tensor
     up_bias: Tensor | None
@@ -30,10 +31,10 @@ class MLPTensors(NamedTuple):
     gate_weight = None
 
 
-class MLP(Op):
+class MLP(SublayerOp):
     name = "mlp"
-    Tensors: type = MLPTensors
-    Options = BranchOptions
+    Tensors, Options = MLPTensors, BranchOptions
+    in_torch_ops = staticmethod(mlp_branch.reference)
     gated = False
     first_weights = mask(MLPTensors, "up_weight")
 
@@ -46,26 +47,18 @@ class MLP(Op):
         return o.recompute == "full" or bool(needs & cls.first_weights)
 
     @classmethod
-    def forward(cls, tensors, o):
-        x, *others = tensors
+    def compute(cls, x, t, o):
         rows = rows_2d(x)
-        y, saved = MLPBranch(cls.Tensors(*others), o, rows.shape[0], rows.dtype).forward(rows)
-        return unflattened(y, x), saved
+        return MLPBranch(t, o, rows.shape[0], rows.dtype).forward(rows)
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
-        x, *others = tensors
-        rows, branch_x = rows_2d(dy), None if x is None else rows_2d(x)
-        branch = MLPBranch(cls.Tensors(*others), o, rows.shape[0], rows.dtype)
-        grads = branch.backward(rows, branch_x, saved, needed_names(cls.Tensors, needs))
+        (x, t), rows = cls.split(tensors), rows_2d(dy)
+        branch, x = MLPBranch(t, o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
+        grads = branch.backward(rows, x, saved, needed_names(cls.Tensors, needs))
         if "x" in grads:
             grads["x"] = unflattened(grads["x"], dy)
         return in_order(grads, cls.Tensors, needs)
-
-    @classmethod
-    def reference(cls, tensors, o):
-        x, *others = tensors
-        return mlp_branch.reference(x, cls.Tensors(*others), o)
 
 
 _apply = build(MLP)
@@ -106,19 +99,23 @@ def mlp(
     probability, workspace), RuntimeError (backend).
     """
     if ACTIVE.shard is not None:
-        arguments = dict(
-            up_weight=fc1_weight, up_bias=fc1_bias, down_weight=fc2_weight, down_bias=fc2_bias, activation=activation,
-            dropout_p=dropout_p, residual=False, recompute=recompute, workspace=workspace,
-        )  # fmt: skip
-        return ACTIVE.shard.mlp_block(x, training, arguments)
+        return mlp_block(
+            x,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            activation,
+            dropout_p,
+            residual=False,
+            training=training,
+            recompute=recompute,
+            workspace=workspace,
+        )
     check_options("mlp", activation, recompute, dropout_p)
     check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
-    impl = choose_impl("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
-    options = BranchOptions(
-        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x),
-        choose_workspace("mlp", workspace, x, fc1_weight.numel()), 0,
-    )  # fmt: skip
+    options = branch_options("mlp", x, fc1_weight, fc2_weight, activation, dropout_p, recompute, workspace)
     return _apply(options, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,15 +30,13 @@ from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
 from ..mlp.branch import LAYERS as MLP_LAYERS
+from ..mlp.branch import check_branch
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
+from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import (
-    CONSTANT,
     LOGITS,
     SHARED,
     MoEOptions,
@@ -51,45 +48,40 @@ from .sublayer import (
 )
 
 
-class MoEBlock(Op):
+class MoEBlock(SublayerOp):
     name = "moe_block"
-    Options = MoEOptions
-    constants = frozenset({CONSTANT})
+    Tensors, Options = MoETensors, MoEOptions
+    constants = frozenset({1 + MoETensors._fields.index("score_bias")})
+    decisions = ("index",)
     saves = staticmethod(saves)
+    compute = staticmethod(moe_sublayer)
+    gradients = staticmethod(moe_sublayer_backward)
+    in_torch_ops = staticmethod(moe_reference)
 
     @staticmethod
     def more_results(o):
         return (LOGITS,)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, made = moe_sublayer(x, MoETensors(*others), o)
-        return unflattened(y, x), made
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        grads = moe_sublayer_backward(rows_2d(dy), x, MoETensors(*others), o, saved, needs)
-        return in_order(grads, MoETensors, needs)
-
-    @staticmethod
-    def reference(tensors, o, index=None):
-        x, *others = tensors
-        return moe_reference(x, MoETensors(*others), o, index)
-
-    @classmethod
-    def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, index=saved["index"])
 
 
 _apply = build(MoEBlock)
 
 
 def check_router(
-    op: str, x: Tensor, experts: int, router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups, top_groups,
-    group_score, routed_scaling_factor, router_dtype,
-) -> dict[str, Any]:  # fmt: skip
+    op: str,
+    x: Tensor,
+    experts: int,
+    router_weight,
+    router_bias,
+    score_bias,
+    top_k,
+    scoring,
+    normalize,
+    num_groups,
+    top_groups,
+    group_score,
+    routed_scaling_factor,
+    router_dtype,
+) -> dict[str, Any]:
     """Checks the arguments of the choice; returns them as options."""
     check_weight(op, "router_weight", router_weight, router_bias, x, x.shape[-1], "input")
     if router_weight.shape[0] != experts:
@@ -127,9 +119,14 @@ def check_router(
             f"{op}: router_dtype must be torch.float32, or None for the compute dtype, not {router_dtype!r}"
         )
     return dict(
-        top_k=top_k, scoring=scoring, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
-        group_score=group_score, routed_scaling_factor=float(routed_scaling_factor),
-    )  # fmt: skip
+        top_k=top_k,
+        scoring=scoring,
+        normalize=normalize,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=group_score,
+        routed_scaling_factor=float(routed_scaling_factor),
+    )
 
 
 def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
@@ -142,18 +139,7 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
         return ""
     if t["down_weight"] is None:
         raise ValueError(f"{op}: shared_up_weight needs shared_down_weight")
-    check_weight(op, "shared_up_weight", t["up_weight"], t["up_bias"], x, features, "input")
-    if t["gate_weight"] is not None:
-        check_weight(op, "shared_gate_weight", t["gate_weight"], t["gate_bias"], x, features, "input")
-        if t["gate_weight"].shape != t["up_weight"].shape:
-            raise ShapeError(
-                f"{op}: shared_gate_weight and shared_up_weight must have one shape, but have "
-                f"{tuple(t['gate_weight'].shape)} and {tuple(t['up_weight'].shape)}"
-            )
-    elif t["gate_bias"] is not None:
-        raise ValueError(f"{op}: shared_gate_bias needs shared_gate_weight")
-    hidden = t["up_weight"].shape[0]
-    check_weight(op, "shared_down_weight", t["down_weight"], t["down_bias"], x, hidden, "the shared hidden layer")
+    check_branch(op, x, t, "shared_", "the shared hidden layer")
     if t["down_weight"].shape[0] != features:
         raise ShapeError(
             f"{op}: shared_down_weight must have {features} rows, as many as the input has features, but it has "
@@ -167,28 +153,72 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 
 
 def gather(
-    op, x, router_weight, gate_up_weight, down_weight, activation="silu", *, top_k, scoring="softmax", normalize=True,
-    score_bias=None, num_groups=1, top_groups=None, group_score="top2", routed_scaling_factor=1.0, router_bias=None,
-    router_dtype=None, gate_up_bias=None, down_bias=None, shared_gate_weight=None, shared_gate_bias=None,
-    shared_up_weight=None, shared_up_bias=None, shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None,
-    lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
-) -> tuple[MoETensors, MoEOptions]:  # fmt: skip
-    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
+    op,
+    x,
+    router_weight,
+    gate_up_weight,
+    down_weight,
+    activation,
+    *,
+    top_k,
+    scoring,
+    normalize,
+    score_bias,
+    num_groups,
+    top_groups,
+    group_score,
+    routed_scaling_factor,
+    router_bias,
+    router_dtype,
+    gate_up_bias,
+    down_bias,
+    shared_gate_weight,
+    shared_gate_bias,
+    shared_up_weight,
+    shared_up_bias,
+    shared_down_weight,
+    shared_down_bias,
+    shared_expert_gate,
+    lora,
+    residual,
+    training,
+    recompute,
+    workspace,
+    **others,
+) -> tuple[MoETensors, MoEOptions]:
+    """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
     check_options(op, activation, recompute)
     check_flags(op, residual=residual, training=training)
     check_input(op, x)
     features = x.shape[-1]
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
     routing = check_router(
-        op, x, len(gate_up_weight), router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups, top_groups,
-        group_score, routed_scaling_factor, router_dtype,
-    )  # fmt: skip
+        op,
+        x,
+        len(gate_up_weight),
+        router_weight,
+        router_bias,
+        score_bias,
+        top_k,
+        scoring,
+        normalize,
+        num_groups,
+        top_groups,
+        group_score,
+        routed_scaling_factor,
+        router_dtype,
+    )
     values = (
-        shared_gate_weight, shared_gate_bias, shared_up_weight, shared_up_bias, shared_down_weight, shared_down_bias
-    )  # fmt: skip
+        shared_gate_weight,
+        shared_gate_bias,
+        shared_up_weight,
+        shared_up_bias,
+        shared_down_weight,
+        shared_down_bias,
+    )
     shared = dict(zip(SHARED, values, strict=False))  # without their updates
     kind = check_shared(op, x, shared, shared_expert_gate)
-    tensors, options = around(op, x, features, residual=residual, **others)
+    tensors, options = around(op, x, "down_weight", features, residual=residual, **others)
     weights = {"gate_up": gate_up_weight, "down": down_weight}
     weights |= {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
     updates, numbers = gather_lora(
@@ -200,20 +230,36 @@ def gather(
         op, x, gate_up_weight, down_weight, router, shared_gate_weight, shared_up_weight, shared_down_weight
     )
     t = MoETensors(
-        router_weight=router_weight, router_bias=router_bias, score_bias=score_bias, gate_up_weight=gate_up_weight,
-        gate_up_bias=gate_up_bias, down_weight=down_weight, down_bias=down_bias, shared_expert_gate=shared_expert_gate,
-        **{f"shared_{name}": one for name, one in shared.items()}, **updates, **tensors,
-    )  # fmt: skip
+        router_weight=router_weight,
+        router_bias=router_bias,
+        score_bias=score_bias,
+        gate_up_weight=gate_up_weight,
+        gate_up_bias=gate_up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+        shared_expert_gate=shared_expert_gate,
+        **{f"shared_{name}": one for name, one in shared.items()},
+        **updates,
+        **tensors,
+    )
     probe = x.new_empty(0, dtype=dtype)
     # of the experts, which run most matmuls; the shared expert's follow
     impl = choose_impl(op, probe, features, down_weight.shape[2], features, name="moe_mlp")
     o = MoEOptions(
-        activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
-        recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()), dtype=dtype, **routing, **options,
-        experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2], lora_dtype=update_dtype(x, dtype, of_shared),
+        activation=activation,
+        shared=kind,
+        router_dtype=torch.promote_types(dtype, router_dtype or dtype),
+        recompute=choose_mode(recompute),
+        backend=impl,
+        precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()),
+        dtype=dtype,
+        **routing,
+        **options,
+        experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2],
+        lora_dtype=update_dtype(x, dtype, of_shared),
         lora=() if all(one is None for one in of_shared) else numbers[2 * len(EXPERT_LAYERS) :],
-    )  # fmt: skip
+    )
     return t, o
 
 
@@ -224,21 +270,45 @@ def moe_block(
     down_weight: Tensor,
     activation: str = "silu",
     *,
-    top_k: int, scoring: str = "softmax", normalize: bool = True, score_bias: Tensor | None = None,
-    num_groups: int = 1, top_groups: int | None = None, group_score: str = "top2", routed_scaling_factor: float = 1.0,
-    router_bias: Tensor | None = None, router_dtype: torch.dtype | None = None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    shared_gate_weight: Tensor | None = None, shared_gate_bias: Tensor | None = None,
-    shared_up_weight: Tensor | None = None, shared_up_bias: Tensor | None = None,
-    shared_down_weight: Tensor | None = None, shared_down_bias: Tensor | None = None,
-    shared_expert_gate: Tensor | None = None, lora: Mapping[str, LoRA] | None = None,
-    norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
-    norm_scale: Tensor | None = None, norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True,
-    post_norm: str | None = None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None,
+    top_k: int,
+    scoring: str = "softmax",
+    normalize: bool = True,
+    score_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    group_score: str = "top2",
+    routed_scaling_factor: float = 1.0,
+    router_bias: Tensor | None = None,
+    router_dtype: torch.dtype | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared_gate_weight: Tensor | None = None,
+    shared_gate_bias: Tensor | None = None,
+    shared_up_weight: Tensor | None = None,
+    shared_up_bias: Tensor | None = None,
+    shared_down_weight: Tensor | None = None,
+    shared_down_bias: Tensor | None = None,
+    shared_expert_gate: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None,
+    norm_shift: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    norm_first: bool = True,
+    post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None,
+    post_norm_bias: Tensor | None = None,
     post_norm_eps: float = 1e-5,
-    layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
-    residual: bool = True, training: bool = True, recompute: str = "full", workspace: int | str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    layer_scale: Tensor | float | None = None,
+    resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
+    residual: bool = True,
+    training: bool = True,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Computes an MoE layer with its router and everything around it, as one region; returns (y, router_logits).
 
         h = norm(x) * (1 + norm_scale) + norm_shift;  logits = h router_weight^T + router_bias;  s = scoring(logits)
@@ -279,16 +349,49 @@ def moe_block(
     if ACTIVE.shard is not None:
         raise NotSharded("moe_block has no sharded form")
     t, o = gather(
-        "moe_block", x, router_weight, gate_up_weight, down_weight, activation, top_k=top_k, scoring=scoring,
-        normalize=normalize, score_bias=score_bias, num_groups=num_groups, top_groups=top_groups, group_score=group_score,
-        routed_scaling_factor=routed_scaling_factor, router_bias=router_bias, router_dtype=router_dtype,
-        gate_up_bias=gate_up_bias, down_bias=down_bias, shared_gate_weight=shared_gate_weight,
-        shared_gate_bias=shared_gate_bias, shared_up_weight=shared_up_weight, shared_up_bias=shared_up_bias,
-        shared_down_weight=shared_down_weight, shared_down_bias=shared_down_bias, shared_expert_gate=shared_expert_gate,
-        lora=lora, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift,
-        norm_eps=norm_eps, norm_first=norm_first,
-        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
-        layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
-        training=training, recompute=recompute, workspace=workspace,
-    )  # fmt: skip
+        "moe_block",
+        x,
+        router_weight,
+        gate_up_weight,
+        down_weight,
+        activation,
+        top_k=top_k,
+        scoring=scoring,
+        normalize=normalize,
+        score_bias=score_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=group_score,
+        routed_scaling_factor=routed_scaling_factor,
+        router_bias=router_bias,
+        router_dtype=router_dtype,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        shared_gate_weight=shared_gate_weight,
+        shared_gate_bias=shared_gate_bias,
+        shared_up_weight=shared_up_weight,
+        shared_up_bias=shared_up_bias,
+        shared_down_weight=shared_down_weight,
+        shared_down_bias=shared_down_bias,
+        shared_expert_gate=shared_expert_gate,
+        lora=lora,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_scale=norm_scale,
+        norm_shift=norm_shift,
+        norm_eps=norm_eps,
+        norm_first=norm_first,
+        post_norm=post_norm,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps,
+        layer_scale=layer_scale,
+        resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p,
+        residual=residual,
+        training=training,
+        recompute=recompute,
+        workspace=workspace,
+    )
     return _apply(o, x, *drawn(t, o, x, training))
