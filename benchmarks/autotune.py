@@ -81,15 +81,18 @@ class Matmuls(nn.Module):
             )
 
     def by(self, impl: str) -> Function:
+        """Returns the op by an implementation."""
         return functools.partial(self, impl=impl)
 
 
 def inputs_of(problem: Problem) -> dict[str, Any]:
+    """Returns the op's arguments, without the numbers of what is trained."""
     sizes = catalog.Sizes((problem.tokens,), problem.features, problem.hidden, problem.out)
     return catalog.OPS[problem.op].inputs(sizes)
 
 
 def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """Returns the op with random weights, and x."""
     weights = catalog.random_leaves(inputs_of(problem), dtype, device)
     x = weights.pop("x")
     return Matmuls(problem, weights), x
@@ -131,8 +134,8 @@ def choice(outcomes: Sequence[Outcome]) -> str:
     """Returns the implementation that the table gets for the problems of one row."""
     medians, late, default = summed(outcomes, "ms"), summed(outcomes, "p80_ms"), outcomes[0].default
     limit = medians.get(default, float("inf"))
-    surely = [impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit]
-    return min(surely, key=medians.__getitem__, default=default)
+    surely = (impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit)
+    return next(surely, default)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
@@ -141,12 +144,11 @@ def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
     for one in outcomes:
         groups.setdefault(one.problem.key, []).append(one)
     rows = {}
-    for key, group in groups.items():
+    for (op, dtype, features), group in groups.items():
         if ms := summed(group, "ms"):
-            row = dict(
-                zip(("op", "dtype", "features"), key, strict=True), measured=[one.problem.sizes for one in group]
-            )
-            rows[key] = row | {"impl": choice(group), "ms": {impl: round(one, 4) for impl, one in ms.items()}}
+            row = {"op": op, "dtype": dtype, "features": features, "measured": [one.problem.sizes for one in group]}
+            row |= {"impl": choice(group), "ms": {impl: round(total, 4) for impl, total in ms.items()}}
+            rows[op, dtype, features] = row
     return rows
 
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .. import ops
-from .models import MLP, Distillation, GatedMLP, LlamaLayer, LMHeadLoss, MoE, attend
+from .heads import Distillation, LMHeadLoss
+from .models import MLP, GatedMLP, LlamaLayer, MoE, attend
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -157,31 +158,6 @@ def in_chunks(rows: int) -> Maker:
     return lambda model, x: lambda x: model.reduced(model.chunked(x, rows))
 
 
-class _Matmuls(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        z = x @ weight.T
-        ctx.save_for_backward(x, weight, z)
-        return z[:, 0].float()
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, dz = ctx.saved_tensors
-        return dz @ weight, dz.T @ x
-
-
-class HeadMatmuls:
-    """The three matmuls of a head's step and nothing else, a bound of what a loss with saved logits may take."""
-
-    unchecked = "not a result: the matmuls alone"
-
-    def __init__(self, model: LMHeadLoss, x: Tensor):
-        self.model = model
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.model.reduced(_Matmuls.apply(x, self.model.linear.weight))
-
-
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,15 +173,14 @@ def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
     return function
 
 
-def own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
+def own_core(model: nn.Module, x: Tensor) -> Function:
     """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for core attention."""
     if not x.is_cuda:
         raise ImportError("the core is one of several on CUDA only")
-    inner = ours(model, "selective")
 
     def function(x: Tensor) -> Tensor:
         with ops.backend("triton"):
-            return inner(x)
+            return model.ours(x, "selective")
 
     return function
 

@@ -1,7 +1,6 @@
 """``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
 
-results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
-torch is needed for the measurements; the figures want matplotlib.
+results.csv gets its rows as they come, and report.md is written after each case. Nothing but torch is needed.
 """
 
 from __future__ import annotations
@@ -180,19 +179,15 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
     stray = [name for name in micro.OPTIONS if not args.op and getattr(args, name) is not None]
     if stray:
         raise ValueError(f"{micro.flag(stray[0])} goes with --op, which names one of {', '.join(micro.OPS)}")
-    if args.op:
-        return [micro.case_of(args, device.type, modes, dtype)]
     if args.case:
         return [own.case_of(args.case, device, modes, dtype)]
-    found = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
-    return [
-        dataclasses.replace(
-            case,
-            dtype=dtype,
-            modes=[mode for mode in case.modes if modes is None or mode in modes or not mode],
-        )
-        for case in found
-    ]
+    if args.op:
+        found = [micro.case_of(args, device.type, modes)]
+    else:
+        found = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
+    if modes is not None:
+        found = [dataclasses.replace(case, modes=[one for one in case.modes if one in (*modes, "")]) for case in found]
+    return [dataclasses.replace(case, dtype=dtype) for case in found]
 
 
 def say(text: str) -> None:
@@ -272,10 +267,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
     )
-    parser.add_argument(
-        "--figures", action=argparse.BooleanOptionalAction, default=True,
-        help="draw figures/CASE.png (default); without them --out holds results.csv, env.json and report.md alone",
-    )  # fmt: skip
     micro.add_arguments(parser)
 
 
@@ -291,7 +282,7 @@ def jobs_of(chosen: list[Case], compilers: Container[str], measured: Container[t
     found, planned = [], set()
     for group, names in ((first, None), (most, two), (rest, None), (first, compiled), (rest, compiled)):
         for case in group:
-            makers = cases.variants(case) if names is None else cases.compiled_variants(case, names)
+            makers = cases.variants(case) if names is None else {name: cases.COMPILED[name] for name in names}
             new = {name: make for name, make in makers.items() if (case.name, name) not in planned}
             planned |= {(case.name, name) for name in new}
             if left := {name: make for name, make in new.items() if (case.name, name) not in measured}:
@@ -397,8 +388,7 @@ def main(args: argparse.Namespace) -> int:
         old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
         if args.list:
             for case in found:
-                variants = cases.variants(case) | cases.compiled_variants(case, compilers)
-                print(f"{case.name:36} {', '.join(variants)}")
+                print(f"{case.name:36} {', '.join([*cases.variants(case), *compilers])}")
             return 0
     except ValueError as error:
         say(f"ckptkern bench: {error}")
@@ -438,7 +428,7 @@ def run(
     say(f"cases: {len(jobs)}, variants: {count}; the budget is {minutes:.3g} minutes")
     sheet = Sheet(out / "results.csv", earlier, found["commit"])
     lost = measure_all(jobs, sheet, device, out, found, args.rounds, minutes)
-    report.write_all(out, args.figures)
+    report.write(out)
     status = sheet.end(again if args.resume else ())
     if dropped := [case for (case, _), row in sheet.rows.items() if row["status"] == "dropped" and case in again]:
         say(f"dropped, over the budget: {', '.join(dict.fromkeys(dropped))}")

@@ -75,9 +75,7 @@ class Run(NamedTuple):
         cases = ["--cases", self.cases] if self.cases else []
         small = ["--device", self.kind, *(["--rounds", "7"] if self.dry else [])]
         budget = ("--budget-minutes", f"{0.9 * seconds / 60:.2f}")
-        return self.program(
-            "ckptkern", "bench", "--out", self.out, "--resume", "--no-figures", *budget, *small, *cases, *arguments
-        )
+        return self.program("ckptkern", "bench", "--out", self.out, "--resume", *budget, *small, *cases, *arguments)
 
     def models(self, seconds: int) -> list[str]:
         """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""
@@ -333,6 +331,7 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
         log(f"{step.name}: at most {seconds} s")
         status = run(command, seconds, log, lib)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
+        pack(given, log)
         if status == LOST:
             queue.insert(0, step)
         elif status == CUT and is_own:
@@ -342,16 +341,19 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
     return bad
 
 
+def pack(given: argparse.Namespace, log: Log) -> None:
+    log(f"caches: {caches.pack(given.out / CACHES, given.work, MOST_BYTES)}")
+
+
 def run_part(part: int, given: argparse.Namespace) -> list[str]:
     """Runs one part, and returns what was not right."""
     log = Log(given.out / "log.txt")
-    packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
+    lib = prepare(part, given, log)
+    pack(given, log)
     try:
-        lib = prepare(part, given, log)
-        packer.start()
         bad = run_steps(part, given, log, lib)
     finally:
-        log(f"caches: {packer.finish()}")
+        pack(given, log)
     bad += failures(given.out) + too_much(given.out)
     for path in sorted(given.out.iterdir()):
         log(f"{path.stat().st_size:11,} bytes  {path.name}")
