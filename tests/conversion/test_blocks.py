@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import ckptkern
 from ckptkern.conversion.binding import General
 from ckptkern.conversion.protection import unmoved
+from ckptkern.conversion.recorder import loss_of, step_of
 from ckptkern.memory import saved_tensors
-from ckptkern.planning.live import loss_of, step_of
 
 TOLERANCE = dict(rtol=1e-3, atol=1e-5)
 
@@ -26,7 +26,7 @@ def memory_of(model, call):
     model.train()
     with saved_tensors(model) as saved, unmoved(model):
         model(**call)
-    return saved.bytes, step_of(model, (), call, [], torch.device("cpu"), all_there=True).live.peak
+    return saved.bytes, step_of(model, (), call, there=list(model.parameters())).peak
 
 
 def checkpointed(model, blocks):
