@@ -48,10 +48,14 @@ Row = dict[str, Any]
 
 
 def build(name: str) -> nn.Module:
+    """Returns the model with gradients of zeros."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
 
 
 def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -106,12 +110,6 @@ def tiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def with_gradients(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
 def variants(name: str, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Returns, by the names of the page's rows, what computes the loss."""
     make = functools.partial(build, name)
@@ -132,10 +130,7 @@ def variants(name: str, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
         for every in (2, 3):
             stack = converted(make(), ids, every, **bounded)
             models[f'ckptkern.convert, "full", 4 MiB, LayerStack of {every}'] = stack, whole_loss
-    for model, _ in models.values():
-        with_gradients(model)
-    if name == LLAMA:
-        planned = with_gradients(make())  # a plan counts gradients that are not there
+        planned = make()
         ckptkern.plan(planned, input_ids=ids, labels=ids, budget=PLANNED_FOR)
         models[f"{PLANNED}, {format_size(PLANNED_FOR)}"] = planned, whole_loss
     return {variant: functools.partial(loss, model, ids) for variant, (model, loss) in models.items()}
@@ -216,11 +211,7 @@ def picture(rows: list[Row], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dev.frontier",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.frontier", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1024, 2048, 4096], help="lengths (default: 1024 2048 4096)"
     )
