@@ -2,8 +2,8 @@
 
 The dataflow of one call of a module is recorded (`trace`), what its leaves compute is recognised by their results (`reading`),
 and the graph is read backwards as one fused op (`attention`, `grammar`), which is compared with the original forward (`fuse`,
-`check`). `binding` is what replaces the module's forward, `guard` sees whether its inside is what was checked, `heads` finds the
-LM head before a loss, whose logits are lazy (`logits`), and `report` says what was done.
+`check`). `binding` is what replaces the module's forward, `guard` sees whether its inside is what was checked, `heads` finds
+the LM head before a loss, whose logits are lazy (`logits`), and `report` says what was done.
 """
 
 from .bound import revert
