@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head bench-layers cost-model exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu clean
+.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -81,13 +81,7 @@ bench-frontier: $(STAMP) ## peak and time of a step over the length of the seque
 	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
 
 bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, beside torch's in chunks. ARGS="--rounds 5"
-	$(PY) -m benchmarks.dev.head --out benchmarks/results/cpu/head.csv --page docs/how-to/linear-cross-entropy.md $(ARGS)
-
-bench-layers: $(STAMP) ## one layer of each family, counted on meta tensors, not measured; 45 minutes of two cores. ARGS="--only llama"
-	$(PY) -m benchmarks.dev.layers --out benchmarks/results/convert/layers.csv --page docs/how-to/convert.md --picture docs/how-to/layers.png $(ARGS)
-
-cost-model: $(STAMP) ## cost model, not measured: the estimate of each case's step on a GPU that is not here. ARGS="--gpu a100 --cases mlp --explain"
-	TRITON_CACHE_DIR="$(CURDIR)/build/triton" $(PY) -m benchmarks.model $(ARGS)
+	$(PY) -m benchmarks.dev.head --page docs/how-to/linear-cross-entropy.md $(ARGS)
 
 exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
 	$(PY) -m benchmarks.dev.exits $(ARGS)

@@ -24,7 +24,7 @@ from ..memory import peak_memory, saved_tensors
 from ..ops.dispatch.choices import workspace
 from ..planning.timing import cache_of, captured, copies
 from ..tools.selftest import error_ratio, gradients, relative_errors
-from .cases import CHECKPOINTS, EAGER, Function, Item, Maker, build
+from .cases import CHECKPOINTS, EAGER, Case, Figure, Function, Maker, build
 
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
 HOST_BATCH, CPU_BATCH = 20, 3
@@ -63,6 +63,13 @@ class Row:
 
     def add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, (self.note, text)))
+
+
+def row_of_figure(case: str, device: str, figure: Figure) -> Row:
+    """The row of what others published of a case."""
+    peak, saved = (None if size is None else round(size) for size in (figure.peak, figure.saved))
+    row = Row(case, figure.variant, device, "bfloat16", "published", figure.ms, note=figure.note, source=figure.source)
+    return dataclasses.replace(row, peak_bytes=peak, saved_bytes=saved)
 
 
 LOST = "the GPU was lost: "  # begins the note of a variant that broke the process's CUDA context, or that did not end
@@ -136,8 +143,8 @@ def poisoned() -> Iterator[None]:
 class Checker:
     """Compares a variant's output and gradients with float64, in units of eager's own error."""
 
-    def __init__(self, item: Item, model: nn.Module, x: Tensor, dy: Tensor):
-        self.case, self.dy = item.case, dy
+    def __init__(self, case: Case, model: nn.Module, x: Tensor, dy: Tensor):
+        self.case, self.dy = case, dy
         self.x, self.leaves = x, self.leaves_of(x, model)
         self.double = copy.deepcopy(model).double()
         self.x64 = x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
@@ -195,21 +202,17 @@ class EagerChecker:
         return "" if distances[worst] <= self.bound else row.note
 
 
-def checker_of(item: Item, model: nn.Module, x: Tensor, dy: Tensor, without: str | None) -> Checker | EagerChecker:
-    """A check against float64, or against eager: without this, or where float64 raises.
-
-    without: why float64 is not to be tried.
-    """
-    if without is None:
-        try:
-            return Checker(item, model, x, dy)
-        except Exception as error:  # out of memory, or an operation that has no float64
-            if item.case.exact is not None:
-                raise
-            without = f"float64: {one_line(error, 120)}"
-        if x.is_cuda:
-            torch.cuda.empty_cache()
-    return EagerChecker(model, x, dy, without)
+def checker_of(case: Case, model: nn.Module, x: Tensor, dy: Tensor) -> Checker | EagerChecker:
+    """A check against float64, or against eager where float64 raises."""
+    try:
+        return Checker(case, model, x, dy)
+    except Exception as error:  # out of memory, or an operation that has no float64
+        if case.exact is not None:
+            raise
+        reason = f"float64: {one_line(error, 120)}"
+    if x.is_cuda:
+        torch.cuda.empty_cache()
+    return EagerChecker(model, x, dy, reason)
 
 
 # -- fast -------------------------------------------------------------------------------------------------------------
@@ -325,33 +328,42 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 def measure(
-    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int = 30, seconds: float = 4.0,
-    deadline: float = math.inf, without: str | None = None,
-) -> None:  # fmt: skip
+    case: Case,
+    makers: dict[str, Maker],
+    device: torch.device,
+    emit: Emit,
+    rounds: int = 30,
+    seconds: float = 4.0,
+    deadline: float = math.inf,
+) -> None:
     """Measures one case in all its variants. `emit` gets a variant's row when it is checked, and again, complete, when
     it is timed.
 
     deadline: by time.monotonic(); variants that are not ready by then are dropped, and the others timed.
-    without: why variants are checked against eager, not against float64, if they are.
     """
     torch._dynamo.reset()  # a new size would make the shapes of an old graph dynamic
-    with threads(1 if item.case.host else None):
-        _measure(item, makers, device, emit, rounds, seconds, deadline, without)
-
-
-def _measure(
-    item: Item, makers: dict[str, Maker], device: torch.device, emit: Emit, rounds: int, seconds: float, deadline: float,
-    without: str | None
-) -> None:  # fmt: skip
     cuda = device.type == "cuda"
-    model, x, dy = build(item, device)
-    checker = checker_of(item, model, x, dy, without)
+    clock = host_clock if case.host else cuda_clock if cuda else cpu_clock
+    with threads(1 if case.host else None):
+        rows, steps = _ready_all(case, makers, device, emit, deadline)
+        times = time_rows(rows, steps, clock, rounds, seconds, emit, cuda)
+        if cuda and not case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
+            _time_graphs({name: steps[name] for name in times}, rows, rounds, emit)
+
+
+def _ready_all(
+    case: Case, makers: dict[str, Maker], device: torch.device, emit: Emit, deadline: float
+) -> tuple[dict[str, Row], dict[str, Step]]:
+    """Returns the rows and the warm steps of the variants whose results are right, and emits all rows."""
+    cuda = device.type == "cuda"
+    model, x, dy = build(case, device)
+    checker = checker_of(case, model, x, dy)
     inputs = rotation(x, dy)
     dtype = str((x if x.is_floating_point() else dy).dtype).removeprefix("torch.")  # a loss is float32 in any model
     rows: dict[str, Row] = {}
     steps: dict[str, Step] = {}
     for name, make in makers.items():
-        row = Row(item.name, name, device.type, dtype)
+        row = Row(case.name, name, device.type, dtype)
         if steps and time.monotonic() > deadline:
             row.status, row.note = "dropped", "over the budget of time"
             emit(row)
@@ -360,7 +372,7 @@ def _measure(
         size = getattr(make, "workspace", None)
         # no variant checks or times the batch statistics that another one moved
         with seeded(), unmoved(model), watch, bounded(size):
-            step = _ready(item, model, make, checker, inputs, device, row)
+            step = _ready(case, model, make, checker, inputs, device, row)
         if step is None:
             emit(row)
             if cuda and row.status == "failed":
@@ -368,28 +380,36 @@ def _measure(
         else:
             rows[name], steps[name] = row, functools.partial(_stepped, size, step) if size else step
             emit(dataclasses.replace(row, status="checked"))
-    del checker
     model.train()
+    return rows, steps
 
-    clock = host_clock if item.case.host else cuda_clock if cuda else cpu_clock
+
+def time_rows(
+    rows: dict[str, Row], steps: dict[str, Step], clock: Clock, rounds: int, seconds: float, emit: Emit, cuda: bool
+) -> dict[str, list[float]]:
+    """Times the steps in turns, completes their rows and emits them. Returns the times. Raises GpuLost."""
     others = [row for name, row in rows.items() if name != EAGER]
     with watched(others, emit, HANGS + seconds) if cuda else contextlib.nullcontext():
         try:
             times, errors = interleaved(steps, clock, rounds, seconds, cuda)
-        except Exception as error:  # the device's own, from a kernel of whichever way
+        except Exception as error:  # the device's own, from a kernel of whichever variant
             times, errors = {}, dict.fromkeys(steps, one_line(error))
     for name, row in rows.items():
         if name in errors:
             row.status, row.note = "failed", errors[name]
         else:
-            row.ms, row.p20_ms, row.p80_ms = spread(times[name])
-            row.rounds = len(times[name])
-            row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
+            add_times(row, times[name], times.get(EAGER))
         emit(row)
     if cuda and errors:
         raise_if_lost(others, emit)
-    if cuda and not item.case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
-        _time_graphs({name: steps[name] for name in times}, rows, rounds, emit)
+    return times
+
+
+def add_times(row: Row, times: list[float], eager: list[float] | None) -> None:
+    """Writes a variant's times into its row. eager: those of eager."""
+    row.ms, row.p20_ms, row.p80_ms = spread(times)
+    row.rounds = len(times)
+    row.ratio = row.ms / statistics.median(eager) if eager else None
 
 
 def bounded(size: int | None) -> contextlib.AbstractContextManager:
@@ -404,13 +424,18 @@ def _stepped(size: int, step: Step, index: int) -> None:
 
 
 def _ready(
-    item: Item, model: nn.Module, make: Maker, checker: Checker | EagerChecker, inputs: list[tuple[Tensor, Tensor]],
-    device: torch.device, row: Row
-) -> Step | None:  # fmt: skip
+    case: Case,
+    model: nn.Module,
+    make: Maker,
+    checker: Checker | EagerChecker,
+    inputs: list[tuple[Tensor, Tensor]],
+    device: torch.device,
+    row: Row,
+) -> Step | None:
     """A variant's step, warm, if its results are right; None if its row says what is wrong."""
     x, ours = checker.x, row.variant.startswith("ckptkern")
     try:
-        model.train(not item.case.drops)
+        model.train(not case.drops)
         function = make(model, x)
         if reason := getattr(function, "unchecked", ""):
             row.add_note(reason)
@@ -423,12 +448,12 @@ def _ready(
                 row.status, row.note = "wrong", wrong
                 return None
         model.train()
-        row.add_note(DROPS if item.case.drops else "")
+        row.add_note(DROPS if case.drops else "")
         step = stepper(function, model, inputs)
         with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             function(x)
         row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
-        if not item.case.host:
+        if not case.host:
             for one in (*model.parameters(), *(x for x, _ in inputs)):
                 one.grad = None  # of the variant before, which this one's step would free
             with peak_memory(device) as peak:
@@ -466,23 +491,3 @@ def _time_graphs(steps: dict[str, Step], rows: dict[str, Row], rounds: int, emit
     for name, row in rows.items():
         row.graph_ms = statistics.median(times[name]) if name in times else None
         emit(row)
-
-
-def ceilings(device: torch.device, emit: Emit, rounds: int = 30) -> dict[str, float]:
-    """What this GPU can do at most, in this run: a copy of 1 GiB, and a bf16 matmul of 8192 cubed by cuBLAS."""
-    source, n = torch.randn(2**28, device=device), 8192
-    target = torch.empty_like(source)
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    steps = {"copy 1 GiB": lambda index: target.copy_(source), "bf16 matmul 8192": lambda index: torch.mm(a, b)}
-    interleaved(steps, cuda_clock, 3, cuda=True)
-    times, _ = interleaved(steps, cuda_clock, rounds, cuda=True)
-    copy_ms, matmul_ms = (statistics.median(taken) for taken in times.values())
-    found = {"copy GB/s": 2e-6 * source.nbytes / copy_ms, "bf16 matmul TFLOP/s": 2e-9 * n**3 / matmul_ms}
-    for (name, taken), (unit, value) in zip(times.items(), found.items(), strict=True):
-        median, p20, p80 = spread(taken)
-        dtype = "float32" if name.startswith("copy") else "bfloat16"
-        emit(
-            Row("ceiling", name, device.type, dtype, ms=median, p20_ms=p20, p80_ms=p80, rounds=len(taken),
-                note=f"{value:.0f} {unit.split()[-1]}")
-        )  # fmt: skip
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .. import nn as nn_modules
-from ..tools.demo.moe import grouped_experts
 
 
 class MLP(nn.Module):
@@ -25,8 +25,7 @@ class MLP(nn.Module):
         self.dropout_p = dropout_p
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.fc1(x))
-        return self.fc2(F.dropout(h, self.dropout_p) if self.dropout_p and self.training else h)
+        return self.fc2(F.dropout(self.act(self.fc1(x)), self.dropout_p, self.training))
 
     def arguments(self) -> dict[str, Any]:
         """Those of ckptkern.mlp_block, without the activation."""
@@ -54,8 +53,7 @@ class GatedMLP(nn.Module):
         return -(-8 * width // 3 // step) * step
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.gate(x)) * self.up(x)
-        return self.down(F.dropout(h, self.dropout_p) if self.dropout_p and self.training else h)
+        return self.down(F.dropout(self.act(self.gate(x)) * self.up(x), self.dropout_p, self.training))
 
     def arguments(self) -> dict[str, Any]:
         """Those of ckptkern.mlp_block, without the activation."""
@@ -65,26 +63,40 @@ class GatedMLP(nn.Module):
         )  # fmt: skip
 
 
+def grouped_experts(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What ckptkern.moe_mlp defines, as transformers 5 runs it ("grouped_mm"): rows gathered in the experts' order, two grouped
+    matmuls, weights, the rows back in their order, and their sum.
+
+    x [T, d], index and weights [T, k], gate_up [E, 2 h, d], down [E, d, h], of which torch wants rows of whole 16 bytes
+    -> [T, d]. Autograd saves k (4 d + 8 h) bytes a token in 16 bits, besides the routing.
+    """
+    pairs = torch.arange(index.numel(), device=x.device)
+    ids, order = torch.sort(index.flatten())
+    ends = torch.searchsorted(ids, torch.arange(len(gate_up), device=x.device), right=True).int()
+    back = torch.empty_like(order).scatter_(0, order, pairs)
+    gate, up = F.grouped_mm(x[order // index.shape[1]], gate_up.mT, offs=ends).chunk(2, -1)
+    y = F.grouped_mm(act(gate) * up, down.mT, offs=ends)
+    y = (y * weights.flatten()[order, None])[back]
+    return y.view(-1, index.shape[1], y.shape[1]).sum(1)
+
+
 class MoE(nn.Module):
     """Every row through `top_k` of many gated MLPs, in the layout of transformers 5, each times a weight of its router.
 
-    Which they are depends on the row's place alone: the choice of a router would change with the rounding. By default the
-    sizes of Mixtral-8x7B (width 4096) and Qwen3-30B-A3B (2048), and smaller ones for narrow models.
+    Which they are depends on the row's place alone: the choice of a router would change with the rounding.
 
     As transformers runs it: torch's grouped matmuls. `interleaved`, one expert after another, takes what these do not:
     float64, and rows of no whole 16 bytes.
     """
 
-    def __init__(
-        self, width: int, act: nn.Module | None = None, hidden: int | None = None, experts: int | None = None,
-        top_k: int | None = None,
-    ):  # fmt: skip
+    def __init__(self, width: int, act: nn.Module, hidden: int, experts: int, top_k: int):
         super().__init__()
-        size = next(size for most, size in MOE_SIZES.items() if width >= most)
-        self.experts, self.top_k, hidden = experts or size[0], top_k or size[1], hidden or int(size[2] * width)
-        self.gate_up = nn.Parameter(torch.randn(self.experts, 2 * hidden, width) * width**-0.5)
-        self.down = nn.Parameter(torch.randn(self.experts, width, hidden) * hidden**-0.5)
-        self.router, self.act = nn.Linear(width, self.top_k, bias=False), act or nn.SiLU()
+        self.act, self.experts, self.top_k = act, experts, top_k
+        self.gate_up = nn.Parameter(torch.randn(experts, 2 * hidden, width) * width**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, width, hidden) * hidden**-0.5)
+        self.router = nn.Linear(width, top_k, bias=False)
 
     def chosen(self, rows: int, device: torch.device | str) -> Tensor:
         """The experts of each row, [rows, top_k]."""
@@ -120,10 +132,7 @@ class RoutedMoE(MoE):
     """An MoE layer with its router and a residual. A bias of the choice alone sends every row to the first experts, so that
     rounding changes none."""
 
-    def __init__(
-        self, width: int, act: nn.Module | None = None, hidden: int | None = None, experts: int | None = None,
-        top_k: int | None = None,
-    ):  # fmt: skip
+    def __init__(self, width: int, act: nn.Module, hidden: int, experts: int, top_k: int):
         super().__init__(width, act, hidden, experts, top_k)
         self.router = nn.Linear(width, self.experts, bias=False)
         self.register_buffer("score_bias", torch.where(torch.arange(self.experts) < self.top_k, 2.0, 0.0))
@@ -140,14 +149,10 @@ class RoutedMoE(MoE):
         return x + super().forward(x)
 
 
-# least width -> experts, how many of them a row goes through, and their width by the model's
-MOE_SIZES = {4096: (8, 2, 3.5), 2048: (128, 8, 0.375), 1024: (32, 4, 0.375), 0: (8, 2, 0.375)}
-
-
 class GroupedRows(MoE):
     """The experts of an MoE layer on rows in their order, each of which has one; an eighth of the rows is nobody's."""
 
-    def __init__(self, width: int, act: nn.Module | None, hidden: int, experts: int):
+    def __init__(self, width: int, act: nn.Module, hidden: int, experts: int):
         super().__init__(width, act, hidden, experts, 1)
         del self.router
         self.register_buffer("parts", torch.tensor([1 + e % 2 for e in range(self.experts)]).cumsum(0))
@@ -263,7 +268,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.out(self.core(self.qkv(self.norm(x))))
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of ckptkern.attention_block."""
         return dict(
             qkv_weight=self.qkv.weight, qkv_bias=self.qkv.bias, out_weight=self.out.weight, out_bias=self.out.bias,
@@ -308,7 +313,7 @@ class LatentAttention(nn.Module):
         o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
-    def arguments(self, x: Tensor) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """The arguments of ckptkern.latent_attention_block."""
         return dict(
             q_weight=self.q.weight, q_bias=self.q.bias, kv_a_weight=self.kv_a.weight, kv_a_bias=self.kv_a.bias,
@@ -330,11 +335,7 @@ class Layer(nn.Module):
 
     def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of ckptkern.transformer_layer."""
-        return self.attention.arguments(x), self.block.arguments()
-
-
-def gpt_layer(width: int) -> Layer:
-    return Layer(Attention(width), MLPBlock(width, MLP(width, nn.GELU()), "gelu"))
+        return self.attention.arguments(), self.block.arguments()
 
 
 class LlamaLayer(nn.Module):

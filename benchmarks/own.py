@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,7 @@ from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from ..tools.convert import load, model_and_inputs
-from .cases import MODES, Case, Function, Item, Maker
-
-
-class Given(NamedTuple):
-    """The input x as it was given."""
-
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self.shape)) or "scalar"
+from .cases import MODES, Case, Function, Maker
 
 
 class Called(nn.Module):
@@ -137,22 +129,7 @@ def has_dropout(model: Called) -> bool:
         return not torch.equal(first, model(x).detach())
 
 
-def _on_meta(model: Called, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    """A copy without memory, to count what the model needs."""
-
-    def empty(tensor: Tensor) -> Tensor:
-        made = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-    leaves = (one for one in leaves_of(model.call) if isinstance(one, Tensor))
-    tensors = {id(one): empty(one) for one in (*model.parameters(), *model.buffers(), *leaves)}
-    made = copy.deepcopy(model, {**tensors, id(model.replicas): {}})
-    return made, made.x
-
-
 def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tuple[nn.Module, Tensor]:
-    if device.type == "meta":
-        return _on_meta(model, dtype or torch.float64)
     x = model.x.detach()
     model, x = model.to(device), x.to(device)
     if dtype is not None:
@@ -162,19 +139,21 @@ def _given(model: Called, device: torch.device, dtype: torch.dtype | None) -> tu
     return model, x
 
 
-def item_of(target: str, device: torch.device, modes: tuple[str, ...] | None, dtype: torch.dtype | None) -> Item:
+def case_of(target: str, device: torch.device, modes: Sequence[str] | None, dtype: torch.dtype | None) -> Case:
     """The case of FILE:FUNCTION. Raises ValueError with what is wrong with it."""
     module, args, kwargs = model_and_inputs(load(target)())
-    model = Called(module, (args, kwargs))
-    model, x = _given(model, device, dtype)
+    model, x = _given(Called(module, (args, kwargs)), device, dtype)
     if not segments_in(model.replica()):
         print(f"convert fuses nothing of it: python -m ckptkern convert {target} says why", file=sys.stderr)
         modes = ()
     name, _, function = target.rpartition(":")
     file = name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-    case = Case(
-        f"{file}.{function}", lambda width: model, in_mode, {}, 0, MODES if modes is None else modes, drops=has_dropout(model),
-        baselines={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)}, dtype=dtype,
-        given=functools.partial(_given, model),
-    )  # fmt: skip
-    return Item(case, Given(tuple(x.shape)), 0)
+    return Case(
+        f"{file}.{function}/{'x'.join(map(str, x.shape)) or 'scalar'}",
+        functools.partial(_given, model),
+        in_mode,
+        modes=MODES if modes is None else modes,
+        baselines={"ckptkern checkpoint": lambda model, x: functools.partial(ckptkern_checkpoint, model)},
+        drops=has_dropout(model),
+        dtype=dtype,
+    )

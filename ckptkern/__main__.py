@@ -7,14 +7,14 @@ import importlib
 import sys
 
 from . import __version__
-from .extras import missing
+from .extras import from_checkout, missing
 
-# name: (module, what it does, the packages besides torch that it needs)
+# name: (module, of the package if it begins with a dot, else of a checkout; what it does; packages besides torch that it needs)
 COMMANDS = {
     "demo": (
-        ".tools.demo",
+        "examples.demo",
         "train a GPT in five variants side by side: memory over a step, time, loss",
-        ("matplotlib", "rich"),
+        ("matplotlib",),
     ),
     "convert": (
         ".tools.convert",
@@ -38,13 +38,13 @@ COMMANDS = {
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "autotune": (
-        ".tools.autotune",
+        ".benchmarks.autotune",
         "measure which implementation is quickest for each matmul here, and remember it",
         (),
     ),
     "selftest": (".tools.selftest", "check this installation: kernels, masks, saved bytes", ()),
     "examples": (
-        ".tools.examples",
+        "examples.tutorials",
         "run the tutorials' models with activation checkpoints beside the unmodified models",
         (),
     ),
@@ -64,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     for name, (path, summary, packages) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary)
         if argv[:1] == [name]:
-            module, needed = importlib.import_module(path, __package__), packages
+            module = importlib.import_module(path, __package__) if path.startswith(".") else from_checkout(path, name)
+            needed = packages
             module.add_arguments(subparser)
     args = parser.parse_args(argv)
     if hint := missing(*needed):

@@ -1,10 +1,14 @@
-"""Booleans as bits: ReLU's masks, which ops save, and the places of non-zeros, which ``storage.compress`` saves."""
+"""Reads and writes the bits of tensors: booleans as bits, such as ReLU's masks, which ops save, and checksums."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 2**22  # elements: bounds the transient memory of a checksum
 
 
 def pack_bits(bit: Tensor) -> Tensor:
@@ -21,3 +25,23 @@ def unpack_bits(bits: Tensor, N: int) -> Tensor:
     byte = torch.arange(256, dtype=torch.uint8, device=bits.device)
     bools = (byte.unsqueeze(-1) >> shifts & 1).view(torch.int64).flatten()  # of every byte, as one number
     return bools[bits.int()].view(torch.bool)[:, :N]
+
+
+@torch.no_grad()
+@_disable_current_modes()
+def checksum(x: Tensor) -> Tensor:
+    """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
+
+    A change of one element always changes it, because odd factors are invertible; so does almost every other change. 0 of a
+    tensor that does not show its bits: a subclass, or not strided.
+    """
+    if x.layout != torch.strided or type(x) not in (Tensor, torch.nn.Parameter):
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    x = x.detach()
+    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
+    flat = x.contiguous().view(-1).view(INTEGERS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, flat.numel(), CHUNK):
+        bits = flat[start : start + CHUNK].long() + 1
+        total += (bits * torch.arange(2 * start + 1, 2 * (start + bits.numel()), 2, device=x.device)).sum()
+    return total

@@ -1,4 +1,4 @@
-"""Checks optional packages when a command that needs them runs, so its --help needs none."""
+"""Finds what a command needs and an installation may lack: optional packages, and the programs of a checkout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+NOT_INSTALLED = """ckptkern {command}: it is part of a checkout, and here only the package is installed. To get it:
+    git clone CKPTKERN-REPOSITORY ckptkern && cd ckptkern && pip install --no-build-isolation --editable .
+    python -m ckptkern {command}"""
 
 
 def missing(*packages: str) -> str | None:
@@ -15,6 +22,19 @@ def missing(*packages: str) -> str | None:
     if not absent:
         return None
     return f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed: pip install {' '.join(absent)}"
+
+
+def from_checkout(module: str, command: str) -> ModuleType:
+    """Imports a module that a checkout has and no wheel. Without a checkout it ends the process with status 2, and says
+    how to get one and to run the command there."""
+    sys.path += [path for path in (str(CHECKOUT), str(CHECKOUT / "tests")) if path not in sys.path]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise
+        print(NOT_INSTALLED.format(command=command), file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 @contextlib.contextmanager

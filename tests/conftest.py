@@ -26,7 +26,8 @@ sys.path.append(
 
 STARTED = pytest.StashKey[float]()
 ALL = pytest.StashKey[bool]()
-PROGRAMS = "tests/benchmarks", "tests/tools"  # seconds each: --quick leaves them out, unless they are named
+# seconds each: --quick leaves them out, unless they are named
+PROGRAMS = "tests/benchmarks", "tests/examples", "tests/tools"
 
 
 def runs_all(config: pytest.Config) -> bool:

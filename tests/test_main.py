@@ -1,16 +1,19 @@
 """``python -m ckptkern``: the commands, their help, and ``env``."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
+from support.outside import ROOT
 
 import ckptkern
-from ckptkern import __main__, state
+from ckptkern import __main__, extras, state
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.tools import env
 
@@ -61,7 +64,8 @@ def test_version_and_env_print_a_value_a_line(capsys):
     assert {"extension", f"  torch: {torch.__version__}"} <= {*capsys.readouterr().out.splitlines()}
 
 
-WITHOUT_EXTRAS = """import runpy, sys
+WITHOUT_EXTRAS = f"""import runpy, sys
+sys.path.append({str(ROOT)!r})  # in a checkout, whichever ckptkern is installed
 sys.modules.update(dict.fromkeys(("matplotlib", "numpy", "pandas", "rich")))
 from ckptkern.__main__ import COMMANDS, main
 for command in COMMANDS:
@@ -112,6 +116,8 @@ def test_help_and_env_need_torch_alone_and_take_the_backend_of_the_environment(b
 )
 def test_missing_packages_are_named_before_any_work(packages, hint, capsys, monkeypatch, tmp_path):
     """The hint names the packages themselves, because pip would look for an extra of ckptkern's on PyPI."""
+    module, summary, _ = __main__.COMMANDS["demo"]
+    monkeypatch.setitem(__main__.COMMANDS, "demo", (module, summary, ("matplotlib", "rich")))
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as exit_:
@@ -119,6 +125,32 @@ def test_missing_packages_are_named_before_any_work(packages, hint, capsys, monk
     assert exit_.value.code == 2
     assert capsys.readouterr().err == f"ckptkern demo: {hint}"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("command", "module"), [("demo --quick", "demo"), ("examples --help", "tutorials")])
+def test_where_the_wheel_alone_is_installed_it_is_said_how_to_get_a_checkout(
+    command, module, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "examples").is_dir()])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "examples"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(SystemExit) as exit_:
+        __main__.main(command.split())
+    assert exit_.value.code == 2
+    program = command.split()[0]
+    first, clone, run = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"ckptkern {program}: it is part of a checkout, and here only the package is installed")
+    assert clone.strip().startswith("git clone")
+    assert run.strip() == f"python -m ckptkern {program}"
+
+    folder = tmp_path / "examples" / module  # a checkout's, whose own faults are no missing checkout
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").write_text("import no_such_module")
+    importlib.invalidate_caches()
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        __main__.main(command.split())
 
 
 def test_a_missing_module_of_ours_is_no_missing_package(monkeypatch):

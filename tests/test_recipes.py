@@ -17,7 +17,8 @@ from ckptkern.extras import missing
 from ckptkern.memory import parse_size
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))}
+PROGRAMS = "__init__", "tutorials"  # of tests/examples
+RECIPES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py")) if path.stem not in PROGRAMS}
 QUICK = "plain_loop"  # converts and trains in seconds; the others run in `make test-all`
 
 

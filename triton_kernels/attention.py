@@ -52,9 +52,12 @@ class AttentionTile(NamedTuple):
 
     def launch_options(self) -> dict:
         return dict(
-            BLOCK_M=self.BLOCK_M, BLOCK_N=self.BLOCK_N, num_warps=self.num_warps, num_stages=self.num_stages,
+            BLOCK_M=self.BLOCK_M,
+            BLOCK_N=self.BLOCK_N,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
 
 
 # (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim is taken. Classes: 16-bit types; "16
@@ -148,10 +151,32 @@ def _tile(kernel: str, q: torch.Tensor, core) -> AttentionTile:
 
 @triton.jit
 def _fwd_steps(
-    acc, total, top, lo, hi, slope, q, k_rows, v_rows, m0, Sq, Sk, scale, mask, mask_offset, window, dropout,
-    EDGE: tl.constexpr, D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    top,
+    lo,
+    hi,
+    slope,
+    q,
+    k_rows,
+    v_rows,
+    m0,
+    Sq,
+    Sk,
+    scale,
+    mask,
+    mask_offset,
+    window,
+    dropout,
+    EDGE: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Online softmax over the column tiles of [lo, hi); lo is a multiple of BLOCK_N."""
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, q.shape[0])
@@ -161,9 +186,21 @@ def _fwd_steps(
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         qk, factor = capped_tile(qk, scale)
         s = score_tile(
-            qk, offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
-            LEFT, RIGHT, EDGE, MASK_STEP,
-        )  # fmt: skip
+            qk,
+            offs_m[:, None],
+            offs_n[None, :],
+            Sq,
+            Sk,
+            factor,
+            slope,
+            mask,
+            mask_offset,
+            window,
+            LEFT,
+            RIGHT,
+            EDGE,
+            MASK_STEP,
+        )
         new_top = tl.maximum(top, tl.max(s, axis=1))
         # a row that has seen nothing yet has top = -inf: exp2(-inf - -inf) would be NaN
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -181,12 +218,44 @@ def _fwd_steps(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_fwd_kernel(
-    q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, o_heads, lse_ptr, delta_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
-    stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_heads,
+    k_heads,
+    v_heads,
+    mask,
+    slopes,
+    state_ptr,
+    cuq_ptr,
+    cuk_ptr,
+    do_heads,
+    o_heads,
+    lse_ptr,
+    delta_ptr,
+    Sq,
+    Sk,
+    H,
+    tiles,
+    scale,
+    threshold,
+    keep_scale,
+    plane_base,
+    planes,
+    left,
+    right,
+    row_base,
+    plane_rows,
+    stride_lseb,
+    stride_lseh,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """o and lse; with do also delta = rowsum(o do). Tiles of a head are neighbours, the longest causal ones first."""
     slopes_ptr, stride_slopeb = slopes
     pid = tl.program_id(0)
@@ -220,8 +289,22 @@ def _attn_fwd_kernel(
             )
         if not ONE_PHASE:
             acc, total, top = _fwd_steps(
-                acc, total, top, full_lo, full_hi, slope, *head, False, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N
-            )  # fmt: skip
+                acc,
+                total,
+                top,
+                full_lo,
+                full_hi,
+                slope,
+                *head,
+                False,
+                D,
+                HEAD_D,
+                LEFT,
+                RIGHT,
+                MASK_STEP,
+                PRECISION,
+                BLOCK_N,
+            )
         acc, total, top = _fwd_steps(
             acc, total, top, full_hi, hi, slope, *head, True, D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_N
         )
@@ -238,9 +321,20 @@ def _attn_fwd_kernel(
 
 @triton.jit(do_not_specialize=["Sq", "H", "tiles", "stride_lseb", "stride_lseh"])
 def _delta_kernel(
-    o_heads, do_heads, cuq_ptr, delta_ptr, Sq, H, tiles, stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, STRIDE_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    o_heads,
+    do_heads,
+    cuq_ptr,
+    delta_ptr,
+    Sq,
+    H,
+    tiles,
+    stride_lseb,
+    stride_lseh,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    STRIDE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """delta = rowsum(o do), from a stored o."""
     pid = tl.program_id(0)
     b = (pid // tiles // H).to(tl.int64)
@@ -317,10 +411,15 @@ def _common(q, k, core, *others):
     left, right = (min((side or 0) + shift, max(Sq, Sk)) for side, shift in zip(core.window, shifts, strict=True))
     D = q.shape[-1]
     flags = dict(
-        D=D, HEAD_D=padded_head_dim(D, arch_of(q)), GROUP=group, LEFT=core.window[0] is not None,
-        RIGHT=core.window[1] is not None, MASK_STEP=16 if core.mask is not None and Sk % 16 == 0 else 1,
-        STRIDE_STEP=_stride_step(q, k, *others), PRECISION=core.precision,
-    )  # fmt: skip
+        D=D,
+        HEAD_D=padded_head_dim(D, arch_of(q)),
+        GROUP=group,
+        LEFT=core.window[0] is not None,
+        RIGHT=core.window[1] is not None,
+        MASK_STEP=16 if core.mask is not None and Sk % 16 == 0 else 1,
+        STRIDE_STEP=_stride_step(q, k, *others),
+        PRECISION=core.precision,
+    )
     plane_rows = core.max_q or Sq
     return B, H, Sq, Sk, (left, right, row_base, plane_rows), flags
 
@@ -343,11 +442,35 @@ def attn_fwd(q, k, v, core, *, do=None, tile: AttentionTile | None = None):
     tiles = triton.cdiv(Sq, tile.BLOCK_M)
     if B * H * tiles:  # without dimensions, too: lse is that of the mask
         launch(
-            _attn_fwd_kernel, (B * H * tiles,), _heads(q, packed), _heads(k, packed), _heads(v, packed), _mask(core.mask),
-            _slopes(core.slopes), core.dropout[0], core.cu_q, core.cu_k, _heads(do, packed), _heads(o, packed), lse, delta,
-            Sq, Sk, H, tiles, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window,
-            0 if packed else lse.stride(0), lse.stride(1), **flags, **tile.launch_options(),
-        )  # fmt: skip
+            _attn_fwd_kernel,
+            (B * H * tiles,),
+            _heads(q, packed),
+            _heads(k, packed),
+            _heads(v, packed),
+            _mask(core.mask),
+            _slopes(core.slopes),
+            core.dropout[0],
+            core.cu_q,
+            core.cu_k,
+            _heads(do, packed),
+            _heads(o, packed),
+            lse,
+            delta,
+            Sq,
+            Sk,
+            H,
+            tiles,
+            _scale(core),
+            core.dropout[1],
+            core.dropout[2],
+            core.plane_base,
+            core.planes or H,
+            *window,
+            0 if packed else lse.stride(0),
+            lse.stride(1),
+            **flags,
+            **tile.launch_options(),
+        )
     return o, lse, delta
 
 
@@ -364,17 +487,30 @@ def attn_delta(o, do, core):
     tiles = triton.cdiv(Sq, BLOCK_M)
     if B * H * tiles:
         launch(
-            _delta_kernel, (B * H * tiles,), _heads(o, packed), _heads(do, packed), core.cu_q, delta, Sq, H, tiles,
-            0 if packed else delta.stride(0), delta.stride(1),
-            D=D, HEAD_D=padded_head_dim(D, arch_of(o)), STRIDE_STEP=_stride_step(o, do), BLOCK_M=BLOCK_M, num_warps=4,
+            _delta_kernel,
+            (B * H * tiles,),
+            _heads(o, packed),
+            _heads(do, packed),
+            core.cu_q,
+            delta,
+            Sq,
+            H,
+            tiles,
+            0 if packed else delta.stride(0),
+            delta.stride(1),
+            D=D,
+            HEAD_D=padded_head_dim(D, arch_of(o)),
+            STRIDE_STEP=_stride_step(o, do),
+            BLOCK_M=BLOCK_M,
+            num_warps=4,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return delta
 
 
 def attn_bwd(
     q, k, v, do, lse, delta, core, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None, tiles: tuple | None = None
-):  # fmt: skip
+):
     """(dq, dk, dv), written into the given tensors (views of a packed dqkv, say) or into new ones.
 
     need_dq, need_dkv: what is not needed is None and its kernel does not run. tiles: (dkdv tile, dq tile).
@@ -402,22 +538,43 @@ def attn_bwd(
 
     def scalars(count):
         return (
-            Sq, Sk, H, count, _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window,
-            0 if packed else lse.stride(0), lse.stride(1),
-        )  # fmt: skip
+            Sq,
+            Sk,
+            H,
+            count,
+            _scale(core),
+            core.dropout[1],
+            core.dropout[2],
+            core.plane_base,
+            core.planes or H,
+            *window,
+            0 if packed else lse.stride(0),
+            lse.stride(1),
+        )
 
     if need_dkv and B * k.shape[1] * Sk and q.shape[-1]:
         count = triton.cdiv(Sk, tile_kv.BLOCK_N)
         launch(
-            _attn_dkdv_kernel, (B * k.shape[1] * count,), *inputs, _heads(dk, packed), _heads(dv, packed), *scalars(count),
-            **flags, **tile_kv.launch_options(),
-        )  # fmt: skip
+            _attn_dkdv_kernel,
+            (B * k.shape[1] * count,),
+            *inputs,
+            _heads(dk, packed),
+            _heads(dv, packed),
+            *scalars(count),
+            **flags,
+            **tile_kv.launch_options(),
+        )
     if need_dq and B * H * Sq and q.shape[-1]:
         count = triton.cdiv(Sq, tile_q.BLOCK_M)
         launch(
-            _attn_dq_kernel, (B * H * count,), *inputs, _heads(dq, packed), *scalars(count),
-            **flags, **tile_q.launch_options(),
-        )  # fmt: skip
+            _attn_dq_kernel,
+            (B * H * count,),
+            *inputs,
+            _heads(dq, packed),
+            *scalars(count),
+            **flags,
+            **tile_q.launch_options(),
+        )
     return dq, dk, dv
 
 
@@ -437,10 +594,35 @@ def attn_dmask(q, k, v, do, lse, delta, core, shape, *, tile: AttentionTile | No
     tiles = (triton.cdiv(Sq, tile.BLOCK_M) if rows else 1) * (triton.cdiv(Sk, tile.BLOCK_N) if columns else 1)
     if dmask.numel():
         launch(
-            _attn_dmask_kernel, (shape[0] * shape[1] * tiles,), _heads(q, False), _heads(k, False), _heads(v, False),
-            _mask(core.mask), _slopes(core.slopes), core.dropout[0], _heads(do, False), lse, delta, dmask, Sq, Sk, H, tiles,
-            _scale(core), core.dropout[1], core.dropout[2], core.plane_base, core.planes or H, *window[:2],
-            lse.stride(0), lse.stride(1), B // shape[0], H // shape[1], **flags, ROWS=rows, COLUMNS=columns,
+            _attn_dmask_kernel,
+            (shape[0] * shape[1] * tiles,),
+            _heads(q, False),
+            _heads(k, False),
+            _heads(v, False),
+            _mask(core.mask),
+            _slopes(core.slopes),
+            core.dropout[0],
+            _heads(do, False),
+            lse,
+            delta,
+            dmask,
+            Sq,
+            Sk,
+            H,
+            tiles,
+            _scale(core),
+            core.dropout[1],
+            core.dropout[2],
+            core.plane_base,
+            core.planes or H,
+            *window[:2],
+            lse.stride(0),
+            lse.stride(1),
+            B // shape[0],
+            H // shape[1],
+            **flags,
+            ROWS=rows,
+            COLUMNS=columns,
             **tile.launch_options(),
-        )  # fmt: skip
+        )
     return dmask

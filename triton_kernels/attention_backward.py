@@ -50,9 +50,23 @@ def _load_lse(ptr, offs_m, inside):
 
 @triton.jit
 def probability_tile(
-    qk, lse, i, j, Sq, Sk, scale, slope, mask, mask_offset, window,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr, MASK_STEP: tl.constexpr,
-):  # fmt: skip
+    qk,
+    lse,
+    i,
+    j,
+    Sq,
+    Sk,
+    scale,
+    slope,
+    mask,
+    mask_offset,
+    window,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    EDGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+):
     """p = exp(s - lse), i, j and lse broadcast. EDGE: where i may not see j it is 0; COLUMNS: also where j is beyond Sk.
 
     Without masks and slopes one multiply-add an element gives the exponent.
@@ -67,18 +81,39 @@ def probability_tile(
             p = tl.where(j <= i + window[1], p, 0.0)
         return p
     else:
-        s = score_tile(
-            qk, i, j, Sq, Sk, scale, slope, mask, mask_offset, window, LEFT, RIGHT, EDGE, MASK_STEP
-        )  # fmt: skip
+        s = score_tile(qk, i, j, Sq, Sk, scale, slope, mask, mask_offset, window, LEFT, RIGHT, EDGE, MASK_STEP)
         return tl.exp2(s - lse)
 
 
 @triton.jit
 def _dkdv_step(
-    dk, dv, k, v, q_rows, do_rows, lse_ptr, delta_ptr, n0, start, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr,
-    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q_rows,
+    do_rows,
+    lse_ptr,
+    delta_ptr,
+    n0,
+    start,
+    Sq,
+    Sk,
+    scale,
+    slope,
+    mask,
+    mask_offset,
+    window,
+    dropout,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    EDGE: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """dk / (scale keep_scale) and dv / keep_scale of a column tile and the rows start...
 
     Scores are transposed: [BLOCK_N, BLOCK_M]. Matmuls and loads stand in the order that keeps the fewest registers alive.
@@ -94,9 +129,23 @@ def _dkdv_step(
     qk = dot(k, tl.trans(q), tl.zeros((k.shape[0], BLOCK_M), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)
     p = probability_tile(
-        qk, lse[None, :], offs_m[None, :], offs_n[:, None], Sq, Sk, factor, slope, mask, mask_offset, window,
-        LEFT, RIGHT, EDGE, False, MASK_STEP,
-    )  # fmt: skip
+        qk,
+        lse[None, :],
+        offs_m[None, :],
+        offs_n[:, None],
+        Sq,
+        Sk,
+        factor,
+        slope,
+        mask,
+        mask_offset,
+        window,
+        LEFT,
+        RIGHT,
+        EDGE,
+        False,
+        MASK_STEP,
+    )
     dropped = p
     if state_ptr is not None:
         values = score_values(state_ptr, first_block, start, n0, BLOCK_M, k.shape[0], True)
@@ -118,10 +167,28 @@ def _dkdv_step(
 
 @triton.jit
 def _dkdv_steps(
-    dk, dv, lo, hi, k, v, tensors, place, scale, window, dropout,
-    EDGE: tl.constexpr, D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    lo,
+    hi,
+    k,
+    v,
+    tensors,
+    place,
+    scale,
+    window,
+    dropout,
+    EDGE: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """The same from rows [lo, hi) of all heads, lo a multiple of BLOCK_M.
 
     One loop over all heads, which begins again for each: a loop inside a loop needs more registers.
@@ -143,11 +210,33 @@ def _dkdv_steps(
         mask_offset = mask_offset_of(mask, b, h)
         row_values = b * stride_lseb + h * stride_lseh + row0
         dk, dv = _dkdv_step(
-            dk, dv, k, v, rows_at(q_heads, b, h, row0, STRIDE_STEP), rows_at(do_heads, b, h, row0, STRIDE_STEP),
-            lse_ptr + row_values, delta_ptr + row_values, n0, start, Sq_b, Sk_b, scale, slope, mask, mask_offset, window,
+            dk,
+            dv,
+            k,
+            v,
+            rows_at(q_heads, b, h, row0, STRIDE_STEP),
+            rows_at(do_heads, b, h, row0, STRIDE_STEP),
+            lse_ptr + row_values,
+            delta_ptr + row_values,
+            n0,
+            start,
+            Sq_b,
+            Sk_b,
+            scale,
+            slope,
+            mask,
+            mask_offset,
+            window,
             (state_ptr, threshold, first_block_of(plane_base, b, h, planes, plane_rows, window[2])),
-            D, HEAD_D, LEFT, RIGHT, EDGE, MASK_STEP, PRECISION, BLOCK_M,
-        )  # fmt: skip
+            D,
+            HEAD_D,
+            LEFT,
+            RIGHT,
+            EDGE,
+            MASK_STEP,
+            PRECISION,
+            BLOCK_M,
+        )
     return dk, dv
 
 
@@ -166,10 +255,33 @@ def row_range(n0, Sq, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEFT
 
 @triton.jit
 def _dq_steps(
-    dq, lo, hi, slope, q, do, lse, delta, k_rows, v_rows, m0, Sq, Sk, scale, mask, mask_offset, window, dropout,
-    EDGE: tl.constexpr, D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dq,
+    lo,
+    hi,
+    slope,
+    q,
+    do,
+    lse,
+    delta,
+    k_rows,
+    v_rows,
+    m0,
+    Sq,
+    Sk,
+    scale,
+    mask,
+    mask_offset,
+    window,
+    dropout,
+    EDGE: tl.constexpr,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """dq / (scale keep_scale) of a row tile from the column tiles in [lo, hi)."""
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, q.shape[0])
@@ -180,9 +292,23 @@ def _dq_steps(
         qk = dot(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
         qk, factor = capped_tile(qk, scale)
         p = probability_tile(
-            qk, lse[:, None], offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask, mask_offset, window,
-            LEFT, RIGHT, EDGE, True, MASK_STEP,
-        )  # fmt: skip
+            qk,
+            lse[:, None],
+            offs_m[:, None],
+            offs_n[None, :],
+            Sq,
+            Sk,
+            factor,
+            slope,
+            mask,
+            mask_offset,
+            window,
+            LEFT,
+            RIGHT,
+            EDGE,
+            True,
+            MASK_STEP,
+        )
         if scale[1] is not None:
             p *= 1.0 - qk * qk
         dp = dot(do, tl.trans(v), tl.zeros((q.shape[0], BLOCK_N), dtype=tl.float32), PRECISION)
@@ -196,10 +322,31 @@ def _dq_steps(
 
 @triton.jit
 def _ds_tile(
-    q_rows, k_rows, v_rows, do_rows, lse_ptr, delta_ptr, m0, n0, Sq, Sk, scale, slope, mask, mask_offset, window, dropout,
-    D: tl.constexpr, HEAD_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK_STEP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_rows,
+    k_rows,
+    v_rows,
+    do_rows,
+    lse_ptr,
+    delta_ptr,
+    m0,
+    n0,
+    Sq,
+    Sk,
+    scale,
+    slope,
+    mask,
+    mask_offset,
+    window,
+    dropout,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """ds / keep_scale [BLOCK_M, BLOCK_N] behind the softcap, where the mask is added; 0 outside of [Sq, Sk]."""
     state_ptr, threshold, first_block = dropout
     offs_m = m0 + tl.arange(0, BLOCK_M)
@@ -210,9 +357,23 @@ def _ds_tile(
     qk = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
     qk, factor = capped_tile(qk, scale)
     p = probability_tile(
-        qk, _load_lse(lse_ptr, offs_m, inside)[:, None], offs_m[:, None], offs_n[None, :], Sq, Sk, factor, slope, mask,
-        mask_offset, window, LEFT, RIGHT, True, True, MASK_STEP,
-    )  # fmt: skip
+        qk,
+        _load_lse(lse_ptr, offs_m, inside)[:, None],
+        offs_m[:, None],
+        offs_n[None, :],
+        Sq,
+        Sk,
+        factor,
+        slope,
+        mask,
+        mask_offset,
+        window,
+        LEFT,
+        RIGHT,
+        True,
+        True,
+        MASK_STEP,
+    )
     do = load_rows(do_rows, offs_m, Sq, D, HEAD_D)
     v = load_rows(v_rows, offs_n, Sk, D, HEAD_D)
     dp = dot(do, tl.trans(v), tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), PRECISION)
@@ -224,13 +385,46 @@ def _ds_tile(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dkdv_kernel(
-    q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dk_heads, dv_heads,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
-    stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PHASED: tl.constexpr, STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_heads,
+    k_heads,
+    v_heads,
+    mask,
+    slopes,
+    state_ptr,
+    cuq_ptr,
+    cuk_ptr,
+    do_heads,
+    lse_ptr,
+    delta_ptr,
+    dk_heads,
+    dv_heads,
+    Sq,
+    Sk,
+    H,
+    tiles,
+    scale,
+    threshold,
+    keep_scale,
+    plane_base,
+    planes,
+    left,
+    right,
+    row_base,
+    plane_rows,
+    stride_lseb,
+    stride_lseh,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PHASED: tl.constexpr,
+    STRIDE_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """One column tile of one k/v head: it owns dk and dv, and sums over the GROUP query heads that read it."""
     pid = tl.program_id(0)
     n0 = pid % tiles * BLOCK_N
@@ -254,18 +448,75 @@ def _attn_dkdv_kernel(
         if PHASED and RIGHT:
             full = tl.cdiv(tl.maximum(n0 + BLOCK_N - 1 - window[1], 0), BLOCK_M) * BLOCK_M  # these rows see all columns
             dk, dv = _dkdv_steps(
-                dk, dv, lo, tl.minimum(full, hi), k, v, tensors, place, scale, window, dropout,
-                True, D, HEAD_D, GROUP, LEFT, RIGHT, STRIDE_STEP, MASK_STEP, PRECISION, BLOCK_M,
-            )  # fmt: skip
+                dk,
+                dv,
+                lo,
+                tl.minimum(full, hi),
+                k,
+                v,
+                tensors,
+                place,
+                scale,
+                window,
+                dropout,
+                True,
+                D,
+                HEAD_D,
+                GROUP,
+                LEFT,
+                RIGHT,
+                STRIDE_STEP,
+                MASK_STEP,
+                PRECISION,
+                BLOCK_M,
+            )
             dk, dv = _dkdv_steps(
-                dk, dv, full, hi, k, v, tensors, place, scale, window, dropout,
-                False, D, HEAD_D, GROUP, LEFT, RIGHT, STRIDE_STEP, MASK_STEP, PRECISION, BLOCK_M,
-            )  # fmt: skip
+                dk,
+                dv,
+                full,
+                hi,
+                k,
+                v,
+                tensors,
+                place,
+                scale,
+                window,
+                dropout,
+                False,
+                D,
+                HEAD_D,
+                GROUP,
+                LEFT,
+                RIGHT,
+                STRIDE_STEP,
+                MASK_STEP,
+                PRECISION,
+                BLOCK_M,
+            )
         else:
             dk, dv = _dkdv_steps(
-                dk, dv, lo, hi, k, v, tensors, place, scale, window, dropout,
-                EDGE, D, HEAD_D, GROUP, LEFT, RIGHT, STRIDE_STEP, MASK_STEP, PRECISION, BLOCK_M,
-            )  # fmt: skip
+                dk,
+                dv,
+                lo,
+                hi,
+                k,
+                v,
+                tensors,
+                place,
+                scale,
+                window,
+                dropout,
+                EDGE,
+                D,
+                HEAD_D,
+                GROUP,
+                LEFT,
+                RIGHT,
+                STRIDE_STEP,
+                MASK_STEP,
+                PRECISION,
+                BLOCK_M,
+            )
         factor = scale[0]
         if state_ptr is not None:
             factor *= keep_scale
@@ -276,13 +527,45 @@ def _attn_dkdv_kernel(
 
 @triton.jit(do_not_specialize=DYNAMIC)
 def _attn_dq_kernel(
-    q_heads, k_heads, v_heads, mask, slopes, state_ptr, cuq_ptr, cuk_ptr, do_heads, lse_ptr, delta_ptr, dq_heads,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, row_base, plane_rows,
-    stride_lseb, stride_lseh,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    PHASED: tl.constexpr, STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_heads,
+    k_heads,
+    v_heads,
+    mask,
+    slopes,
+    state_ptr,
+    cuq_ptr,
+    cuk_ptr,
+    do_heads,
+    lse_ptr,
+    delta_ptr,
+    dq_heads,
+    Sq,
+    Sk,
+    H,
+    tiles,
+    scale,
+    threshold,
+    keep_scale,
+    plane_base,
+    planes,
+    left,
+    right,
+    row_base,
+    plane_rows,
+    stride_lseb,
+    stride_lseh,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PHASED: tl.constexpr,
+    STRIDE_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):  # fmt: skip
+):
     """One row tile of one query head: it owns dq."""
     slopes_ptr, stride_slopeb = slopes
     pid = tl.program_id(0)
@@ -321,12 +604,44 @@ def _attn_dq_kernel(
 
 @triton.jit(do_not_specialize=[*DYNAMIC, "samples", "heads"])
 def _attn_dmask_kernel(
-    q_heads, k_heads, v_heads, mask, slopes, state_ptr, do_heads, lse_ptr, delta_ptr, dmask_ptr,
-    Sq, Sk, H, tiles, scale, threshold, keep_scale, plane_base, planes, left, right, stride_lseb, stride_lseh, samples, heads,
-    D: tl.constexpr, HEAD_D: tl.constexpr, GROUP: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    STRIDE_STEP: tl.constexpr, MASK_STEP: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    q_heads,
+    k_heads,
+    v_heads,
+    mask,
+    slopes,
+    state_ptr,
+    do_heads,
+    lse_ptr,
+    delta_ptr,
+    dmask_ptr,
+    Sq,
+    Sk,
+    H,
+    tiles,
+    scale,
+    threshold,
+    keep_scale,
+    plane_base,
+    planes,
+    left,
+    right,
+    stride_lseb,
+    stride_lseh,
+    samples,
+    heads,
+    D: tl.constexpr,
+    HEAD_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    STRIDE_STEP: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """One tile of dmask [B / samples, H / heads, Sq or 1, Sk or 1]: it owns the sum of ds over what the mask is broadcast to.
 
     ROWS, COLUMNS: has the mask rows and columns of its own? If not, a program visits all, adds their tiles and sums these last.
@@ -366,14 +681,31 @@ def _attn_dmask_kernel(
         b = (plane // (H // heads) + member // heads).to(tl.int64)
         h = (plane % (H // heads) + member % heads).to(tl.int64)
         dmask += _ds_tile(
-            rows_at(q_heads, b, h, 0, STRIDE_STEP), rows_at(k_heads, b, h // GROUP, 0, STRIDE_STEP),
-            rows_at(v_heads, b, h // GROUP, 0, STRIDE_STEP), rows_at(do_heads, b, h, 0, STRIDE_STEP),
-            lse_ptr + b * stride_lseb + h * stride_lseh, delta_ptr + b * stride_lseb + h * stride_lseh, m, n, Sq, Sk, scale,
-            slopes_ptr if slopes_ptr is None else tl.load(slopes_ptr + b * stride_slopeb + h), mask,
-            mask_offset_of(mask, b, h), window,
+            rows_at(q_heads, b, h, 0, STRIDE_STEP),
+            rows_at(k_heads, b, h // GROUP, 0, STRIDE_STEP),
+            rows_at(v_heads, b, h // GROUP, 0, STRIDE_STEP),
+            rows_at(do_heads, b, h, 0, STRIDE_STEP),
+            lse_ptr + b * stride_lseb + h * stride_lseh,
+            delta_ptr + b * stride_lseb + h * stride_lseh,
+            m,
+            n,
+            Sq,
+            Sk,
+            scale,
+            slopes_ptr if slopes_ptr is None else tl.load(slopes_ptr + b * stride_slopeb + h),
+            mask,
+            mask_offset_of(mask, b, h),
+            window,
             (state_ptr, threshold, first_block_of(plane_base, b, h, planes, Sq, 0)),
-            D, HEAD_D, LEFT, RIGHT, MASK_STEP, PRECISION, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            D,
+            HEAD_D,
+            LEFT,
+            RIGHT,
+            MASK_STEP,
+            PRECISION,
+            BLOCK_M,
+            BLOCK_N,
+        )
     if state_ptr is not None:
         dmask *= keep_scale
     if not ROWS:

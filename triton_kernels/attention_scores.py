@@ -91,9 +91,21 @@ def capped_tile(qk, scale):
 
 @triton.jit
 def score_tile(
-    qk, i, j, Sq, Sk, scale, slope, mask, mask_offset, window,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, EDGE: tl.constexpr, MASK_STEP: tl.constexpr,
-):  # fmt: skip
+    qk,
+    i,
+    j,
+    Sq,
+    Sk,
+    scale,
+    slope,
+    mask,
+    mask_offset,
+    window,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    EDGE: tl.constexpr,
+    MASK_STEP: tl.constexpr,
+):
     """s in units of log 2, -inf where i may not see j. i and j broadcast: [BM, 1] and [1, BN], or transposed.
 
     The mask's stride of rows is None for a mask of columns alone. MASK_STEP, 16 or 1, divides Sk: where a mask's columns end

@@ -39,7 +39,7 @@ from .tile import (
     slice_offsets,
     tile_for,
     upcast,
-)  # fmt: skip
+)
 
 HEADROOM = tl.constexpr(2.0**15)  # the largest of what is saved, so that float16 holds exponentials down to e^-27
 NEG_INF = tl.constexpr(float("-inf"))
@@ -129,10 +129,29 @@ def _fwd_store(acc, n0, b_ptr, cw_ptr, targets, statistics, saved_rows, logits_r
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_fwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, statistics, saved_rows, logits_rows, first, ignore_index, M, V, K, scale,
-    softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_rows,
+    b_ptr,
+    cw_ptr,
+    target_ptr,
+    statistics,
+    saved_rows,
+    logits_rows,
+    first,
+    ignore_index,
+    M,
+    V,
+    K,
+    scale,
+    softcap,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """statistics: float32, of `_fwd_store`'s order; all but z_t are [slices, M], a slice being BLOCK_N / SUB columns."""
     pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -141,16 +160,26 @@ def _cross_entropy_fwd_kernel(
     K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _fwd_store,
-        (b_ptr, cw_ptr, targets, statistics, saved_rows, logits_rows, scale, softcap, pid_m, M, V), SUB,
-    )  # fmt: skip
+        (acc,),
+        pid_n * BLOCK_N,
+        _fwd_store,
+        (b_ptr, cw_ptr, targets, statistics, saved_rows, logits_rows, scale, softcap, pid_m, M, V),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "slices"])
 def _combine_kernel(
-    parts_ptr, out_ptr, entropy_ptr, whole_entropy_ptr, M, slices, LOG: tl.constexpr, BLOCK_M: tl.constexpr,
+    parts_ptr,
+    out_ptr,
+    entropy_ptr,
+    whole_entropy_ptr,
+    M,
+    slices,
+    LOG: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
-):  # fmt: skip
+):
     """log sum exp (LOG), or the sum, over the slices of each token, in ascending order. Slices have shares p of all
     probabilities; the entropy is sum p (entropy of a slice - log p): shares of the largest slice's until all are seen."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -188,7 +217,7 @@ def _combine_kernel(
 @triton.jit
 def write_gradient(
     p, log_p, slope, column, offs_m, offs_v, mask, cw_ptr, gradients, dz_rows, db_ptr, scale, pid_m, M, V
-):  # fmt: skip
+):
     """dz of probabilities p, and its column sums. gradients: `TokenGradients`."""
     dp_ptr, dzt_ptr, dwz_ptr, dplogp_ptr = gradients
     mask_m = offs_m < M
@@ -209,9 +238,7 @@ def write_gradient(
 
 
 @triton.jit
-def _bwd_store(
-    acc, n0, b_ptr, cw_ptr, targets, lse_ptr, gradients, dz_rows, db_ptr, scale, softcap, pid_m, M, V
-):  # fmt: skip
+def _bwd_store(acc, n0, b_ptr, cw_ptr, targets, lse_ptr, gradients, dz_rows, db_ptr, scale, softcap, pid_m, M, V):
     offs_m, offs_v, mask = slice_offsets(acc, pid_m, n0, M, V)
     z, slope = capped_logits(logits_tile(acc, b_ptr, offs_v, V, scale), softcap)
     log_p = z - tl.load(lse_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
@@ -237,10 +264,30 @@ def _bwd_store(
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index"])
 def _cross_entropy_bwd_kernel(
-    x_rows, w_rows, b_ptr, cw_ptr, target_ptr, lse_ptr, gradients, dz_rows, db_ptr, first, ignore_index, M, V, K, scale,
-    softcap, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_rows,
+    b_ptr,
+    cw_ptr,
+    target_ptr,
+    lse_ptr,
+    gradients,
+    dz_rows,
+    db_ptr,
+    first,
+    ignore_index,
+    M,
+    V,
+    K,
+    scale,
+    softcap,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     pid_m, pid_n = program_tile(M, V, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -248,16 +295,35 @@ def _cross_entropy_bwd_kernel(
     K = multiple(K, UNIT) * any_counts(targets, offs_m, M, V)
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, V, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _bwd_store,
-        (b_ptr, cw_ptr, targets, lse_ptr, gradients, dz_rows, db_ptr, scale, softcap, pid_m, M, V), SUB,
-    )  # fmt: skip
+        (acc,),
+        pid_n * BLOCK_N,
+        _bwd_store,
+        (b_ptr, cw_ptr, targets, lse_ptr, gradients, dz_rows, db_ptr, scale, softcap, pid_m, M, V),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "first", "ignore_index", "first_slice"])
 def _cross_entropy_saved_bwd_kernel(
-    saved_rows, parts_ptr, zt_ptr, cw_ptr, target_ptr, lse_ptr, gradients, dz_rows, db_ptr, first, ignore_index, first_slice,
-    M, V, scale, softcap, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    saved_rows,
+    parts_ptr,
+    zt_ptr,
+    cw_ptr,
+    target_ptr,
+    lse_ptr,
+    gradients,
+    dz_rows,
+    db_ptr,
+    first,
+    ignore_index,
+    first_slice,
+    M,
+    V,
+    scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """BLOCK_N is forward's slice of columns, of which parts_ptr [slices, M] has the lse. The target's p is exact: of z_t."""
     pid_m, pid_n = block_of(V, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -303,9 +369,20 @@ def combine(
     whole = None if entropy is None else torch.empty_like(out)
     if M:
         launch(
-            _combine_kernel, (triton.cdiv(M, 32),), parts, out, entropy, whole, M, slices, LOG=log, BLOCK_M=32, BLOCK_S=32,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            _combine_kernel,
+            (triton.cdiv(M, 32),),
+            parts,
+            out,
+            entropy,
+            whole,
+            M,
+            slices,
+            LOG=log,
+            BLOCK_M=32,
+            BLOCK_S=32,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return out, whole
 
 
@@ -318,8 +395,20 @@ def of_largest(largest: torch.Tensor, classes: torch.Tensor, first: int) -> tupl
 
 
 def cross_entropy_fwd(
-    x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, logits=False, tile=None
-):  # fmt: skip
+    x,
+    w,
+    b,
+    target,
+    class_weight,
+    head,
+    *,
+    weighted=False,
+    keep=False,
+    entropy=False,
+    arg_max=False,
+    logits=False,
+    tile=None,
+):
     """CrossEntropyForward.
 
     x [M, K], w [V, K], b [V] or None, all of one dtype; target int64 [M]; class_weight float32 [V] or None; head:
@@ -340,11 +429,27 @@ def cross_entropy_fwd(
     z = torch.empty((M, -(-V // 256) * 256), **made)[:, :V] if logits else None
     if M and V:
         launch(
-            _cross_entropy_fwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target,
+            _cross_entropy_fwd_kernel,
+            grid_of(M, V, tile),
+            matrix(x),
+            matrix(w),
+            b,
+            class_weight,
+            target,
             (parts, z_t, wz, entropies, largest, classes),
-            matrix(saved), matrix(z), head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
-            PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            matrix(saved),
+            matrix(z),
+            head.first,
+            head.ignore_index,
+            M,
+            V,
+            K,
+            head.scale,
+            head.softcap or None,
+            PRECISION=head.precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     lse, whole_entropy = combine(parts, True, entropies)
     wz, _ = combine(wz, False) if weighted else (None, None)
     largest, classes = of_largest(largest, classes, head.first) if arg_max else (None, None)
@@ -364,10 +469,28 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
     partial = partial_rows(M, V, tile, x) if db else None
     if M and V:
         launch(
-            _cross_entropy_bwd_kernel, grid_of(M, V, tile), matrix(x), matrix(w), b, class_weight, target, lse,
-            tuple(gradients), matrix(out), partial, head.first, head.ignore_index, M, V, K, head.scale, head.softcap or None,
-            PRECISION=head.precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _cross_entropy_bwd_kernel,
+            grid_of(M, V, tile),
+            matrix(x),
+            matrix(w),
+            b,
+            class_weight,
+            target,
+            lse,
+            tuple(gradients),
+            matrix(out),
+            partial,
+            head.first,
+            head.ignore_index,
+            M,
+            V,
+            K,
+            head.scale,
+            head.softcap or None,
+            PRECISION=head.precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return partial.sum(0) if db else None
 
 
@@ -381,8 +504,26 @@ def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse,
     partial = torch.empty((triton.cdiv(M, 32), V), dtype=torch.float32, device=saved.device) if db else None
     if M and V:
         launch(
-            _cross_entropy_saved_bwd_kernel, (triton.cdiv(M, 32) * triton.cdiv(V, width),), matrix(saved), parts, z_t,
-            class_weight, target, lse, tuple(gradients), matrix(out), partial, head.first, head.ignore_index, start // width,
-            M, V, head.scale, head.softcap or None, **blocks, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            _cross_entropy_saved_bwd_kernel,
+            (triton.cdiv(M, 32) * triton.cdiv(V, width),),
+            matrix(saved),
+            parts,
+            z_t,
+            class_weight,
+            target,
+            lse,
+            tuple(gradients),
+            matrix(out),
+            partial,
+            head.first,
+            head.ignore_index,
+            start // width,
+            M,
+            V,
+            head.scale,
+            head.softcap or None,
+            **blocks,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return partial.sum(0) if db else None

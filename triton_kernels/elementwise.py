@@ -42,7 +42,7 @@ from .tile import (
     stride_of,
     unit_of,
     upcast,
-)  # fmt: skip
+)
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def block_of(N, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _act_fwd_kernel(
     z_rows, u_rows, h_rows, M, N, ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+):
     """h = round(act(z)), or round(act(z) u): the bits of forward's epilogue before its dropout."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
@@ -216,9 +216,18 @@ def _relu_bits_kernel(h_rows, bits_rows, M, N, UNIT: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit(do_not_specialize=["M"])
 def _act_bwd_kernel(
-    dy_rows, saved_rows, dz_rows, db_ptr, M, N,
-    ACT: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dy_rows,
+    saved_rows,
+    dz_rows,
+    db_ptr,
+    M,
+    N,
+    ACT: tl.constexpr,
+    BITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """dz = dy * act'(z), db partial rows. saved is z, or relu's y, or (BITS) relu's 1-bit mask [M, ceil(N/8)]."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
@@ -256,9 +265,19 @@ def _sum_rows_kernel(partials, sums, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit(do_not_specialize=["threshold", "col_base", "row_base", "M"])
 def _dropout_kernel(
-    x_rows, y_rows, state_ptr, threshold, scale, col_base, row_base, M, N,
-    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    y_rows,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """y = keep * scale * x. Its own backward: dx = keep * scale * dy.
 
     A thread that holds eight neighbouring columns would need eight Philox calls for them in `keep_tile`'s form. So the
@@ -318,9 +337,17 @@ def row_sums(partials, wanted):
     M, N = some[0][0].shape[0], math.prod(some[0][0].shape[1:])
     if N:
         launch(
-            _sum_rows_kernel, (triton.cdiv(N, 32),), tuple(partial for partial, _ in some),
-            tuple(one for one in sums if one is not None), M, N, BLOCK_M=64, BLOCK_N=32, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            _sum_rows_kernel,
+            (triton.cdiv(N, 32),),
+            tuple(partial for partial, _ in some),
+            tuple(one for one in sums if one is not None),
+            M,
+            N,
+            BLOCK_M=64,
+            BLOCK_N=32,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return sums
 
 
@@ -332,8 +359,16 @@ def act_fwd(z, u, activation: str):
     blocks = blocks_of(z)
     if M and N:
         launch(
-            _act_fwd_kernel, grid_of_blocks(M, N, blocks), matrix(z), matrix(u), matrix(h), M, N, ACT=activation, **blocks
-        )  # fmt: skip
+            _act_fwd_kernel,
+            grid_of_blocks(M, N, blocks),
+            matrix(z),
+            matrix(u),
+            matrix(h),
+            M,
+            N,
+            ACT=activation,
+            **blocks,
+        )
     return h
 
 
@@ -359,15 +394,24 @@ def act_bwd(dy, saved, activation: str, *, bits: bool = False, db: bool = False)
     partial = block_sums(M, N, blocks, dy) if db else None
     if M and N:
         launch(
-            _act_bwd_kernel, grid_of_blocks(M, N, blocks), matrix(dy), matrix(saved), matrix(dz), partial, M, N,
-            ACT=activation, BITS=bits, **blocks,
-        )  # fmt: skip
+            _act_bwd_kernel,
+            grid_of_blocks(M, N, blocks),
+            matrix(dy),
+            matrix(saved),
+            matrix(dz),
+            partial,
+            M,
+            N,
+            ACT=activation,
+            BITS=bits,
+            **blocks,
+        )
     return dz, *row_sums((partial,), (db,))
 
 
 def dropout(
     x, state, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0, blocks: dict | None = None
-):  # fmt: skip
+):
     """keep * scale * x for x [M, N]; the mask is that of rows row_base.. and columns col_base.. of the logical tensor
     (philox.py). col_base is a multiple of 32.
 
@@ -381,8 +425,20 @@ def dropout(
         whole_rows = M + row_base % 16  # counters start at a multiple of 16 rows
         grid = triton.cdiv(whole_rows, blocks["BLOCK_M"]) * triton.cdiv(N, blocks["BLOCK_N"])
         launch(
-            _dropout_kernel, (grid,), matrix(x), matrix(y), state, threshold, scale, checked_columns(col_base), row_base, M, N,
-            **blocks, UNIT=unit_of(N),
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            _dropout_kernel,
+            (grid,),
+            matrix(x),
+            matrix(y),
+            state,
+            threshold,
+            scale,
+            checked_columns(col_base),
+            row_base,
+            M,
+            N,
+            **blocks,
+            UNIT=unit_of(N),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return y

@@ -45,13 +45,23 @@ from .tile import (
     stride_of,
     unit_of,
     upcast,
-)  # fmt: skip
+)
 
 
 @triton.jit
 def dual_tile(
-    a_rows, b_rows, c_rows, offs_m, offs_n, M, N, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+    a_rows,
+    b_rows,
+    c_rows,
+    offs_m,
+    offs_n,
+    M,
+    N,
+    K,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """(a b^T, a c^T), each as `gemm_tile` forms it, in one loop: the gathered rows of a are read once."""
     offs_k = tl.arange(0, BLOCK_K)
     mask_m = offs_m < M
@@ -100,10 +110,29 @@ def _rows_store(acc, n0, b_ptr, y_rows, rows, R, N):
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
 def _experts_fwd_kernel(
-    x_rows, w_stack, b_ptr, h_rows, gu_rows, order_ptr, offs_ptr, tiles_ptr, MAX_TILES, R, T, N, K,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_stack,
+    b_ptr,
+    h_rows,
+    gu_rows,
+    order_ptr,
+    offs_ptr,
+    tiles_ptr,
+    MAX_TILES,
+    R,
+    T,
+    N,
+    K,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """x [T, K] gathered, w [E, 2 N, K] -> h [R, N], gu [R, 2 N]."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
@@ -124,10 +153,25 @@ def _experts_fwd_kernel(
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R"])
 def _experts_gemm_kernel(
-    a_rows, w_stack, b_ptr, y_rows, offs_ptr, tiles_ptr, MAX_TILES, R, N, K,
-    TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    a_rows,
+    w_stack,
+    b_ptr,
+    y_rows,
+    offs_ptr,
+    tiles_ptr,
+    MAX_TILES,
+    R,
+    N,
+    K,
+    TRANSPOSED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """y[r] = a[r] w[e]^T + b[e] (TRANSPOSED; w [E, N, K]), or a[r] w[e] (w [E, K, N])."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
@@ -144,7 +188,7 @@ def _experts_gemm_kernel(
 @triton.jit
 def _experts_combine_kernel(
     y_rows, s_ptr, inv_ptr, offs_ptr, out_rows, E, D, TOP_K: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+):
     """out[t] = sum_j s[t, j] y[inv[t, j]], j ascending, in float32, over token-expert pairs that an expert has."""
     D = multiple(D, UNIT)
     y_ptr, out_ptr = y_rows[0], out_rows[0]
@@ -178,10 +222,27 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=Fal
         tile = tile_of("experts_fwd", x, R, E, x, w, h)
         tiles = tiles_of(offs, R, tile)
         launch(
-            _experts_fwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(h), matrix(gu), order, offs,
-            tiles, tiles.shape[1], R, T, N, K,
-            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _experts_fwd_kernel,
+            grid_of_tiles(tiles, N, tile),
+            matrix(x),
+            stacked(w),
+            b,
+            matrix(h),
+            matrix(gu),
+            order,
+            offs,
+            tiles,
+            tiles.shape[1],
+            R,
+            T,
+            N,
+            K,
+            TOP_K=groups.top_k,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return h, gu
 
 
@@ -195,10 +256,23 @@ def experts_gemm(a, w, b, groups, precision: str, *, transposed: bool):
         tile = tile_of("experts_gemm", a, R, E, a, w, y)
         tiles = tiles_of(offs, R, tile)
         launch(
-            _experts_gemm_kernel, grid_of_tiles(tiles, N, tile), matrix(a), stacked(w), b, matrix(y), offs, tiles,
-            tiles.shape[1], R, N, K,
-            TRANSPOSED=transposed, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _experts_gemm_kernel,
+            grid_of_tiles(tiles, N, tile),
+            matrix(a),
+            stacked(w),
+            b,
+            matrix(y),
+            offs,
+            tiles,
+            tiles.shape[1],
+            R,
+            N,
+            K,
+            TRANSPOSED=transposed,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return y
 
 
@@ -210,10 +284,21 @@ def experts_combine(y, s, groups):
     out = torch.empty((T, D), dtype=y.dtype, device=y.device)
     if T and D:
         launch(
-            _experts_combine_kernel, (T,), matrix(y), s, inv, offs, matrix(out), E, D,
-            TOP_K=groups.top_k, UNIT=unit_of(D), BLOCK_D=32 if arch_of(y) == INTERPRETER else 1024, num_warps=4,
+            _experts_combine_kernel,
+            (T,),
+            matrix(y),
+            s,
+            inv,
+            offs,
+            matrix(out),
+            E,
+            D,
+            TOP_K=groups.top_k,
+            UNIT=unit_of(D),
+            BLOCK_D=32 if arch_of(y) == INTERPRETER else 1024,
+            num_warps=4,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
     return out
 
 
@@ -236,9 +321,7 @@ def _of_pairs(partial, s, groups):
     return torch.where(groups.inv < groups.offs[-1], partial.sum(0)[groups.inv], 0.0).view(s.shape)
 
 
-def experts_bwd(
-    x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True
-):  # fmt: skip
+def experts_bwd(x, w, b, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True):
     """x, dy [T, K], w [E, 2 N, K], b [E, 2 N] or None, wd [E, K, N], s [T, k]
     -> (s h [R, N], [dg|du] [R, 2 N], ds float32 [T, k]), each None unless asked for."""
     (T, K), R, E, N = x.shape, groups.order.numel(), len(w), wd.shape[2]
@@ -250,16 +333,35 @@ def experts_bwd(
     if R and N and E:
         tiles = tiles_of(offs, R, tile)
         launch(
-            _experts_bwd_kernel, grid_of_tiles(tiles, N, tile), matrix(x), stacked(w), b, matrix(dy), stacked(wd), s,
-            matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
-            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _experts_bwd_kernel,
+            grid_of_tiles(tiles, N, tile),
+            matrix(x),
+            stacked(w),
+            b,
+            matrix(dy),
+            stacked(wd),
+            s,
+            matrix(h),
+            matrix(grads),
+            partial,
+            order,
+            offs,
+            tiles,
+            tiles.shape[1],
+            R,
+            T,
+            N,
+            K,
+            TOP_K=groups.top_k,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return h, grads, _of_pairs(partial, s, groups)
 
 
-def experts_act_grad(
-    gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, added=None
-):  # fmt: skip
+def experts_act_grad(gu, dy, wd, s, groups, activation: str, precision: str, *, hs=True, dgu=True, ds=True, added=None):
     """The outputs of `experts_bwd` from stored gu [R, 2 N]: one matmul, dh = dy[t] wd[e] + added [R, N], if that is given."""
     (T, K), R, E, N = dy.shape, groups.order.numel(), len(wd), wd.shape[2]
     gu, added, dy, wd, s = *map(rows_of, (gu, added, dy, wd)), s.contiguous()
@@ -269,10 +371,30 @@ def experts_act_grad(
     if R and N and E:
         tiles = tiles_of(offs, R, tile)
         launch(
-            _experts_act_grad_kernel, grid_of_tiles(tiles, N, tile), matrix(gu), matrix(added), matrix(dy), stacked(wd), s,
-            matrix(h), matrix(grads), partial, order, offs, tiles, tiles.shape[1], R, T, N, K,
-            TOP_K=groups.top_k, ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _experts_act_grad_kernel,
+            grid_of_tiles(tiles, N, tile),
+            matrix(gu),
+            matrix(added),
+            matrix(dy),
+            stacked(wd),
+            s,
+            matrix(h),
+            matrix(grads),
+            partial,
+            order,
+            offs,
+            tiles,
+            tiles.shape[1],
+            R,
+            T,
+            N,
+            K,
+            TOP_K=groups.top_k,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return h, grads, _of_pairs(partial, s, groups)
 
 
@@ -286,9 +408,20 @@ def experts_hidden_grad(gu, dh, s, groups, activation: str, *, hs=True, dgu=True
     partial = torch.empty((triton.cdiv(N, blocks["BLOCK_N"]), R), dtype=torch.float32, device=dh.device) if ds else None
     if R and N:
         launch(
-            _experts_hidden_grad_kernel, grid_of_blocks(R, N, blocks), matrix(gu), matrix(dh), s, matrix(dh if hs else None),
-            matrix(grads), partial, groups.order.contiguous(), R, N, ACT=activation, **blocks,
-        )  # fmt: skip
+            _experts_hidden_grad_kernel,
+            grid_of_blocks(R, N, blocks),
+            matrix(gu),
+            matrix(dh),
+            s,
+            matrix(dh if hs else None),
+            matrix(grads),
+            partial,
+            groups.order.contiguous(),
+            R,
+            N,
+            ACT=activation,
+            **blocks,
+        )
     return dh if hs else None, grads, _of_pairs(partial, s, groups)
 
 
@@ -306,10 +439,21 @@ def experts_dw(a, b, groups, precision: str, out, *, gathered: str):
     if E and M and N:
         tile = tile_of("experts_dw", a, groups.order.numel(), E, a, b, out)
         launch(
-            _experts_dw_kernel, (E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N),), matrix(a), matrix(b),
-            stacked(out), order, offs, M, N,
-            TOP_K=groups.top_k, GATHER_A=gathered == "a", ADD=add, PRECISION=precision, **tile.launch_options(),
-        )  # fmt: skip
+            _experts_dw_kernel,
+            (E * triton.cdiv(M, tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N),),
+            matrix(a),
+            matrix(b),
+            stacked(out),
+            order,
+            offs,
+            M,
+            N,
+            TOP_K=groups.top_k,
+            GATHER_A=gathered == "a",
+            ADD=add,
+            PRECISION=precision,
+            **tile.launch_options(),
+        )
     return out
 
 
@@ -323,7 +467,19 @@ def experts_sums(a, s, groups, *, gathered: bool):
     if E and N:
         blocks = dict(BLOCK_M=32, BLOCK_N=32 if arch_of(a) == INTERPRETER else 128)
         launch(
-            _experts_sums_kernel, (E * triton.cdiv(N, blocks["BLOCK_N"]),), matrix(a), s, out, order, offs, N,
-            TOP_K=groups.top_k, GATHERED=gathered, UNIT=unit_of(N), num_warps=4, enable_fp_fusion=False, **blocks,
-        )  # fmt: skip
+            _experts_sums_kernel,
+            (E * triton.cdiv(N, blocks["BLOCK_N"]),),
+            matrix(a),
+            s,
+            out,
+            order,
+            offs,
+            N,
+            TOP_K=groups.top_k,
+            GATHERED=gathered,
+            UNIT=unit_of(N),
+            num_warps=4,
+            enable_fp_fusion=False,
+            **blocks,
+        )
     return out

@@ -61,11 +61,33 @@ def _experts_dw_store(acc, n0, dw_rows, offs_m, M, N, ADD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
 def _experts_bwd_kernel(
-    x_rows, w_stack, b_ptr, dy_rows, wd_stack, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, tiles_ptr,
-    MAX_TILES, R, T, N, K,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_stack,
+    b_ptr,
+    dy_rows,
+    wd_stack,
+    s_ptr,
+    hs_rows,
+    dgu_rows,
+    ds_ptr,
+    order_ptr,
+    offs_ptr,
+    tiles_ptr,
+    MAX_TILES,
+    R,
+    T,
+    N,
+    K,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """x, dy [T, K] gathered, w [E, 2 N, K], wd [E, K, N] -> s h [R, N], dgu [R, 2 N], ds [slices, R].
 
     g, u and dh in three loops: in one, tiles of 128 columns spill on sm_90.
@@ -79,30 +101,50 @@ def _experts_bwd_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     wg_ptr, stride_wn = of_expert(w_stack, expert, UNIT)
     wu_ptr = wg_ptr + tl.full((), N, tl.int64) * stride_wn
-    acc_g = gemm_tile(
-        x_rows, (wg_ptr, stride_wn), tokens, offs_n, T, N, K, True, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
-    acc_u = gemm_tile(
-        x_rows, (wu_ptr, stride_wn), tokens, offs_n, T, N, K, True, BLOCK_K, EVEN_K, PRECISION
-    )  # fmt: skip
+    acc_g = gemm_tile(x_rows, (wg_ptr, stride_wn), tokens, offs_n, T, N, K, True, BLOCK_K, EVEN_K, PRECISION)
+    acc_u = gemm_tile(x_rows, (wu_ptr, stride_wn), tokens, offs_n, T, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     wd_rows = of_expert(wd_stack, expert, UNIT)
     acc_dh = gemm_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     if b_ptr is not None:
         b_ptr += expert.to(tl.int64) * (2 * N)
     s = tl.load(s_ptr + pairs, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
-        (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _experts_bwd_store,
-        (b_ptr, s, dy_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
-    )  # fmt: skip
+        (acc_g, acc_u, acc_dh),
+        pid_n * BLOCK_N,
+        _experts_bwd_store,
+        (b_ptr, s, dy_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["MAX_TILES", "R", "T"])
 def _experts_act_grad_kernel(
-    gu_rows, added_rows, dy_rows, wd_stack, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, offs_ptr, tiles_ptr, MAX_TILES,
-    R, T, N, K,
-    TOP_K: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    gu_rows,
+    added_rows,
+    dy_rows,
+    wd_stack,
+    s_ptr,
+    hs_rows,
+    dgu_rows,
+    ds_ptr,
+    order_ptr,
+    offs_ptr,
+    tiles_ptr,
+    MAX_TILES,
+    R,
+    T,
+    N,
+    K,
+    TOP_K: tl.constexpr,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """As `_experts_bwd_kernel`, from stored gu [R, 2 N]; what is added to dh [R, N], if it is given."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     expert, rows, pid_n = expert_tile(tiles_ptr, offs_ptr, MAX_TILES, R, N, BLOCK_M, BLOCK_N)
@@ -115,16 +157,30 @@ def _experts_act_grad_kernel(
     acc = gemm_tile(dy_rows, wd_rows, tokens, offs_n, T, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     s = tl.load(s_ptr + pairs, mask=rows < R, other=0.0).to(tl.float32)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _experts_act_grad_store,
-        (s, gu_rows, added_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT), SUB,
-    )  # fmt: skip
+        (acc,),
+        pid_n * BLOCK_N,
+        _experts_act_grad_store,
+        (s, gu_rows, added_rows, (hs_rows, dgu_rows, ds_ptr), rows, R, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["R"])
 def _experts_hidden_grad_kernel(
-    gu_rows, dh_rows, s_ptr, hs_rows, dgu_rows, ds_ptr, order_ptr, R, N,
-    ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    gu_rows,
+    dh_rows,
+    s_ptr,
+    hs_rows,
+    dgu_rows,
+    ds_ptr,
+    order_ptr,
+    R,
+    N,
+    ACT: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """gu [R, 2 N], dh [R, N] -> s h [R, N], which may lie over dh, dgu [R, 2 N], which may lie over gu, ds [slices, R].
 
     A program reads all that it writes over before it writes.
@@ -144,10 +200,23 @@ def _experts_hidden_grad_kernel(
 
 @triton.jit
 def _experts_dw_kernel(
-    a_rows, b_rows, dw_stack, order_ptr, offs_ptr, M, N, TOP_K: tl.constexpr, GATHER_A: tl.constexpr, ADD: tl.constexpr,
+    a_rows,
+    b_rows,
+    dw_stack,
+    order_ptr,
+    offs_ptr,
+    M,
+    N,
+    TOP_K: tl.constexpr,
+    GATHER_A: tl.constexpr,
+    ADD: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """dw[e] [M, N] = sum over the rows of e of a^T b, of which one is gathered; added to what is there if ADD."""
     M, N = multiple(M, UNIT), multiple(N, UNIT)
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -172,9 +241,18 @@ def _experts_dw_kernel(
 
 @triton.jit
 def _experts_sums_kernel(
-    a_rows, s_ptr, out_ptr, order_ptr, offs_ptr, N,
-    TOP_K: tl.constexpr, GATHERED: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    a_rows,
+    s_ptr,
+    out_ptr,
+    order_ptr,
+    offs_ptr,
+    N,
+    TOP_K: tl.constexpr,
+    GATHERED: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """out[e] [N] = sum over the rows of e of a, gathered or not, each times its token-expert pair's s."""
     N = multiple(N, UNIT)
     expert = tl.program_id(0) // tl.cdiv(N, BLOCK_N)

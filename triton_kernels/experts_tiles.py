@@ -54,8 +54,8 @@ TILES: dict[tuple[str, int], dict[str, Tile]] = {
         "16": Tile(128, 128, 64, 8, 5, 2), "32": Tile(64, 64, 32, 8, 5), "unaligned": Tile(64, 64, 32, 8, 2)
     },
 }  # fmt: skip
-# An expert's last tile is half empty: at 256 rows a quarter of the matmuls with tiles of 128, an eighth with 64. By the
-# cost model.
+# An expert's last tile is half empty: at 256 rows a quarter of the matmuls with tiles of 128, an eighth with 64.
+# Predicted.
 FEW_ROWS = 256
 
 
@@ -131,9 +131,17 @@ def tiles_of(offs: torch.Tensor, rows: int, tile: Tile) -> torch.Tensor:
     E = offs.numel() - 1
     tiles = torch.empty((2, triton.cdiv(rows, tile.BLOCK_M) + min(E, rows)), dtype=torch.int32, device=offs.device)
     launch(
-        _tiles_kernel, (E + 1,), offs, tiles, E, tiles.shape[1], BLOCK_M=tile.BLOCK_M, BLOCK=256, num_warps=4,
+        _tiles_kernel,
+        (E + 1,),
+        offs,
+        tiles,
+        E,
+        tiles.shape[1],
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK=256,
+        num_warps=4,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return tiles
 
 

@@ -26,7 +26,7 @@ from .elementwise import (
     row_sums,
     store_column_sum,
     store_tile,
-)  # fmt: skip
+)
 from .elementwise import act_grad as act_grad_of
 from .philox import apply_dropout, dropout_mask, placed, times
 from .tile import (
@@ -42,7 +42,7 @@ from .tile import (
     slice_offsets,
     tile_for,
     upcast,
-)  # fmt: skip
+)
 
 
 @triton.jit
@@ -117,43 +117,96 @@ def _act_grad_store(acc, n0, z_rows, h_rows, dz_rows, db_ptr, dropout, pid_m, M,
 
 @triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _linear_fwd_kernel(
-    x_rows, w_rows, b_ptr, h_rows, z_rows, bits_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_rows,
+    b_ptr,
+    h_rows,
+    z_rows,
+    bits_rows,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    K,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _linear_fwd_store,
-        (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-    )  # fmt: skip
+        (acc,),
+        pid_n * BLOCK_N,
+        _linear_fwd_store,
+        (b_ptr, h_rows, z_rows, bits_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
 def _linear_bwd_kernel(
-    x_rows, w_rows, b_ptr, dh_rows, dz_rows, db_ptr, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_rows,
+    b_ptr,
+    dh_rows,
+    dz_rows,
+    db_ptr,
+    M,
+    N,
+    K,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = gemm_tile(x_rows, w_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
-    by_slices(
-        (acc,), pid_n * BLOCK_N, _linear_bwd_store, (b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT), SUB
-    )  # fmt: skip
+    by_slices((acc,), pid_n * BLOCK_N, _linear_bwd_store, (b_ptr, dh_rows, dz_rows, db_ptr, pid_m, M, N, ACT), SUB)
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _act_grad_kernel(
-    dy_rows, w_rows, z_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    dy_rows,
+    w_rows,
+    z_rows,
+    h_rows,
+    dz_rows,
+    db_ptr,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    K,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """dh = dy w (dy [M, K], w [K, N]); dz = dropout'(dh) act'(z); h = dropout(act(z)); h may be written over z."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
@@ -161,16 +214,28 @@ def _act_grad_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = gemm_tile(dy_rows, w_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _act_grad_store,
-        (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-    )  # fmt: skip
+        (acc,),
+        pid_n * BLOCK_N,
+        _act_grad_store,
+        (z_rows, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
 def _hidden_grad_kernel(
-    dh_rows, z_rows, h_rows, dz_rows, db_ptr, M, N,
-    ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dh_rows,
+    z_rows,
+    h_rows,
+    dz_rows,
+    db_ptr,
+    M,
+    N,
+    ACT: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """dz = dh act'(z) and h = act(z) from stored dh and z: the epilogue of `_act_grad_kernel` behind another's matmul."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
@@ -219,10 +284,23 @@ def linear_fwd(
     bits = torch.empty((M, triton.cdiv(N, 8)), dtype=torch.uint8, device=x.device) if save_bits else None
     if M and N:
         launch(
-            _linear_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(h), matrix(z), matrix(bits),
-            *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _linear_fwd_kernel,
+            grid_of(M, N, tile),
+            matrix(x),
+            matrix(w),
+            b,
+            matrix(h),
+            matrix(z),
+            matrix(bits),
+            *placed(dropout, row_base),
+            M,
+            N,
+            K,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return LinearForward(h, z, bits)
 
 
@@ -237,16 +315,39 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
         launch(
-            _linear_bwd_kernel, grid_of(M, N, tile), matrix(x), matrix(w), b, matrix(dh), matrix(dz), partial, M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _linear_bwd_kernel,
+            grid_of(M, N, tile),
+            matrix(x),
+            matrix(w),
+            b,
+            matrix(dh),
+            matrix(dz),
+            partial,
+            M,
+            N,
+            K,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return dz, *row_sums((partial,), (db,))
 
 
 def act_grad(
-    dy, w, z, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
-    db=False, tile=None,
-):  # fmt: skip
+    dy,
+    w,
+    z,
+    activation: str,
+    precision: str,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_h=False,
+    h_over_z=False,
+    db=False,
+    tile=None,
+):
     """One step back through a chain: dz = dropout'(dy w) * act'(z) -> HiddenGradient.
 
     dy [M, K], w [K, N]. z [M, N] is the pre-activation, or for relu the activation itself. `h_over_z` writes
@@ -260,10 +361,23 @@ def act_grad(
     partial = partial_rows(M, N, tile, dy) if db else None
     if M and N:
         launch(
-            _act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(w), matrix(z), matrix(h), matrix(dz), partial,
-            *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _act_grad_kernel,
+            grid_of(M, N, tile),
+            matrix(dy),
+            matrix(w),
+            matrix(z),
+            matrix(h),
+            matrix(dz),
+            partial,
+            *placed(dropout, row_base),
+            M,
+            N,
+            K,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 
 
@@ -278,7 +392,16 @@ def hidden_grad(dh, z, activation: str, *, save_h=False, db=False, over=False, h
     partial = block_sums(M, N, blocks, dh) if db else None
     if M and N:
         launch(
-            _hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(z), matrix(h), matrix(dz), partial, M, N,
-            ACT=activation, **blocks,
-        )  # fmt: skip
+            _hidden_grad_kernel,
+            grid_of_blocks(M, N, blocks),
+            matrix(dh),
+            matrix(z),
+            matrix(h),
+            matrix(dz),
+            partial,
+            M,
+            N,
+            ACT=activation,
+            **blocks,
+        )
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))

@@ -26,14 +26,14 @@ from .elementwise import (
     row_sums,
     store_column_sum,
     store_tile,
-)  # fmt: skip
+)
 from .linear import (
     NO_DROPOUT,
     grid_of,
     hidden_grad_store,
     partial_rows,
     preact_tile,
-)  # fmt: skip
+)
 from .philox import apply_dropout, dropout_mask, placed, times
 from .tile import (
     arch_of,
@@ -48,7 +48,7 @@ from .tile import (
     slice_offsets,
     tile_for,
     upcast,
-)  # fmt: skip
+)
 
 
 @triton.jit
@@ -68,9 +68,7 @@ def gated_tile(g, u, dropout, first_row, first_col, ACT: tl.constexpr):
 
 
 @triton.jit
-def _gated_fwd_store(
-    acc_g, acc_u, n0, bg_ptr, bu_ptr, h_rows, g_rows, u_rows, dropout, pid_m, M, N, ACT: tl.constexpr
-):  # fmt: skip
+def _gated_fwd_store(acc_g, acc_u, n0, bg_ptr, bu_ptr, h_rows, g_rows, u_rows, dropout, pid_m, M, N, ACT: tl.constexpr):
     offs_m, offs_n, mask = slice_offsets(acc_g, pid_m, n0, M, N)
     g = preact_tile(acc_g, bg_ptr, offs_n, N, h_rows[0].dtype.element_ty)
     u = preact_tile(acc_u, bu_ptr, offs_n, N, h_rows[0].dtype.element_ty)
@@ -81,9 +79,7 @@ def _gated_fwd_store(
 
 
 @triton.jit
-def gated_grad_store(
-    g, u, dh, n0, h_rows, dg_rows, du_rows, dbg_ptr, dbu_ptr, dropout, pid_m, M, N, ACT: tl.constexpr
-):  # fmt: skip
+def gated_grad_store(g, u, dh, n0, h_rows, dg_rows, du_rows, dbg_ptr, dbu_ptr, dropout, pid_m, M, N, ACT: tl.constexpr):
     """From g, u (storage type) and dh (float32): h, dg, du and the bias partial rows, each written once; the mask is drawn
     once, as in `hidden_grad_store`."""
     offs_m, offs_n, mask = slice_offsets(dh, pid_m, n0, M, N)
@@ -127,11 +123,33 @@ def _gated_act_grad_store(acc, n0, g_rows, u_rows, results, dropout, pid_m, M, N
 
 @triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _mlp_bwd_kernel(
-    x_rows, w1_rows, b1_ptr, dy_rows, w2_rows, h_rows, dz_rows, db_ptr, state_ptr, threshold, scale, col_base, row_base,
-    M, N, K, D,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w1_rows,
+    b1_ptr,
+    dy_rows,
+    w2_rows,
+    h_rows,
+    dz_rows,
+    db_ptr,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    K,
+    D,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """x [M, K], w1 [N, K], dy [M, D], w2 [D, N] -> h, dz [M, N], db partial rows."""
     N, K, D = multiple(N, UNIT), multiple(K, UNIT), multiple(D, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
@@ -140,17 +158,41 @@ def _mlp_bwd_kernel(
     acc_z = gemm_tile(x_rows, w1_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     acc_dh = gemm_tile(dy_rows, w2_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
-        (acc_z, acc_dh), pid_n * BLOCK_N, _mlp_bwd_store,
-        (b1_ptr, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-    )  # fmt: skip
+        (acc_z, acc_dh),
+        pid_n * BLOCK_N,
+        _mlp_bwd_store,
+        (b1_ptr, h_rows, dz_rows, db_ptr, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _gated_fwd_kernel(
-    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, h_rows, g_rows, u_rows, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    wg_rows,
+    bg_ptr,
+    wu_rows,
+    bu_ptr,
+    h_rows,
+    g_rows,
+    u_rows,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    K,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -158,18 +200,43 @@ def _gated_fwd_kernel(
     acc_g = gemm_tile(x_rows, wg_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     acc_u = gemm_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc_g, acc_u), pid_n * BLOCK_N, _gated_fwd_store,
-        (bg_ptr, bu_ptr, h_rows, g_rows, u_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-    )  # fmt: skip
+        (acc_g, acc_u),
+        pid_n * BLOCK_N,
+        _gated_fwd_store,
+        (bg_ptr, bu_ptr, h_rows, g_rows, u_rows, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _gated_bwd_kernel(
-    x_rows, wg_rows, bg_ptr, wu_rows, bu_ptr, dy_rows, wd_rows, results, state_ptr, threshold, scale, col_base, row_base,
-    M, N, K, D,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    wg_rows,
+    bg_ptr,
+    wu_rows,
+    bu_ptr,
+    dy_rows,
+    wd_rows,
+    results,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    K,
+    D,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> h, dg, du [M, N]. dh comes last: its tile is the shortest-lived."""
     N, K, D = multiple(N, UNIT), multiple(K, UNIT), multiple(D, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
@@ -179,17 +246,38 @@ def _gated_bwd_kernel(
     acc_u = gemm_tile(x_rows, wu_rows, offs_m, offs_n, M, N, K, True, BLOCK_K, EVEN_K, PRECISION)
     acc_dh = gemm_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, D, False, BLOCK_K, EVEN_D, PRECISION)
     by_slices(
-        (acc_g, acc_u, acc_dh), pid_n * BLOCK_N, _gated_bwd_store,
-        (bg_ptr, bu_ptr, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-    )  # fmt: skip
+        (acc_g, acc_u, acc_dh),
+        pid_n * BLOCK_N,
+        _gated_bwd_store,
+        (bg_ptr, bu_ptr, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "col_base", "row_base"])
 def _gated_act_grad_kernel(
-    dy_rows, wd_rows, g_rows, u_rows, results, state_ptr, threshold, scale, col_base, row_base, M, N, K,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SUB: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    dy_rows,
+    wd_rows,
+    g_rows,
+    u_rows,
+    results,
+    state_ptr,
+    threshold,
+    scale,
+    col_base,
+    row_base,
+    M,
+    N,
+    K,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """dh = dy wd (dy [M, K], wd [K, N]), then as in _gated_bwd_kernel from stored g and u."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     pid_m, pid_n = program_tile(M, N, BLOCK_M, BLOCK_N)
@@ -197,16 +285,27 @@ def _gated_act_grad_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     acc = gemm_tile(dy_rows, wd_rows, offs_m, offs_n, M, N, K, False, BLOCK_K, EVEN_K, PRECISION)
     by_slices(
-        (acc,), pid_n * BLOCK_N, _gated_act_grad_store,
-        (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT), SUB,
-    )  # fmt: skip
+        (acc,),
+        pid_n * BLOCK_N,
+        _gated_act_grad_store,
+        (g_rows, u_rows, results, (state_ptr, threshold, scale, col_base, row_base), pid_m, M, N, ACT),
+        SUB,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
 def _gated_hidden_grad_kernel(
-    dh_rows, g_rows, u_rows, results, M, N,
-    ACT: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    dh_rows,
+    g_rows,
+    u_rows,
+    results,
+    M,
+    N,
+    ACT: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """As `_gated_act_grad_kernel`, from stored dh."""
     N = multiple(N, UNIT)
     pid_m, pid_n = block_of(N, BLOCK_N)
@@ -220,9 +319,20 @@ def _gated_hidden_grad_kernel(
 
 
 def mlp_bwd(
-    x, w1, b1, dy, w2, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False,
+    x,
+    w1,
+    b1,
+    dy,
+    w2,
+    activation: str,
+    precision: str,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_h=True,
+    db=False,
     tile=None,
-):  # fmt: skip
+):
     """The dual matmul. x [M, K], w1 [N, K], b1 [N] or None, dy [M, D], w2 [D, N] -> HiddenGradient."""
     M, K = x.shape
     N, D = w1.shape[0], dy.shape[1]
@@ -233,19 +343,44 @@ def mlp_bwd(
     partial = partial_rows(M, N, tile, x) if db else None
     if M and N:
         launch(
-            _mlp_bwd_kernel, grid_of(M, N, tile),
-            matrix(x), matrix(w1), b1, matrix(dy), matrix(w2), matrix(h), matrix(dz), partial,
-            *placed(dropout, row_base), M, N, K, D,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
+            _mlp_bwd_kernel,
+            grid_of(M, N, tile),
+            matrix(x),
+            matrix(w1),
+            b1,
+            matrix(dy),
+            matrix(w2),
+            matrix(h),
+            matrix(dz),
+            partial,
+            *placed(dropout, row_base),
+            M,
+            N,
+            K,
+            D,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
-        )  # fmt: skip
+        )
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 
 
 def gated_fwd(
-    x, wg, bg, wu, bu, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_gu=False,
+    x,
+    wg,
+    bg,
+    wu,
+    bu,
+    activation: str,
+    precision: str,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_gu=False,
     tile=None,
-):  # fmt: skip
+):
     """h = dropout(act(x wg^T + bg) (x wu^T + bu)) -> GatedForward."""
     M, K = x.shape
     N = wg.shape[0]
@@ -255,17 +390,46 @@ def gated_fwd(
     g, u = (torch.empty_like(h), torch.empty_like(h)) if save_gu else (None, None)
     if M and N:
         launch(
-            _gated_fwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(h), matrix(g), matrix(u),
-            *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _gated_fwd_kernel,
+            grid_of(M, N, tile),
+            matrix(x),
+            matrix(wg),
+            bg,
+            matrix(wu),
+            bu,
+            matrix(h),
+            matrix(g),
+            matrix(u),
+            *placed(dropout, row_base),
+            M,
+            N,
+            K,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return GatedForward(h, g, u)
 
 
 def gated_bwd(
-    x, wg, bg, wu, bu, dy, wd, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True,
-    dbg=False, dbu=False, tile=None,
-):  # fmt: skip
+    x,
+    wg,
+    bg,
+    wu,
+    bu,
+    dy,
+    wd,
+    activation: str,
+    precision: str,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_h=True,
+    dbg=False,
+    dbu=False,
+    tile=None,
+):
     """The triple matmul. x [M, K], wg and wu [N, K], dy [M, D], wd [D, N] -> GatedGradient."""
     M, K = x.shape
     N, D = wg.shape[0], dy.shape[1]
@@ -278,18 +442,45 @@ def gated_bwd(
     partial_u = partial_rows(M, N, tile, x) if dbu else None
     if M and N:
         launch(
-            _gated_bwd_kernel, grid_of(M, N, tile), matrix(x), matrix(wg), bg, matrix(wu), bu, matrix(dy), matrix(wd),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K, D,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, EVEN_D=D % tile.BLOCK_K == 0,
+            _gated_bwd_kernel,
+            grid_of(M, N, tile),
+            matrix(x),
+            matrix(wg),
+            bg,
+            matrix(wu),
+            bu,
+            matrix(dy),
+            matrix(wd),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u),
+            *placed(dropout, row_base),
+            M,
+            N,
+            K,
+            D,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            EVEN_D=D % tile.BLOCK_K == 0,
             **tile.launch_options(),
-        )  # fmt: skip
+        )
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 
 
 def gated_act_grad(
-    dy, wd, g, u, activation: str, precision: str, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False,
+    dy,
+    wd,
+    g,
+    u,
+    activation: str,
+    precision: str,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_h=True,
+    dbg=False,
+    dbu=False,
     tile=None,
-):  # fmt: skip
+):
     """The same outputs as `gated_bwd` from stored g and u [M, N]: one matmul, dh = dy wd."""
     (M, K), N = dy.shape, wd.shape[1]
     dy, wd, g, u = rows_of(dy), rows_of(wd), rows_of(g), rows_of(u)
@@ -301,10 +492,22 @@ def gated_act_grad(
     partial_u = partial_rows(M, N, tile, dy) if dbu else None
     if M and N:
         launch(
-            _gated_act_grad_kernel, grid_of(M, N, tile), matrix(dy), matrix(wd), matrix(g), matrix(u),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), *placed(dropout, row_base), M, N, K,
-            ACT=activation, PRECISION=precision, EVEN_K=K % tile.BLOCK_K == 0, **tile.launch_options(),
-        )  # fmt: skip
+            _gated_act_grad_kernel,
+            grid_of(M, N, tile),
+            matrix(dy),
+            matrix(wd),
+            matrix(g),
+            matrix(u),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u),
+            *placed(dropout, row_base),
+            M,
+            N,
+            K,
+            ACT=activation,
+            PRECISION=precision,
+            EVEN_K=K % tile.BLOCK_K == 0,
+            **tile.launch_options(),
+        )
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 
 
@@ -320,7 +523,15 @@ def gated_hidden_grad(dh, g, u, activation: str, *, save_h=True, dbg=False, dbu=
     partial_u = block_sums(M, N, blocks, dh) if dbu else None
     if M and N:
         launch(
-            _gated_hidden_grad_kernel, grid_of_blocks(M, N, blocks), matrix(dh), matrix(g), matrix(u),
-            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u), M, N, ACT=activation, **blocks,
-        )  # fmt: skip
+            _gated_hidden_grad_kernel,
+            grid_of_blocks(M, N, blocks),
+            matrix(dh),
+            matrix(g),
+            matrix(u),
+            (matrix(h), matrix(dg), matrix(du), partial_g, partial_u),
+            M,
+            N,
+            ACT=activation,
+            **blocks,
+        )
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))

@@ -33,7 +33,7 @@ from .tile import (
     rows_of,
     unit_of,
     upcast,
-)  # fmt: skip
+)
 
 
 class RowTile(NamedTuple):
@@ -96,9 +96,20 @@ def normalized_grad_tile(h, r, g, D, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def _norm_fwd_kernel(
-    x_rows, addend_rows, weight_ptr, bias_ptr, xn_rows, sum_rows, M, D, eps,
-    KIND: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    addend_rows,
+    weight_ptr,
+    bias_ptr,
+    xn_rows,
+    sum_rows,
+    M,
+    D,
+    eps,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     D = multiple(D, UNIT)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -129,10 +140,24 @@ def add_rows(ptrs, mask_d, value):
 
 @triton.jit(do_not_specialize=["M", "tiles"])
 def _norm_bwd_kernel(
-    dxn_rows, x_rows, weight_ptr, residual_rows, dx_rows, dweight_ptr, dbias_ptr, M, D, tiles, eps,
-    KIND: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    dxn_rows,
+    x_rows,
+    weight_ptr,
+    residual_rows,
+    dx_rows,
+    dweight_ptr,
+    dbias_ptr,
+    M,
+    D,
+    tiles,
+    eps,
+    KIND: tl.constexpr,
+    HELD: tl.constexpr,
+    STAGES: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     """Each program walks `tiles` tiles of rows, and adds up one row of dweight_ptr and dbias_ptr [programs, D]."""
     D = multiple(D, UNIT)
     pid = tl.program_id(0)
@@ -186,16 +211,34 @@ def norm_fwd(x, weight, bias, eps: float, kind: str, out_dtype: torch.dtype, *, 
     tile = row_tile(x)
     if M and D:
         launch(
-            _norm_fwd_kernel, (triton.cdiv(M, tile.BLOCK_M),), matrix(x), matrix(addend), weight, bias,
-            matrix(xn), matrix(total), M, D, eps, KIND=kind, **tile.launch_options(),
-        )  # fmt: skip
+            _norm_fwd_kernel,
+            (triton.cdiv(M, tile.BLOCK_M),),
+            matrix(x),
+            matrix(addend),
+            weight,
+            bias,
+            matrix(xn),
+            matrix(total),
+            M,
+            D,
+            eps,
+            KIND=kind,
+            **tile.launch_options(),
+        )
     return (xn, total) if keep_sum else xn
 
 
 def norm_bwd(
-    dxn, x, weight, eps: float, kind: str, *, residual=None, need_dweight: bool | torch.dtype = False,
+    dxn,
+    x,
+    weight,
+    eps: float,
+    kind: str,
+    *,
+    residual=None,
+    need_dweight: bool | torch.dtype = False,
     need_dbias: bool | torch.dtype = False,
-):  # fmt: skip
+):
     """dx [M, D] in x's dtype, dweight and dbias [D] (None unless needed), from dxn and x [M, D].
 
     need_dweight, need_dbias: the gradient's dtype, or True for float32.
@@ -216,7 +259,22 @@ def norm_bwd(
     )
     if M and D:
         launch(
-            _norm_bwd_kernel, (rows,), matrix(dxn), matrix(x), weight, matrix(residual), matrix(dx), dweight, dbias, M, D,
-            per_program, eps, KIND=kind, HELD=tile.HELD, STAGES=2, **tile.launch_options(),
-        )  # fmt: skip
+            _norm_bwd_kernel,
+            (rows,),
+            matrix(dxn),
+            matrix(x),
+            weight,
+            matrix(residual),
+            matrix(dx),
+            dweight,
+            dbias,
+            M,
+            D,
+            per_program,
+            eps,
+            KIND=kind,
+            HELD=tile.HELD,
+            STAGES=2,
+            **tile.launch_options(),
+        )
     return dx, *row_sums((dweight, dbias), (need_dweight, need_dbias))

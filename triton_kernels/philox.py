@@ -54,8 +54,12 @@ def _round_matmuls(c0, c2):
             mov.b64 {$1, $0}, a;
             mov.b64 {$3, $2}, b;
             }""",
-            "=r,=r,=r,=r,r,r", [c0, c2], dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1,
-        )  # fmt: skip
+            "=r,=r,=r,=r,r,r",
+            [c0, c2],
+            dtype=(tl.uint32, tl.uint32, tl.uint32, tl.uint32),
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit

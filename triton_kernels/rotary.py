@@ -52,9 +52,15 @@ def head_tile(D: int, R: int) -> HeadTile:
 
 @triton.jit
 def load_parts(
-    ptr, rows, mask_rows, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    rows,
+    mask_rows,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """(a, b, rest) of the rows that begin `rows` elements after ptr, float32; zeros [M, 1] for a part that is empty."""
     a = tl.zeros((rows.shape[0], 1), dtype=tl.float32)
     b = a
@@ -79,9 +85,18 @@ def load_parts(
 
 @triton.jit
 def store_parts(
-    ptr, rows, mask_rows, a, b, rest, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    rows,
+    mask_rows,
+    a,
+    b,
+    rest,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """Rounds (a, b, rest) and stores them where `load_parts` finds them."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     if R > 0:
@@ -103,9 +118,17 @@ def store_parts(
 
 @triton.jit
 def store_sums(
-    ptr, start, a, b, rest, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    start,
+    a,
+    b,
+    rest,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """Stores the sums of columns as the row that begins `start` elements after ptr."""
     row = tl.zeros((1,), dtype=tl.int64) + start
     a, b, rest = tl.sum(a, axis=0)[None, :], tl.sum(b, axis=0)[None, :], tl.sum(rest, axis=0)[None, :]
@@ -141,11 +164,36 @@ def token_rows(t, S, stride_b, stride_s):
 
 @triton.jit(do_not_specialize=["tokens", "S", "H"])
 def _heads_fwd_kernel(
-    x_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, y_ptr, tokens, S, H,
-    stride_xb, stride_xs, stride_xh, stride_cosb, stride_coss, stride_sinb, stride_sins,
-    stride_yb, stride_ys, stride_yh, eps, KIND: tl.constexpr, OWN_ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    tokens,
+    S,
+    H,
+    stride_xb,
+    stride_xs,
+    stride_xh,
+    stride_cosb,
+    stride_coss,
+    stride_sinb,
+    stride_sins,
+    stride_yb,
+    stride_ys,
+    stride_yh,
+    eps,
+    KIND: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     t = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     mask_t = t < tokens
     x_rows = token_rows(t, S, stride_xb, stride_xs)
@@ -182,12 +230,42 @@ def _heads_fwd_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "S", "H", "tiles"])
 def _heads_bwd_kernel(
-    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, dweight_ptr, dbias_ptr, tokens, S, H, tiles,
-    stride_dyb, stride_dys, stride_dyh, stride_xb, stride_xs, stride_xh,
-    stride_cosb, stride_coss, stride_sinb, stride_sins, stride_dxb, stride_dxs, stride_dxh,
-    eps, KIND: tl.constexpr, OWN_ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    tokens,
+    S,
+    H,
+    tiles,
+    stride_dyb,
+    stride_dys,
+    stride_dyh,
+    stride_xb,
+    stride_xs,
+    stride_xh,
+    stride_cosb,
+    stride_coss,
+    stride_sinb,
+    stride_sins,
+    stride_dxb,
+    stride_dxs,
+    stride_dxh,
+    eps,
+    KIND: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     """Each program walks `tiles` tiles of tokens, and writes one row of dweight_ptr and dbias_ptr [programs, D]; with OWN_ROWS,
     where it has one tile, a row for each of its heads, of [programs along tokens, H, D]."""
     dweight_a = tl.zeros((BLOCK_S, BLOCK_HALF if R > 0 else 1), dtype=tl.float32)
@@ -298,17 +376,45 @@ def heads_fwd(x, weight, eps: float, cos, sin, interleaved: bool = False, *, bia
     if x.numel():
         tile = head_tile(D, R)
         launch(
-            _heads_fwd_kernel, (triton.cdiv(B * S, tile.BLOCK_S), triton.cdiv(H, HEADS)), x, weight, bias, cos, sin, y,
-            B * S, S, H, *x.stride()[:3], *angle_strides, *y.stride()[:3], eps, KIND=kind, OWN_ROWS=has_own_rows(weight),
-            D=D, R=R, INTERLEAVED=interleaved, **tile.launch_options(),
-        )  # fmt: skip
+            _heads_fwd_kernel,
+            (triton.cdiv(B * S, tile.BLOCK_S), triton.cdiv(H, HEADS)),
+            x,
+            weight,
+            bias,
+            cos,
+            sin,
+            y,
+            B * S,
+            S,
+            H,
+            *x.stride()[:3],
+            *angle_strides,
+            *y.stride()[:3],
+            eps,
+            KIND=kind,
+            OWN_ROWS=has_own_rows(weight),
+            D=D,
+            R=R,
+            INTERLEAVED=interleaved,
+            **tile.launch_options(),
+        )
     return y
 
 
 def heads_bwd(
-    dy, x, weight, eps: float, cos, sin, interleaved: bool = False, *, kind: str = "rms", out=None,
-    need_dweight: bool | torch.dtype = False, need_dbias: bool | torch.dtype = False,
-):  # fmt: skip
+    dy,
+    x,
+    weight,
+    eps: float,
+    cos,
+    sin,
+    interleaved: bool = False,
+    *,
+    kind: str = "rms",
+    out=None,
+    need_dweight: bool | torch.dtype = False,
+    need_dbias: bool | torch.dtype = False,
+):
     """dx [B, S, H, D] in dy's dtype; dweight and dbias as weight (None unless needed). Without weight x is not read.
 
     need_dweight, need_dbias: the gradient's dtype, or True for float32.
@@ -331,8 +437,31 @@ def heads_bwd(
     )
     if dy.numel():
         launch(
-            _heads_bwd_kernel, grid, dy, x, weight, cos, sin, dx, dweight, dbias, B * S, S, H, per_program, *dy.stride()[:3],
-            *((0, 0, 0) if x is None else x.stride()[:3]), *angle_strides, *dx.stride()[:3], eps, KIND=kind,
-            OWN_ROWS=has_own_rows(weight), D=D, R=R, INTERLEAVED=interleaved, maxnreg=128, **tile.launch_options(),
-        )  # fmt: skip
+            _heads_bwd_kernel,
+            grid,
+            dy,
+            x,
+            weight,
+            cos,
+            sin,
+            dx,
+            dweight,
+            dbias,
+            B * S,
+            S,
+            H,
+            per_program,
+            *dy.stride()[:3],
+            *((0, 0, 0) if x is None else x.stride()[:3]),
+            *angle_strides,
+            *dx.stride()[:3],
+            eps,
+            KIND=kind,
+            OWN_ROWS=has_own_rows(weight),
+            D=D,
+            R=R,
+            INTERLEAVED=interleaved,
+            maxnreg=128,
+            **tile.launch_options(),
+        )
     return dx, *row_sums((dweight, dbias), (need_dweight, need_dbias))

@@ -33,7 +33,7 @@ from .tile import (
     stride_of,
     unit_of,
     upcast,
-)  # fmt: skip
+)
 
 MAX_WIDTH = 64
 
@@ -81,9 +81,21 @@ def layer_tile(h, w_ptr, b_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.conste
 
 @triton.jit(do_not_specialize=["M", "L"])
 def _stack_fwd_kernel(
-    x_rows, w_ptr, b_ptr, y_rows, bits_rows, M, N, K, L,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_ptr,
+    b_ptr,
+    y_rows,
+    bits_rows,
+    M,
+    N,
+    K,
+    L,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     N, K = multiple(N, UNIT), multiple(K, UNIT)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, WIDTH)
@@ -122,9 +134,25 @@ def _times_weight(dz, w_ptr, layer, WIDTH: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit(do_not_specialize=["M", "L"])
 def _stack_bwd_kernel(
-    x_rows, w_ptr, b_ptr, dy_rows, bits_rows, dx_rows, dw_ptr, db_ptr, scratch_ptr, M, N, K, L,
-    ACT: tl.constexpr, PRECISION: tl.constexpr, UNIT: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x_rows,
+    w_ptr,
+    b_ptr,
+    dy_rows,
+    bits_rows,
+    dx_rows,
+    dw_ptr,
+    db_ptr,
+    scratch_ptr,
+    M,
+    N,
+    K,
+    L,
+    ACT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """bits are given for relu alone: then scratch holds h_1 .. h_{L-1}, and the last layer is not run again.
     Otherwise it holds z_0 .. z_{L-1}, and h is act(z) once more."""
     N, K = multiple(N, UNIT), multiple(K, UNIT)
@@ -216,11 +244,26 @@ def stack_fwd(
     bits = torch.empty((M, triton.cdiv(out_features, 8)), dtype=torch.uint8, device=x.device) if save_bits else None
     if M and out_features:
         launch(
-            _stack_fwd_kernel, (triton.cdiv(M, block_m),), matrix(x), packed_w, packed_b, matrix(y), matrix(bits), M,
-            out_features, K, L,
-            ACT=activation, PRECISION=precision, UNIT=unit_of(out_features, K), BLOCK_M=block_m, WIDTH=width,
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            _stack_fwd_kernel,
+            (triton.cdiv(M, block_m),),
+            matrix(x),
+            packed_w,
+            packed_b,
+            matrix(y),
+            matrix(bits),
+            M,
+            out_features,
+            K,
+            L,
+            ACT=activation,
+            PRECISION=precision,
+            UNIT=unit_of(out_features, K),
+            BLOCK_M=block_m,
+            WIDTH=width,
+            num_warps=num_warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
     return y, bits
 
 
@@ -242,11 +285,30 @@ def stack_bwd(
     scratch = torch.empty((programs, L, block_m, width), dtype=x.dtype, device=x.device)
     if M and N:
         launch(
-            _stack_bwd_kernel, (programs,), matrix(x), packed_w, packed_b, matrix(dy), matrix(bits), matrix(dx_out), dw, db,
-            scratch, M, N, K, L,
-            ACT=activation, PRECISION=precision, UNIT=unit_of(N, K), BLOCK_M=block_m, WIDTH=width,
-            num_warps=num_warps, num_stages=1, enable_fp_fusion=False,
-        )  # fmt: skip
+            _stack_bwd_kernel,
+            (programs,),
+            matrix(x),
+            packed_w,
+            packed_b,
+            matrix(dy),
+            matrix(bits),
+            matrix(dx_out),
+            dw,
+            db,
+            scratch,
+            M,
+            N,
+            K,
+            L,
+            ACT=activation,
+            PRECISION=precision,
+            UNIT=unit_of(N, K),
+            BLOCK_M=block_m,
+            WIDTH=width,
+            num_warps=num_warps,
+            num_stages=1,
+            enable_fp_fusion=False,
+        )
     elif dx:
         dx_out.zero_()
     return dx_out, dw.sum(0), None if db is None else db.sum(0)

@@ -269,9 +269,18 @@ def stride_of(rows):
 
 @triton.jit
 def gemm_tile(
-    a_rows, b_rows, offs_m, offs_n, M, N, K,
-    TRANSPOSED: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    a_rows,
+    b_rows,
+    offs_m,
+    offs_n,
+    M,
+    N,
+    K,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """sum_k a[m, k] b[k, n], or b[n, k] if TRANSPOSED, for rows offs_m and columns offs_n, float32."""
     stride_bk = stride_of(b_rows)
     stride_bn = 1

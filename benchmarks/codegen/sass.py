@@ -9,14 +9,15 @@ import inspect
 import multiprocessing
 import os
 import re
+import subprocess
 import sys
+import tempfile
 import textwrap
 from importlib.metadata import version
-
-from ckptkern.tools.compiling import catch_launches, inspect_cubin, resources
+from pathlib import Path
 
 from .cases import AttentionCase, Case
-from .compiling import Compiled, compile_launch
+from .compiling import Compiled, catch_launches, compile_launch
 from .spills import ALLOWED_HMMA, ALLOWED_TWICE, allowed_stack
 
 # Multiplications by one of Philox's two constants, as the assembler writes them.
@@ -38,6 +39,26 @@ MATMULS = {
     "_experts_fwd_kernel": 2, "_experts_bwd_kernel": 3, "_experts_act_grad_kernel": 1, "_experts_gemm_kernel": 1,
     "_experts_dw_kernel": 1,
 }  # fmt: skip
+
+
+def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
+    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of SASS."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
+    return result.stdout + result.stderr
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers per thread, and bytes of stack."""
+    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
+    return {
+        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
+    }
 
 
 @dataclasses.dataclass

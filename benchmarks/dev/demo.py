@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from ckptkern.benchmarks.report import with_part
-from ckptkern.tools import demo
+from examples import demo
 
 BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
 

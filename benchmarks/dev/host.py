@@ -14,21 +14,21 @@ from collections.abc import Callable
 
 import torch
 
-from ckptkern.benchmarks import cases, measure, models
+from ckptkern.benchmarks import cases, measure, models, suite
 from ckptkern.conversion import convert
 from ckptkern.conversion.calls import pattern_of
 
 
 def _medians(case: str, *names: str, rounds: int | None = None) -> list[float]:
     """ms of the variants of a case: medians over interleaved rounds, in each of which the quickest step of a batch counts."""
-    item = next(item for item in cases.items("cpu") if item.case.name == case)
-    model, x, dy = cases.build(item, torch.device("cpu"))
-    makers = cases.variants(item.case)
+    measured = next(one for one in suite.cases_of("cpu") if one.name.startswith(f"{case}/"))
+    model, x, dy = cases.build(measured, torch.device("cpu"))
+    makers = cases.variants(measured)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
     with measure.threads(1):
-        clock = measure.host_clock if item.case.host else measure.cpu_clock
+        clock = measure.host_clock if measured.host else measure.cpu_clock
         measure.interleaved(steps, clock, 3)
-        times, errors = measure.interleaved(steps, clock, rounds or (40 if item.case.host else 10))
+        times, errors = measure.interleaved(steps, clock, rounds or (40 if measured.host else 10))
     if errors:
         raise RuntimeError(f"{case}: {errors}")
     return [statistics.median(times[name]) for name in names]

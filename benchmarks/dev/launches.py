@@ -1,6 +1,6 @@
 """What a launch of a kernel costs the host, without a GPU: the second half of `make bench-host`.
 
-The launches of a step are caught on meta tensors (`model.trace`) and launched again, by Triton's own `JITFunction.run` with its
+The launches of a step are caught on meta tensors (`trace`) and launched again, by Triton's own `JITFunction.run` with its
 own binder, its specialisation of every argument, its cache key, its hooks and its launch metadata, on a GPU that is not
 there: the driver's launcher does nothing. So a figure leaves out what the launcher does with each argument in C++, and
 cuLaunchKernel; the Python before `tile.launch`, such as the choice of a tile; and that a step's code leaves the processor's
@@ -22,8 +22,9 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.model import rates, trace
-from ckptkern.benchmarks import cases
+from ckptkern.benchmarks import cases, suite
+
+from . import trace
 
 # A step of each op, and what is to be within MOST torch.adds a launch, on average over its launches.
 STEPS = {
@@ -75,7 +76,7 @@ class Cost(NamedTuple):
     adds: float
 
 
-def counts(caught: trace.Caught) -> tuple[int, int]:
+def counts(caught: trace.Launch) -> tuple[int, int]:
     """(passed, constants)."""
     parameters = {p.name: p for p in caught.kernel.params}
     values = {name: caught.named.get(name) for name, p in parameters.items() if not p.is_constexpr}
@@ -95,15 +96,17 @@ def _quickest(calls: list[Callable[[], object]], rounds: int, batch: int = 20) -
     return least
 
 
-def caught_launches(case: str, mode: str) -> list[trace.Caught]:
+def caught_launches(case: str, mode: str) -> list[trace.Launch]:
     """Triton's launches of a step of ours on an H200, of a case's first size."""
-    item = next(item for item in cases.items("cuda") if item.case.name == case)
-    model, x = trace.build(item)
-    step = trace.step(rates.GPUS["h200"], cases.variants(item.case)[f"ckptkern {mode}"], model, x)
-    return [launch.caught for launch in step.launches if launch.caught is not None]
+    found = next(one for one in suite.cases_of("cuda") if one.name.startswith(f"{case}/"))
+    model, x = found.given(torch.device("meta"), cases.DTYPES["cuda"])
+    with trace.as_on(90) as log:
+        y = cases.variants(found)[f"ckptkern {mode}"](model, x)(x)
+        y.backward(torch.empty_like(y))
+    return [launch for launch in log if launch.kernel is not None]
 
 
-def costs(launches: list[trace.Caught], rounds: int = 300) -> list[Cost]:
+def costs(launches: list[trace.Launch], rounds: int = 300) -> list[Cost]:
     """Of every launch. Raises RuntimeError under TRITON_INTERPRET=1, where kernels have no binder."""
     if any(not hasattr(one.kernel, "device_caches") for one in launches):
         raise RuntimeError("kernels are interpreted (TRITON_INTERPRET=1), so nothing is launched")

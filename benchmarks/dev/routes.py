@@ -3,7 +3,7 @@
     python -m benchmarks.dev.routes [--only WORD] [--out FILE]
     python -m benchmarks.dev.routes --launches      of a Llama-1B step, at seven shapes
 
-Traced on meta tensors that pass for tensors of the GPU (`benchmarks.model.trace`), with torch's own answers of what its kernels
+Traced on meta tensors that pass for tensors of the GPU (`trace`), with torch's own answers of what its kernels
 accept taken as yes; nothing is compiled. `benchmarks/results/routes.csv` holds the table, and a test holds that.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -23,14 +22,17 @@ import torch
 from torch import Tensor
 
 import ckptkern
-from benchmarks.model import rates, trace
-from ckptkern.tools.compiling import specialize
+from benchmarks.codegen.compiling import specialize
+
+from . import trace
 
 PATH = Path(__file__).parents[1] / "results" / "routes.csv"
 COLUMNS = ("layer", "dtype", "gpu", "matmuls", "torch", "ours")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = (80, 90, 100, 120)  # of the last nothing was measured or read
 TOKENS = 4096
+CORES = ("cudnn", "flash", "efficient")  # torch's of attention
+MATMULS = {"mm", "bmm", "addmm", "baddbmm", "addmm_activation"}
 
 Layer = Callable[[Callable[..., Tensor], Tensor], Any]  # parameter(*shape), x -> the result
 
@@ -111,11 +113,6 @@ LAYERS: dict[str, tuple[int, int, Layer]] = {
 }  # fmt: skip
 
 
-def gpu_of(arch: int) -> rates.GPU:
-    """Rates of the H200, which no route depends on, as that architecture."""
-    return dataclasses.replace(rates.GPUS["h200"], name=f"sm_{arch}", arch=arch)
-
-
 def step(layer: Layer, shape: tuple[int, int, int], dtype: torch.dtype, arch: int) -> list[trace.Launch]:
     """The launches of a step, forward and backward, of a layer of x of this shape, at the ops' default modes."""
     x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -123,7 +120,7 @@ def step(layer: Layer, shape: tuple[int, int, int], dtype: torch.dtype, arch: in
     def parameter(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
 
-    with trace.as_on(gpu_of(arch)) as log:
+    with trace.as_on(arch) as log:
         y = layer(parameter, x)
         y.backward(torch.empty_like(y))
         return list(log)
@@ -146,9 +143,9 @@ def launches(arch: int = 90) -> Iterator[dict[str, int]]:
     known: set[str] = set()
     for batch, length in SHAPES:
         of_layer, of_head = (step(one, (batch, length, width), torch.bfloat16, arch) for one in (layer, head))
-        caught = [one.caught for one in (*of_layer, *of_head) if one.caught is not None]
+        caught = [one for one in (*of_layer, *of_head) if one.kernel is not None]
         keys = {specialize(one.kernel, one.args, one.kwargs, arch).key for one in caught}
-        ours = [sum(one.caught is not None for one in part) for part in (of_layer, of_head)]
+        ours = [sum(one.kernel is not None for one in part) for part in (of_layer, of_head)]
         yield {
             "batch": batch, "length": length, "launches": DEPTH * len(of_layer) + len(of_head),
             "ours": DEPTH * ours[0] + ours[1], "compiled": len(keys - known),
@@ -161,17 +158,18 @@ def row_of(name: str, dtype: str, arch: int) -> dict[str, str]:
     matmuls, torchs, ours = 0, collections.Counter(), collections.Counter()
     width, length, layer = LAYERS[name]
     for launch in step(layer, (TOKENS // length, length, width), DTYPES[dtype], arch):
-        if launch.caught is not None:
-            ours[launch.name] += 1
-        elif launch.kind == "core":
-            torchs[launch.name.removeprefix("torch core ")] += 1
-        elif launch.kind == "matmul":
-            grouped = launch.name.startswith("_grouped_mm")
-            torchs["grouped_mm"] += grouped
-            matmuls += not grouped
+        kernel = launch.name
+        if launch.kernel is not None:
+            ours[kernel.strip("_").removesuffix("_kernel")] += 1
+        elif core := next((one for one in CORES if f"_{one}_attention" in kernel), None):
+            torchs[core + ("_backward" if "backward" in kernel else "_forward")] += 1
+        elif kernel == "_grouped_mm":
+            torchs["grouped_mm"] += 1
+        else:
+            matmuls += kernel.strip("_") in MATMULS
 
     def text(found: collections.Counter) -> str:
-        return " ".join(f"{key.replace(' ', '_')}:{count}" for key, count in sorted(found.items()) if count)
+        return " ".join(f"{key}:{count}" for key, count in sorted(found.items()))
 
     return dict(zip(COLUMNS, (name, dtype, f"sm_{arch}", str(matmuls), text(torchs), text(ours)), strict=True))
 

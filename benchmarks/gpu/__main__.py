@@ -7,8 +7,6 @@ result there, or in IN, is not measured again:
     results.csv      a row per case and variant: benchmarks and whole models
     env.json         device, versions, commit, ceilings
     report.md        tables of results.csv
-    calibration.txt  how far the cost model was off, before and after it was fitted
-    rates-GPU.json   the fitted rates
     tests.csv        a row per test
     log.txt          what every step printed, with the second in which it did
     caches.tgz       the extension, compiled kernels and the tuned table, for the next part on a machine that keeps nothing
@@ -35,8 +33,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..model import rates
-from . import caches, rehearsal
+from . import caches
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHES = "caches.tgz"
@@ -53,7 +50,7 @@ SMALLEST = 20  # seconds with which no step begins
 
 
 class Run(NamedTuple):
-    """What the steps need. work: what is built and cached. cases, models_named, tests: the user's. device: as in env.json.
+    """What the steps need. work: what is built and cached. cases, models_named, tests: the user's.
 
     A step is a method that returns a command, or why it is left out."""
 
@@ -64,7 +61,6 @@ class Run(NamedTuple):
     models_named: str
     tests: list[str]
     cores: int
-    device: str
 
     def program(self, module: str, *arguments: object) -> list[str]:
         return [sys.executable, "-m", module, *map(str, arguments)]
@@ -104,14 +100,6 @@ class Run(NamedTuple):
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
-    def calibration(self, seconds: int) -> list[str] | str:
-        try:
-            rates.of_device(rehearsal.DEVICE if self.dry else self.device)
-        except ValueError as error:
-            return str(error)
-        results = rehearsal.results_of_an_h100(self.work / "h100") if self.dry else self.out / "results.csv"
-        return self.program("benchmarks.model", "--calibrate", results, "--out", self.out, "--workers", self.cores)
-
     def pytest(self, *arguments: str) -> list[str]:
         """Most of the time is Triton's, which compiles each kernel on one core. In small portions, so that order stays."""
         options: list[object] = [
@@ -146,43 +134,28 @@ class Run(NamedTuple):
         return ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
 
     def sanitizer(self, seconds: int) -> list[str]:
-        return self.kernels(seconds, "--sanitize")
-
-    def kernels(self, seconds: int, *arguments: str) -> list[str]:
         device = "cpu" if self.dry else "cuda"
-        return self.program(
-            "benchmarks.gpu.kernels",
-            "--device",
-            device,
-            "--workers",
-            self.cores,
-            "--seconds",
-            seconds - SLACK,
-            *arguments,
-        )
+        return self.program("benchmarks.gpu.sanitizer", "--device", device, "--seconds", seconds - SLACK)
 
 
 class Step(NamedTuple):
-    """A program of a part. share: of the part's time that is left, beside later steps'. file: of OUT, for what it prints."""
+    """A program of a part. share: of the part's time that is left, beside later steps'."""
 
     part: int
     name: str
     share: int
     command: Callable[[Run, int], list[str] | str]
-    file: str = ""
 
 
 STEPS = (
     Step(1, "headline cases", 330, Run.headline),
     Step(1, "tests without a counterpart", 120, Run.alone),
-    Step(1, "calibration", 90, Run.calibration, "calibration.txt"),
     Step(2, "whole models", 330, Run.models),
     Step(2, "published cases", 200, Run.published),
     Step(3, "other cases", 150, Run.rest),
     Step(3, "autotune", 170, Run.autotune),
     Step(3, "other tests", 120, Run.others),
     Step(3, "sanitizer", 60, Run.sanitizer),
-    Step(3, "emulator", 60, Run.kernels),
 )
 
 
@@ -199,7 +172,7 @@ class Log:
             file.write(line + "\n")
 
 
-def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib: Path, file: Path | None = None) -> int:
+def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib: Path) -> int:
     """Returns the exit status of a program, whose lines go to the log; 124 if its time was up. It runs where
     ckptkern was built, because Python finds first what lies where it starts.
 
@@ -224,20 +197,15 @@ def run(command: Sequence[str], seconds: float, log: Callable[[str], None], lib:
     stopped: list[int] = []
     watch = threading.Thread(target=stop, daemon=True)
     watch.start()
-    copy = file.open("w", buffering=1) if file else None
     try:
         for line in process.stdout or ():
             log(line.rstrip("\n"))
-            if copy:
-                copy.write(line)
         status = process.wait()
     except BaseException:  # this process's own end
         os.killpg(process.pid, signal.SIGKILL)
         raise
     finally:
         ended.set()
-        if copy:
-            copy.close()
     return CUT if stopped else status
 
 
@@ -300,9 +268,8 @@ def too_much(out: Path) -> list[str]:
     return found
 
 
-def prepare(part: int, given: argparse.Namespace, log: Log) -> tuple[Path, str]:
-    """Takes over what IN has, builds, and returns the folder of what was built and the device's name; programs find the wheels
-    and the caches."""
+def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
+    """Takes over what IN has, builds, and returns the folder of what was built; programs find the wheels and the caches."""
     log(f"part {part}, {given.seconds} s, commit {os.environ.get('CKPTKERN_COMMIT') or 'unknown: COMMIT=... names it'}")
     before = given.resume or given.out
     if (before / CACHES).exists():
@@ -319,7 +286,7 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> tuple[Path, str]:
     log(f"built; {', '.join(f'{name} {value}' for name, value in here.items())}; wheels: {', '.join(wheels) or 'none'}")
     if before != given.out and (before / "env.json").exists():
         take_over(before, given.out, here, log)
-    return lib, here["device"]
+    return lib
 
 
 def setting(lib: Path, dry: bool) -> dict[str, str]:
@@ -360,11 +327,9 @@ def gpu_of() -> str:
     return done.stdout.strip() or "no GPU"
 
 
-def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, device: str) -> list[str]:
+def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list[str]:
     """Runs the steps of a part, then what was cut and, on a GPU, the steps of the others. Returns what did not end well."""
-    this = Run(
-        given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1, device
-    )
+    this = Run(given.out, given.work, given.dry, given.cases, given.models, words(given.tests), os.cpu_count() or 1)
     own = [step for step in STEPS if step.part == part and given.steps in step.name]
     others = (
         []
@@ -385,7 +350,7 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path, device:
             log(f"{step.name}: left out: {command}")
             continue
         log(f"{step.name}: at most {seconds} s")
-        status = run(command, seconds, log, lib, given.out / step.file if step.file else None)
+        status = run(command, seconds, log, lib)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
         if status == LOST:
             queue.insert(0, step)
@@ -401,9 +366,9 @@ def run_part(part: int, given: argparse.Namespace) -> list[str]:
     log = Log(given.out / "log.txt")
     packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
     try:
-        lib, device = prepare(part, given, log)
+        lib = prepare(part, given, log)
         packer.start()
-        bad = run_steps(part, given, log, lib, device)
+        bad = run_steps(part, given, log, lib)
     finally:
         log(f"caches: {packer.finish()}")
     bad += failures(given.out) + too_much(given.out)

@@ -1,9 +1,17 @@
-"""Runs `benchmarks.gpu.kernels --launch-only` under compute-sanitizer, and says which kernel each report is about."""
+"""Launches each kernel once under compute-sanitizer, and says which kernel each report is about.
+
+    python -m benchmarks.gpu.sanitizer [--only REGEX] [--seconds S]
+    python -m benchmarks.gpu.sanitizer --launch     the launches alone, for the tool that watches them
+
+The cases are those of the code-generation check, in bfloat16, on aligned and unaligned sizes.
+"""
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -12,7 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import torch
+from triton.runtime.jit import JITFunction
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))  # not installed: the emulator and the tests' inputs
+
+from emulator.emulated import emulated
+from support.kernel_cases import Small
+
+from benchmarks.codegen.cases import PADDED_DIMS, AttentionCase, Case, sample_cases
+from ckptkern.triton_kernels import experts_tiles
+from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 
 TOOLS = ("memcheck", "racecheck")
 CASE, LAUNCH, END = "case ", "launch ", "all launched"
@@ -60,7 +82,7 @@ def run(tool: str, executable: str, cases: Sequence[str], device: str, end: floa
         log, status = output_of([
             executable, "--tool", tool, "--target-processes", "application-only", "--destroy-on-device-error", "kernel",
             "--show-backtrace", "no", "--print-limit", "0", "--error-exitcode", "9", sys.executable, "-m",
-            "benchmarks.gpu.kernels", "--device", device, "--launch-only", "--only", only,
+            "benchmarks.gpu.sanitizer", "--device", device, "--launch", "--only", only,
         ], seconds)  # fmt: skip
         new, running = attributed(log)
         kernel, case = running or (NO_KERNEL, "")
@@ -107,7 +129,7 @@ def lines_of(tool: str, reports: Reports, left: list[str]) -> list[str]:
     return lines + [f"{tool} {'not run':>8} {name}" for name in left]
 
 
-def main(cases: Sequence[str], device: str, seconds: float) -> int:
+def watch(cases: Sequence[str], device: str, seconds: float) -> int:
     """Runs both tools side by side. Returns 1 if a kernel has reports or a tool did not run."""
     if device == "cpu":
         print("compute-sanitizer is left out: no GPU")
@@ -123,3 +145,85 @@ def main(cases: Sequence[str], device: str, seconds: float) -> int:
     for tool, reports, left in results:
         print("\n".join(lines_of(tool, reports, left)), flush=True)
     return int(any(not reports or any(reports.values()) for _, reports, _ in results))
+
+
+# -- the launches
+
+
+def cases_of(family: int) -> list[Case | AttentionCase]:
+    """Returns the cases for tiles of sm_80 or sm_90, aligned before unaligned sizes; SiLU's code is shorter than GELU's."""
+    aligned, unaligned = [], []
+    for case in sample_cases():
+        if isinstance(case, AttentionCase):
+            changes, unaligned_changes = {"head_dim": 128}, {"head_dim": PADDED_DIMS[0]}
+        else:
+            changes, unaligned_changes = {"activation": case.activation.replace("gelu", "silu")}, {"unaligned": True}
+        aligned.append(dataclasses.replace(case, arch=family, **changes))
+        unaligned.append(dataclasses.replace(aligned[-1], **unaligned_changes))
+    return [*dict.fromkeys([*aligned, *unaligned])]
+
+
+@contextlib.contextmanager
+def large_tiles(family: int) -> Iterator[None]:
+    """A GPU with one SM is never idle: tiles of large launches."""
+    with mock.patch.dict(SMS, {family: 1}), mock.patch.object(experts_tiles, "FEW_ROWS", 0):
+        yield
+
+
+def announce(kernel: str) -> None:
+    print(f"{LAUNCH}{kernel}", flush=True)
+
+
+@contextlib.contextmanager
+def announced(device: str, family: int) -> Iterator[None]:
+    """Launches end before the next one begins, which is announced before it; on a CPU the emulator's are, behind them."""
+    if device == "cpu":
+        with emulated(family) as ran:
+            yield
+        for launched in ran:
+            announce(launched.kernel)
+        return
+    run = JITFunction.run
+
+    def launch(self, *args, **kwargs):
+        announce(self.fn.__name__)
+        compiled = run(self, *args, **kwargs)
+        torch.cuda.synchronize()
+        return compiled
+
+    with mock.patch.object(JITFunction, "run", launch):
+        yield
+
+
+def launch_all(cases: list[Case | AttentionCase], device: str) -> None:
+    """Launches every case and says so before and after, in the form that `attributed` reads."""
+    for case in cases:
+        print(f"{CASE}{case.name}", flush=True)
+        with large_tiles(case.arch), announced(device, case.arch):
+            case.launch(Small(device))
+    print(END, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sanitizer", description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="of case names, such as 'attn|norm'")
+    parser.add_argument("--launch", action="store_true", help="launch, without the tool")
+    parser.add_argument("--seconds", type=float, default=300, help="end after these (default: 300)")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 compiles no kernel: unset it")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch finds no GPU")
+    family = 90 if args.device == "cpu" else family_of(arch_of(torch.empty(0, device=args.device)))
+    cases = [case for case in cases_of(family) if re.search(args.only, case.name)]
+    if not cases:
+        parser.error(f"--only {args.only!r} matches no case")
+    if not args.launch:
+        return watch([case.name for case in cases], args.device, args.seconds)
+    launch_all(cases, args.device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,7 +10,6 @@ from .attention_core import (
     AttentionCore,
     as_heads,
     attention_reference,
-    attention_weights,
     empty_heads,
     sink_gradient,
     with_sinks,
@@ -60,7 +59,7 @@ from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
 
 __all__ = [
     "ACTIVATIONS", "NO_DROPOUT", "AttentionCore", "Divergence", "Dropout", "Groups", "Head", "Model", "act",
-    "act_bwd", "act_fwd", "act_grad", "act_grad_of", "as_heads", "attention_reference", "attention_weights", "attn_bwd",
+    "act_bwd", "act_fwd", "act_grad", "act_grad_of", "as_heads", "attention_reference", "attn_bwd",
     "attn_delta", "attn_dmask", "attn_fwd", "attn_grads", "column_sum", "cross_entropy_bwd", "cross_entropy_fwd",
     "cross_entropy_saved_bwd", "divergence_bwd", "divergence_fwd", "dropout", "empty_heads", "experts_act_grad",
     "experts_bwd", "experts_combine", "experts_dw", "experts_fwd", "experts_gemm", "experts_hidden_grad", "experts_sums",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,21 +14,24 @@ from ..errors import ShapeError
 from ..ops.cross_entropy.checks import check_scalars, check_top_k
 from ..ops.cross_entropy.logits import results_of_logits, scaled_and_capped
 from ..ops.cross_entropy.loss import CrossEntropyOutput, output, reduced
-from ..ops.dispatch.checks import check_choice, check_flags, check_mode
-from ..ops.dispatch.choices import parse_bytes
-from .share import check_kind, share
+from ..ops.dispatch.checks import check_choice, check_flags
+from .layer import Layer
 from .unmodified import composed, unmodified
 
 NAME = "LinearCrossEntropyLoss"
 TORCH_CLASS = getattr(torch.nn, NAME, None)  # torch has one from 2.13 on
 RETURNED = ("lse", "log_probs", "entropy", "accuracy")  # with return_
-OWN = dict(
-    logit_scale=1.0, softcap=None, z_loss=0.0, **{f"return_{name}": False for name in RETURNED}, top_k=None, recompute="full",
-    workspace=None,
-)  # fmt: skip
+OWN = {
+    "logit_scale": 1.0,
+    "softcap": None,
+    "z_loss": 0.0,
+    **{f"return_{name}": False for name in RETURNED},
+    "top_k": None,
+}
+TORCHS = ("reduction", "ignore_index", "label_smoothing")
 
 
-class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
+class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
     """Computes the cross-entropy of logits = linear(input): torch.nn.LinearCrossEntropyLoss without logits in memory.
 
     input [..., in_features]; target int64 [...] of classes, or floating point [..., num_classes] of probabilities; the loss
@@ -36,12 +40,16 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
     in_features ... label_smoothing: torch's. With out_features, (d_1, ...), input is [N, in_features], target [N, d_1, ...],
     and logits are held. options: torch's options of chunking, which must be None; use `workspace` instead.
     linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
-    logit_scale, softcap, z_loss, recompute, workspace: see ckptkern.linear_cross_entropy.
-    return_lse, ..., top_k: its, too; with one of them forward returns a NamedTuple of the loss and these.
+    own: logit_scale, softcap, z_loss, recompute, workspace, as in ckptkern.linear_cross_entropy; and its return_lse,
+    return_log_probs, return_entropy, return_accuracy and top_k: with one of them forward returns a NamedTuple of the loss and
+    these.
 
     If `linear` is another module (LoRA), has hooks, or a weight that is not plain memory, the module calls it, and
     backward recomputes the logits, as an activation checkpoint does.
     """
+
+    torch_class = TORCH_CLASS
+    shown = ("num_classes", "out_features", *TORCHS, *OWN, "recompute", "workspace")
 
     def __init__(
         self,
@@ -58,16 +66,7 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         label_smoothing: float = 0.0,
         options: None = None,
         linear_weight: torch.nn.Parameter | None = None,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        return_lse: bool = False,
-        return_log_probs: bool = False,
-        return_entropy: bool = False,
-        return_accuracy: bool = False,
-        top_k: int | None = None,
-        recompute: str = "full",
-        workspace: int | str | None = None,
+        **own: Any,
     ):
         _WeightedLoss.__init__(self, weight, None, None, reduction)
         if options is not None:
@@ -78,44 +77,31 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
             raise ShapeError(f"{NAME}: weight must have shape ({num_classes},), but has {tuple(weight.shape)}")
         check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
         rows = math.prod(out_features, start=num_classes)
-        self.num_classes, self.out_features, self.options = num_classes, tuple(out_features), None
+        self.num_classes, self.out_features = num_classes, tuple(out_features)
         self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
         if linear_weight is None:
             self.linear = torch.nn.Linear(in_features, rows, bias, device, dtype)
         else:
             self.linear = tied(linear_weight, (rows, in_features), bias)
-        returned = return_lse, return_log_probs, return_entropy, return_accuracy
-        self._set(dict(zip(OWN, (logit_scale, softcap, z_loss, *returned, top_k, recompute, workspace), strict=True)))
+        self.set_options(**own)
 
-    def _set(self, own: dict) -> None:
+    def set_options(self, recompute: str = "full", workspace: int | str | None = None, **own: Any) -> None:
+        if unknown := own.keys() - OWN:
+            raise TypeError(f"{NAME}: unknown options: {', '.join(sorted(unknown))}")
+        own = OWN | own
         check_scalars(self.label_smoothing, own["logit_scale"], own["softcap"], own["z_loss"])
         check_flags(NAME, **{name: own[name] for name in OWN if name.startswith("return_")})
         check_top_k(own["top_k"], self.num_classes)
-        check_mode(NAME, own["recompute"])
-        parse_bytes(NAME, own["workspace"])
-        self.__dict__.update(own)
-
-    @classmethod
-    def from_torch(cls, module: torch.nn.Module, **own) -> LinearCrossEntropyLoss:
-        """Returns a drop-in replacement of torch's module that shares its parameters, hooks and settings. own:
-        logit_scale, ..., workspace."""
-        if TORCH_CLASS is None:
-            raise TypeError(f"{NAME}: this version of torch has no such module")
-        check_kind(cls, module, TORCH_CLASS)
-        unknown = own.keys() - OWN.keys()
-        if unknown:
-            raise TypeError(f"{NAME}.from_torch: unknown options: {', '.join(sorted(unknown))}")
-        one = share(cls, module, options=None)
-        one._set({**OWN, **own})
-        return one
+        super().set_options(recompute, workspace, **own, options=None)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         if self.out_features or not unmodified(torch.nn.Linear, self.linear):
             return composed(self._composed, input, target)
+        options = {name: getattr(self, name) for name in (*TORCHS, *OWN)}
+        weight, bias = self.linear.weight, self.linear.bias
         return ops.linear_cross_entropy(
-            input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight, reduction=self.reduction,
-            ignore_index=self.ignore_index, label_smoothing=self.label_smoothing, **{name: getattr(self, name) for name in OWN},
-        )  # fmt: skip
+            input, weight, target, linear_bias=bias, weight=self.weight, **options, **self.modes
+        )
 
     def _composed(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
         z = self.linear(input)
@@ -131,19 +117,12 @@ class LinearCrossEntropyLoss(TORCH_CLASS or _WeightedLoss):
         loss = reduced(results, target, self.weight, self.reduction, ignored, self.z_loss)
         return output(loss, results, target, self.reduction, ignored) if returned or self.top_k else loss
 
-    def extra_repr(self) -> str:
-        own = [f"{name}={value!r}" for name, default in OWN.items() if (value := getattr(self, name)) != default]
-        return ", ".join([
-            f"num_classes={self.num_classes}, out_features={self.out_features}, reduction={self.reduction!r}",
-            f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}", *own,
-        ])  # fmt: skip
-
 
 def tied(weight: torch.nn.Parameter, shape: tuple[int, int], bias: bool) -> torch.nn.Linear:
-    """A linear layer of another module's weight, without memory for one of its own."""
+    """Returns a linear layer of another module's weight, without memory for one of its own."""
     if not isinstance(weight, torch.nn.Parameter) or tuple(weight.shape) != shape:
-        found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {found}")
+        came = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ShapeError(f"{NAME}: linear_weight must be a Parameter of shape {shape}, not {came}")
     linear = torch.nn.Linear(shape[1], shape[0], bias=False, device="meta")
     linear.weight = weight
     if bias:

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .share import check_kind, share
+from .layer import Layer
 
 
-class Dropout(torch.nn.Dropout):
+class Dropout(Layer, torch.nn.Dropout):
     """Replaces torch.nn.Dropout; backward samples the mask again. `inplace` copies the result back into the input."""
 
-    @classmethod
-    def from_torch(cls, module: torch.nn.Dropout) -> Dropout:
-        """Returns a drop-in replacement of `module` that shares its hooks and settings."""
-        check_kind(cls, module, torch.nn.Dropout)
-        return share(cls, module)
+    torch_class = torch.nn.Dropout
+    shown = ("p", "inplace")
+
+    def set_options(self) -> None:  # type: ignore[override]
+        """There are none."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.p < 0.0 or self.p > 1.0:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops.dispatch.checks import check_count, check_options
-from ..ops.dispatch.choices import parse_bytes
 from .activations import Activation, activation_of
+from .layer import Layer, check_counts, weights
 from .unmodified import composed, unmodified
 
 
-class MLP(torch.nn.Module):
+class _FeedForward(Layer):
+    """Holds two or three linear layers, an activation and a dropout probability. layers: names, by their role in an op."""
+
+    layers: ClassVar[dict[str, str]]
+
+    def block_arguments(self) -> dict[str, Tensor | None]:
+        """Returns its parameters as arguments of ckptkern.mlp_block."""
+        return weights(self, **self.layers)
+
+    def is_unmodified(self) -> bool:
+        """Do its parameters alone determine what it computes?"""
+        return unmodified(torch.nn.Linear, *(getattr(self, name) for name in self.layers.values()))
+
+
+class MLP(_FeedForward):
     """Computes y = fc2(dropout(act(fc1(x)))). Parameters: fc1.weight, fc1.bias, fc2.weight, fc2.bias, as in two
     nn.Linear.
 
@@ -22,6 +37,8 @@ class MLP(torch.nn.Module):
     plain memory (parametrised, quantised, sharded), the module calls both inside one ckptkern.checkpoint, which saves
     the input.
     """
+
+    layers: ClassVar = {"up": "fc1", "down": "fc2"}
 
     def __init__(
         self,
@@ -38,43 +55,33 @@ class MLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        activation = activation_of(type(self).__name__, activation)
-        check_options(type(self).__name__, activation, recompute, dropout)
-        parse_bytes(type(self).__name__, workspace)
-        check_count(type(self).__name__, "in_features", in_features, least=0)
+        op = type(self).__name__
+        check_counts(op, 0, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        self.set_options(recompute, workspace, activation=activation_of(op, activation), dropout=dropout)
         hidden_features = 4 * in_features if hidden_features is None else hidden_features
         out_features = in_features if out_features is None else out_features
-        check_count(type(self).__name__, "hidden_features", hidden_features, least=0)
-        check_count(type(self).__name__, "out_features", out_features, least=0)
         self.fc1 = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.fc2 = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
-        self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
 
     def forward(self, input: Tensor) -> Tensor:
-        if not unmodified(torch.nn.Linear, self.fc1, self.fc2):
+        if not self.is_unmodified():
             return composed(self._composed, input)
-        return ops.mlp(
-            input, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.activation, self.dropout,
-            training=self.training, recompute=self.recompute, workspace=self.workspace,
-        )  # fmt: skip
+        parameters = self.block_arguments().values()
+        return ops.mlp(input, *parameters, self.activation, self.dropout, training=self.training, **self.modes)
 
     def _composed(self, input: Tensor) -> Tensor:
         return self.fc2(ops.dropout(eager.act(self.fc1(input), self.activation), self.dropout, self.training))
 
-    def extra_repr(self) -> str:
-        return (
-            f"activation={self.activation!r}, dropout={self.dropout}, recompute={self.recompute!r}, "
-            f"workspace={self.workspace!r}"
-        )
 
-
-class GatedMLP(torch.nn.Module):
+class GatedMLP(_FeedForward):
     """Computes y = down_proj(dropout(act(gate_proj(x)) * up_proj(x))): SwiGLU with the parameter names of Hugging
     Face's Llama.
 
     recompute, workspace: see ckptkern.gated_mlp. If a layer is not an unmodified nn.Linear, the module calls all
     layers, as in MLP.
     """
+
+    layers: ClassVar = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
     def __init__(
         self,
@@ -91,33 +98,20 @@ class GatedMLP(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        activation = activation_of(type(self).__name__, activation)
-        check_options(type(self).__name__, activation, recompute, dropout)
-        parse_bytes(type(self).__name__, workspace)
+        op = type(self).__name__
+        check_counts(op, 0, in_features=in_features, hidden_features=hidden_features, out_features=out_features)
+        self.set_options(recompute, workspace, activation=activation_of(op, activation), dropout=dropout)
         out_features = in_features if out_features is None else out_features
-        widths = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
-        for name, width in widths.items():
-            check_count(type(self).__name__, name, width, least=0)
         self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.down_proj = torch.nn.Linear(hidden_features, out_features, bias, device, dtype)
-        self.activation, self.dropout, self.recompute, self.workspace = activation, dropout, recompute, workspace
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.is_unmodified():
             return composed(self._composed, input)
-        return ops.gated_mlp(
-            input, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, self.activation, self.dropout,
-            gate_bias=self.gate_proj.bias, up_bias=self.up_proj.bias, down_bias=self.down_proj.bias,
-            training=self.training, recompute=self.recompute, workspace=self.workspace,
-        )  # fmt: skip
+        options = {"dropout_p": self.dropout, "training": self.training, **self.modes}
+        return ops.gated_mlp(input, **self.block_arguments(), activation=self.activation, **options)
 
     def _composed(self, input: Tensor) -> Tensor:
         h = eager.act(self.gate_proj(input), self.activation) * self.up_proj(input)
         return self.down_proj(ops.dropout(h, self.dropout, self.training))
-
-    def is_unmodified(self) -> bool:
-        """Do its parameters alone determine what it computes?"""
-        return unmodified(torch.nn.Linear, self.gate_proj, self.up_proj, self.down_proj)
-
-    extra_repr = MLP.extra_repr

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,15 +16,25 @@ from ..ops.dispatch.checks import check_count
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..segments import sequential
 from ..segments.checkpoint import checkpoint
-from .share import check_kind, share
+from .layer import Layer
 
 
-def _check_options(what: str, options: dict[str, Any]) -> None:
-    for name in options.keys() - sequential.OPTIONS:
-        raise TypeError(f"{what}: {name} is not an option of ckptkern.checkpoint")
+class _Layers(Layer):
+    """A list of layers, whose slices have its options, too. options: those of `ckptkern.checkpoint`."""
+
+    def set_options(self, options: dict[str, Any], **own: Any) -> None:  # type: ignore[override]
+        for name in options.keys() - sequential.OPTIONS:
+            raise TypeError(f"{type(self).__name__}: {name} is not an option of ckptkern.checkpoint")
+        self.__dict__.update(own, options=options)
+
+    def __getitem__(self, index):
+        part = super().__getitem__(index)
+        if isinstance(index, slice):
+            part.__dict__.update({name: getattr(self, name) for name in self.shown})
+        return part
 
 
-class Sequential(torch.nn.Sequential):
+class Sequential(_Layers, torch.nn.Sequential):
     """Runs torch.nn.Sequential in segments, whose intermediate tensors backward recomputes.
 
     segments: as in `ckptkern.segments.sequential.split`: a number, "sqrt", "every 2", "2GiB", a name pattern or a callable.
@@ -34,23 +43,17 @@ class Sequential(torch.nn.Sequential):
     torch.nn.Sequential; without gradients torch's forward runs.
     """
 
+    torch_class = torch.nn.Sequential
+    shown = ("segments", "options")
+
     def __init__(self, *layers, segments: sequential.Segments = "sqrt", **options):
         super().__init__(*layers)
-        self._set(segments, options)
+        self.set_options(segments, **options)
 
-    @classmethod
-    def from_torch(cls, module: torch.nn.Sequential, segments: sequential.Segments = "sqrt", **options) -> Sequential:
-        """Returns a drop-in replacement of `module` that shares its layers and hooks."""
-        check_kind(cls, module, torch.nn.Sequential)
-        drop_in = share(cls, module)
-        drop_in._set(segments, options)
-        return drop_in
-
-    def _set(self, segments: sequential.Segments, options: dict[str, Any]) -> None:
+    def set_options(self, segments: sequential.Segments = "sqrt", **options: Any) -> None:  # type: ignore[override]
         if not isinstance(segments, (int, str)) and not callable(segments):
             sequential.split(self, segments)  # raises
-        _check_options(type(self).__name__, options)
-        self.segments, self.options = segments, options
+        super().set_options(options, segments=segments)
         self._parts: dict[tuple, list[sequential.Part]] = {}
 
     def forward(self, input: Tensor) -> Tensor:
@@ -62,15 +65,6 @@ class Sequential(torch.nn.Sequential):
         if key not in self._parts:
             self._parts[key] = sequential.split(self, self.segments, input if isinstance(input, Tensor) else None)
         return sequential.run(self, self._parts[key], input, **self.options)
-
-    def __getitem__(self, index):
-        part = super().__getitem__(index)
-        if isinstance(index, slice):
-            part.segments, part.options = self.segments, self.options
-        return part
-
-    def extra_repr(self) -> str:
-        return f"segments={self.segments!r}"
 
 
 def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *args: Any) -> Tensor:
@@ -86,7 +80,7 @@ def _through(layers: tuple[Callable, ...], kwargs: dict[str, Any], x: Tensor, *a
     return x
 
 
-class LayerStack(torch.nn.ModuleList):
+class LayerStack(_Layers, torch.nn.ModuleList):
     """Runs layers with equal shapes of input and output, `every` k of them as one segment. Use it when the saved inputs
     of layers dominate (16 GiB for a Llama 8B at 64k tokens).
 
@@ -103,11 +97,12 @@ class LayerStack(torch.nn.ModuleList):
     stack: it warns then, and `ckptkern.convert(model, ..., every=k)` groups them.
     """
 
+    shown = ("every", "options")
+
     def __init__(self, layers: Iterable[torch.nn.Module] | None = None, every: int = 2, **options: Any):
         super().__init__(layers)
         check_count("LayerStack", "every", every)
-        _check_options(type(self).__name__, options)
-        self.every, self.options = every, options
+        self.set_options(options, every=every)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layers = tuple(self._modules.values())
@@ -120,22 +115,13 @@ class LayerStack(torch.nn.ModuleList):
                 x = checkpoint(_through, group, kwargs, x, *args, **self.options)
         return x
 
-    def __getitem__(self, index):
-        part = super().__getitem__(index)
-        if isinstance(index, slice):
-            part.every, part.options = self.every, self.options
-        return part
-
     def __iter__(self) -> Iterator[torch.nn.Module]:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _in_forward(sys._getframe(1), self):
-            _warn_of_iteration()
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            frame = sys._getframe(1)
+            caller = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else self
+            if isinstance(caller, torch.nn.Module) and caller is not self:  # another module's forward
+                _warn_of_iteration()
         return super().__iter__()
-
-
-def _in_forward(frame: FrameType, stack: LayerStack) -> bool:
-    """Is it the frame of another module's forward?"""
-    own = frame.f_locals.get("self")
-    return frame.f_code.co_name == "forward" and isinstance(own, torch.nn.Module) and own is not stack
 
 
 @functools.cache

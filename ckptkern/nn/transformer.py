@@ -11,40 +11,20 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..ops.dispatch.checks import modes_of_sublayers
-from ..ops.dispatch.choices import parse_bytes
 from ..subclasses import PLAIN
 from .activations import named
 from .attention import MultiheadAttention, without_bias
 from .dropout import Dropout
-from .share import check_kind, share
+from .layer import Layer, weights
 from .unmodified import DROPOUT, composed, unmodified, untouched
 
 
-def _drops(*dropouts: torch.nn.Module) -> bool:
-    """Are these unmodified, with p between 0 and 1? torch reports any other p, in evaluation too."""
-    return unmodified(DROPOUT, *dropouts) and not any(one.p < 0.0 or one.p > 1.0 for one in dropouts)
+class _Layer(Layer):
+    """What the encoder's and the decoder's layer share: their sublayers as arguments of ops."""
 
-
-def _probability(dropout: torch.nn.Dropout) -> float:
-    return dropout.p if dropout.training else 0.0
-
-
-def _norm_arguments(norm: torch.nn.LayerNorm, norm_first: bool) -> dict[str, Any]:
-    return {
-        "norm": "layer",
-        "norm_weight": norm.weight,
-        "norm_bias": norm.bias,
-        "norm_eps": norm.eps,
-        "norm_first": norm_first,
-    }
-
-
-class _Layer:
-    """What the encoder's and the decoder's layer share: each sublayer as the arguments of its op, or None if its modules have
-    to be called."""
-
+    has_sublayers = True
+    shown = ("recompute", "workspace")
     torch_class: type[torch.nn.Module]
-    workspace: int | str | None = None
 
     def __init__(
         self,
@@ -63,40 +43,22 @@ class _Layer:
         recompute: str | tuple[str, str] = "selective",
         workspace: int | str | None = None,
     ):
-        super().__init__(
-            d_model, nhead, dim_feedforward, dropout, activation, layer_norm_eps, batch_first, norm_first, bias, device,
-            dtype,
-        )  # fmt: skip
-        self._adopt(recompute, workspace)
+        of_torch = layer_norm_eps, batch_first, norm_first, bias, device, dtype
+        super().__init__(d_model, nhead, dim_feedforward, dropout, activation, *of_torch)
+        self.set_options(recompute, workspace)
 
-    def _adopt(self, recompute: str | tuple[str, str], workspace: int | str | None) -> None:
-        """Replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
+    def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
+        """Also replaces attention and dropout in a layer of torch's, after torch has drawn its initial weights. What the layer
         cannot stand for, such as a forward of the instance's own, stays as it is and is called."""
+        super().set_options(recompute, workspace, **own)
         of_attention, _ = modes_of_sublayers(type(self).__name__, recompute)
-        parse_bytes(type(self).__name__, workspace)
-        self.recompute, self.workspace = recompute, workspace
         for name, module in self._modules.items():
-            if type(module) is torch.nn.MultiheadAttention and "forward" not in module.__dict__:
+            if "forward" in module.__dict__:
+                continue
+            if type(module) is torch.nn.MultiheadAttention:
                 self._modules[name] = MultiheadAttention.from_torch(module, of_attention, workspace)
-            elif type(module) is torch.nn.Dropout and "forward" not in module.__dict__:
+            elif type(module) is torch.nn.Dropout:
                 self._modules[name] = Dropout.from_torch(module)
-
-    @classmethod
-    def from_torch(
-        cls,
-        module: torch.nn.Module,
-        recompute: str | tuple[str, str] = "selective",
-        workspace: int | str | None = None,
-    ):
-        """Returns a drop-in replacement of `module` that shares its parameters, buffers, hooks and settings, and its
-        submodules or drop-in replacements of them."""
-        check_kind(cls, module, cls.torch_class)
-        drop_in = share(cls, module)  # type: ignore[type-var]
-        drop_in._adopt(recompute, workspace)
-        return drop_in
-
-    def extra_repr(self) -> str:
-        return f"recompute={self.recompute!r}, workspace={self.workspace!r}"
 
     def _is_torchs(self, method: str) -> bool:
         """Is `method` torch's own, overridden neither in a subclass nor on the instance?"""
@@ -108,83 +70,63 @@ class _Layer:
         batch_first = getattr(self.self_attn, "batch_first", False)
         return without_bias(type(self).__name__, attn_mask, is_causal, x, x, batch_first)
 
-    def _attention_arguments(
-        self, x: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
-    ) -> dict[str, Any] | None:
-        """norm1, self-attention, dropout1 and residual as the arguments of ckptkern.attention_block."""
-        if not self._is_torchs("_sa_block"):
-            return None
-        masks = (key_padding_mask, attn_mask, is_causal)
-        return self._attended(self.self_attn, self.norm1, self.dropout1, x, x, *masks)
+    def _wraps(self, norm: torch.nn.Module, *dropouts: torch.nn.Module) -> bool:
+        """Are these unmodified, with p between 0 and 1? torch reports any other p, in evaluation too."""
+        return (
+            unmodified(torch.nn.LayerNorm, norm)
+            and unmodified(DROPOUT, *dropouts)
+            and not any(dropout.p < 0.0 or dropout.p > 1.0 for dropout in dropouts)
+        )
 
-    def _attended(
-        self,
-        attention: torch.nn.Module,
-        norm: torch.nn.Module,
-        dropout: torch.nn.Module,
-        x: Tensor,
-        memory: Tensor,
-        *masks: Any,
-    ) -> dict[str, Any] | None:
-        """A norm, attention of x to memory, a dropout and a residual as the arguments of ckptkern.attention_block. masks: key
-        padding, the mask of the scores, and the is_causal hint."""
-        if (
-            type(attention).forward is not MultiheadAttention.forward
-            or not untouched(attention)
-            or not unmodified(torch.nn.LayerNorm, norm)
-            or not _drops(dropout)
-            or not attention.fits(x, memory, memory, *masks)
-            or not attention.one_segment(x, memory, memory, masks[0], masks[1] if masks[2] else None)
-        ):
-            return None
+    def _attends(self, attention: torch.nn.Module, x: Tensor, memory: Tensor, *masks: Any) -> bool:
+        """Is this attention an unmodified one that ckptkern.attention_block stands for? masks: key padding, the mask of the
+        scores, and the is_causal hint."""
+        return (
+            type(attention).forward is MultiheadAttention.forward
+            and untouched(attention)
+            and attention.covers(x, memory, *masks)
+        )
+
+    def _feeds_forward(self, norm: torch.nn.Module, dropout: torch.nn.Module) -> bool:
+        """Does ckptkern.mlp_block stand for the norm, the feed-forward network, its dropouts and residual?"""
+        return (
+            named(self.activation) is not None
+            and self._is_torchs("_ff_block")
+            and self._wraps(norm, self.dropout, dropout)
+            and unmodified(torch.nn.Linear, self.linear1, self.linear2)
+        )
+
+    def _around(self, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout) -> dict[str, Any]:
+        """The arguments that both kinds of sublayer have."""
         return {
-            **attention.block_arguments(x, memory, *masks),
-            **_norm_arguments(norm, self.norm_first),
+            "norm": "layer",
+            "norm_weight": norm.weight,
+            "norm_bias": norm.bias,
+            "norm_eps": norm.eps,
+            "norm_first": self.norm_first,
             "resid_dropout_p": _probability(dropout),
             "residual": True,
         }
 
-    def _mlp_arguments(self, norm: torch.nn.Module, dropout: torch.nn.Module) -> dict[str, Any] | None:
-        """The norm, the feed-forward network, its dropouts and residual as the arguments of ckptkern.mlp_block."""
-        activation = named(self.activation)
-        if (
-            activation is None
-            or not self._is_torchs("_ff_block")
-            or not unmodified(torch.nn.LayerNorm, norm)
-            or not unmodified(torch.nn.Linear, self.linear1, self.linear2)
-            or not _drops(self.dropout, dropout)
-        ):
-            return None
+    def _mlp_arguments(self, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout) -> dict[str, Any]:
         return {
-            "up_weight": self.linear1.weight,
-            "up_bias": self.linear1.bias,
-            "down_weight": self.linear2.weight,
-            "down_bias": self.linear2.bias,
-            "activation": activation,
+            **weights(self, up="linear1", down="linear2"),
+            "activation": named(self.activation),
             "dropout_p": _probability(self.dropout),
-            **_norm_arguments(norm, self.norm_first),
-            "resid_dropout_p": _probability(dropout),
-            "residual": True,
+            **self._around(norm, dropout),
         }
 
-    def _half(self, x: Tensor, norm: torch.nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """A sublayer of the layer, by calling its modules."""
+    def _fused(self, x: Tensor, arguments: dict[str, dict[str, Any]]) -> Tensor:
+        swapped = self.self_attn.swapped
+        return swapped(ops.transformer_layer(swapped(x), **arguments, **self.modes))
+
+    def _sublayer(self, x: Tensor, norm: torch.nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        """Computes a sublayer by calling its modules."""
         return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
 
-    def _attention_sublayer(self, x: Tensor, arguments: dict[str, Any] | None, *masks) -> Tensor:
-        if arguments is None:
-            return self._half(x, self.norm1, lambda h: self._sa_block(h, *masks))
-        swapped = x.dim() == 3 and not self.self_attn.batch_first
-        mode, _ = modes_of_sublayers(type(self).__name__, self.recompute)
-        x = x.transpose(0, 1) if swapped else x
-        y = ops.attention_block(x, **arguments, recompute=mode, workspace=self.workspace)
-        return y.transpose(0, 1) if swapped else y
 
-    def _mlp_sublayer(self, x: Tensor, norm: torch.nn.Module, arguments: dict[str, Any] | None) -> Tensor:
-        if arguments is None:
-            return self._half(x, norm, self._ff_block)
-        _, mode = modes_of_sublayers(type(self).__name__, self.recompute)
-        return ops.mlp_block(x, **arguments, recompute=mode, workspace=self.workspace)
+def _probability(dropout: torch.nn.Dropout) -> float:
+    return dropout.p if dropout.training else 0.0
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
@@ -226,20 +168,23 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if not isinstance(src, Tensor) or src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
         src_mask, is_causal = self._without_bias(src, src_mask, is_causal)
-        masks = (src_mask, src_key_padding_mask, is_causal)
-        attention = self._attention_arguments(src, *masks)
-        if attention is None and self._is_torchs("_sa_block"):
-            masks = (*_canonical(src, src_mask, src_key_padding_mask), is_causal)
-        mlp = self._mlp_arguments(self.norm2, self.dropout2)
-        if attention is None or mlp is None:
-            return composed(self._sublayers, src, masks, attention, mlp)
-        swapped = src.dim() == 3 and not self.self_attn.batch_first
-        x = src.transpose(0, 1) if swapped else src
-        y = ops.transformer_layer(x, attention, mlp, recompute=self.recompute, workspace=self.workspace)
-        return y.transpose(0, 1) if swapped else y
+        masks = src_key_padding_mask, src_mask, is_causal
+        has_torchs = self._is_torchs("_sa_block")
+        attends = has_torchs and self._attends(self.self_attn, src, src, *masks)
+        if attends and self._wraps(self.norm1, self.dropout1) and self._feeds_forward(self.norm2, self.dropout2):
+            return self._fused(src, self.layer_arguments(src, *masks))
+        if has_torchs and not attends:
+            src_mask, src_key_padding_mask = _canonical(src, src_mask, src_key_padding_mask)
+        return composed(self._composed, src, src_mask, src_key_padding_mask, is_causal)
 
-    def _sublayers(self, src: Tensor, masks: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
-        return self._mlp_sublayer(self._attention_sublayer(src, attention, *masks), self.norm2, mlp)
+    def layer_arguments(self, src: Tensor, *masks: Any) -> dict[str, dict[str, Any]]:
+        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
+        attention = self.self_attn.block_arguments(src, src, *masks) | self._around(self.norm1, self.dropout1)
+        return {"attention_arguments": attention, "mlp_arguments": self._mlp_arguments(self.norm2, self.dropout2)}
+
+    def _composed(self, src: Tensor, *masks: Any) -> Tensor:
+        x = self._sublayer(src, self.norm1, lambda h: self._sa_block(h, *masks))
+        return self._sublayer(x, self.norm2, self._ff_block)
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
@@ -269,35 +214,37 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         tgt_mask, tgt_is_causal = self._without_bias(tgt, tgt_mask, tgt_is_causal)
-        masks = (tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-        cross = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
-        attention, mlp = self._attention_arguments(tgt, *masks), self._mlp_arguments(self.norm3, self.dropout3)
-        crossing = self._cross_arguments(tgt, *cross)
-        if attention is None or mlp is None or crossing is None:
-            return composed(self._sublayers, tgt, masks, cross, attention, mlp)
-        swapped = tgt.dim() == 3 and not self.self_attn.batch_first
-        x = tgt.transpose(0, 1) if swapped else tgt
-        modes = {"recompute": self.recompute, "workspace": self.workspace}
-        y = ops.transformer_layer(x, attention, mlp, cross_attention_arguments=crossing, **modes)
-        return y.transpose(0, 1) if swapped else y
-
-    def _cross_arguments(
-        self, x: Tensor, memory: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
-    ) -> dict[str, Any] | None:
-        """norm2, cross-attention, dropout2 and residual as the arguments of ckptkern.attention_block."""
-        if not self._is_torchs("_mha_block") or memory is x:
-            return None
-        attention = self.multihead_attn
-        if getattr(attention, "batch_first", None) != getattr(self.self_attn, "batch_first", None):
-            return None
-        if attn_mask is not None and type(attn_mask) not in PLAIN:
-            attn_mask, is_causal = without_bias(
-                type(self).__name__, attn_mask, is_causal, x, memory, attention.batch_first
-            )
-        return self._attended(attention, self.norm2, self.dropout2, x, memory, key_padding_mask, attn_mask, is_causal)
-
-    def _sublayers(self, tgt: Tensor, masks: tuple, cross: tuple, attention: dict | None, mlp: dict | None) -> Tensor:
-        x = self._half(
-            self._attention_sublayer(tgt, attention, *masks), self.norm2, lambda h: self._mha_block(h, *cross)
+        masks, scores = (tgt_key_padding_mask, tgt_mask, tgt_is_causal), (memory_mask, memory_is_causal)
+        attention, crossing = self.self_attn, self.multihead_attn
+        may_cross = (
+            self._is_torchs("_mha_block")
+            and memory is not tgt
+            and getattr(crossing, "batch_first", None) == getattr(attention, "batch_first", None)
         )
-        return self._mlp_sublayer(x, self.norm3, mlp)
+        if may_cross and memory_mask is not None and type(memory_mask) not in PLAIN:
+            scores = without_bias(type(self).__name__, *scores, tgt, memory, crossing.batch_first)
+        cross = memory_key_padding_mask, *scores
+        if (
+            may_cross
+            and self._is_torchs("_sa_block")
+            and self._attends(attention, tgt, tgt, *masks)
+            and self._attends(crossing, tgt, memory, *cross)
+            and self._wraps(self.norm1, self.dropout1)
+            and self._wraps(self.norm2, self.dropout2)
+            and self._feeds_forward(self.norm3, self.dropout3)
+        ):
+            return self._fused(tgt, self.layer_arguments(tgt, memory, masks, cross))
+        masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        return composed(self._composed, tgt, memory, masks, (memory_mask, memory_key_padding_mask, memory_is_causal))
+
+    def layer_arguments(self, tgt: Tensor, memory: Tensor, masks: tuple, cross: tuple) -> dict[str, dict[str, Any]]:
+        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
+        attention = self.self_attn.block_arguments(tgt, tgt, *masks) | self._around(self.norm1, self.dropout1)
+        crossing = self.multihead_attn.block_arguments(tgt, memory, *cross) | self._around(self.norm2, self.dropout2)
+        mlp = self._mlp_arguments(self.norm3, self.dropout3)
+        return {"attention_arguments": attention, "mlp_arguments": mlp, "cross_attention_arguments": crossing}
+
+    def _composed(self, tgt: Tensor, memory: Tensor, masks: tuple, cross: tuple) -> Tensor:
+        x = self._sublayer(tgt, self.norm1, lambda h: self._sa_block(h, *masks))
+        x = self._sublayer(x, self.norm2, lambda h: self._mha_block(h, memory, *cross))
+        return self._sublayer(x, self.norm3, self._ff_block)

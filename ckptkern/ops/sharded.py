@@ -150,7 +150,7 @@ class Shard:
         collective."""
         mid = x
         for arguments in sublayers:
-            arguments = {"residual": True, **arguments, "recompute": recompute, "workspace": workspace}
+            arguments = {**arguments, "recompute": recompute, "workspace": workspace}
             mid = self.attention_block(mid, training, arguments, not parallel)
         inner = {"recompute": "none" if recompute == "none" else "full", "workspace": workspace}
         y = self.mlp_block(x if parallel else mid, training, {**mlp, **inner})
@@ -201,43 +201,43 @@ class Shard:
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """With this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and gates."""
         made, H = dict(arguments), arguments["num_heads"]
-        H_kv = H if made.get("num_kv_heads") is None else made["num_kv_heads"]
+        H_kv = H if made["num_kv_heads"] is None else made["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
         D = made["out_weight"].shape[1] // heads
-        counts = heads * D * (2 if made.get("gate_in_query") else 1), kv_heads * D, kv_heads * D
+        counts = heads * D * (2 if made["gate_in_query"] else 1), kv_heads * D, kv_heads * D
         for name in ("qkv_weight", "qkv_bias"):
             value = made[name]
-            if isinstance(value, Tensor) and made.get("qkv_layout", "qkv") == "qkv":
+            if isinstance(value, Tensor) and made["qkv_layout"] == "qkv":
                 value = value.split([self.size * count for count in counts])
             if isinstance(value, (tuple, list)):
                 parts = zip(value, counts, strict=True)
                 made[name] = [None if one is None else self.part(one, 0, count) for one, count in parts]
         made |= dict(num_heads=heads, num_kv_heads=kv_heads)
-        mask = made.get("attn_mask")
+        mask = made["attn_mask"]
         if isinstance(mask, (tuple, list)):
             made["attn_mask"] = tuple(self.mask(one, H, heads) for one in mask)
         else:
             made["attn_mask"] = self.mask(mask, H, heads)
-        if made.get("alibi_slopes") is not None:
+        if made["alibi_slopes"] is not None:
             made["alibi_slopes"] = self.part(made["alibi_slopes"], -1, heads)
-        if made.get("sinks") is not None:
+        if made["sinks"] is not None:
             made["sinks"] = self.part(made["sinks"], 0, heads)
         for name in ("gate_weight", "gate_bias"):
-            if (gate := made.get(name)) is not None:  # of columns of o, or of heads
+            if (gate := made[name]) is not None:  # of columns of o, or of heads
                 made[name] = self.part(gate, 0, heads if gate.shape[0] % (heads * D) else heads * D)
-        if made.get("key_value") is not None:
+        if made["key_value"] is not None:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
             (made["key_value"],) = self.summed(made["key_value"])
         made |= self.vectors(made)
-        if made.get("lora"):
+        if made["lora"]:
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         return made
 
     def vectors(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         """Vectors of each sample, whose gradients are sums over ranks: over those of the branch, of a gate over rows."""
         gate = ("layer_scale",) if self.sequence else ()
-        given = {name: arguments.get(name) for name in ("norm_scale", "norm_shift", *gate)}
+        given = {name: arguments[name] for name in ("norm_scale", "norm_shift", *gate)}
         given = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim() > 1}
         return dict(zip(given, self.summed(*given.values()), strict=True))
 
@@ -251,10 +251,10 @@ class Shard:
         """With this rank's hidden units, of weights that hold all (gate and up in one)."""
         made, count = dict(arguments), arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
-            if made.get(name) is not None:
+            if made[name] is not None:
                 made[name] = self.part(made[name], 0, count)
         made |= self.vectors(made)
-        if made.get("lora"):
+        if made["lora"]:
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         return made
 

@@ -13,45 +13,28 @@ from torch import Tensor
 
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
-from .attention.block import attention_block
-from .attention.kinds import (
-    AnyOptions,
-    AnySublayer,
-    AnyTensors,
-    any_reference,
-    any_sublayer,
-    any_sublayer_backward,
-    saves_of,
-    sublayer_of,
-    tensors_kind,
-)
-from .attention.latent import latent_attention_block
+from .attention.block import AttentionBlock, attention_block
+from .attention.core_sublayer import CoreOp, CoreSublayer
+from .attention.latent import LatentAttentionBlock, latent_attention_block
 from .attention.latent_arguments import gather_latent
-from .attention.latent_tensors import LATENT_CONSTANTS, LatentOptions, LatentTensors
-from .attention.tensors import CONSTANTS, AttentionOptions, AttentionTensors
+from .attention.latent_tensors import LatentOptions, LatentTensors
+from .attention.tensors import AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
+from .mlp.block import MLPBlock, mlp_block
 from .mlp.block import gather as gather_mlp
-from .mlp.block import mlp_block
-from .mlp.branch import saves as branch_saves
-from .mlp.sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
+from .mlp.sublayer import MLPOptions
+from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
-from .moe.block import moe_block
-from .moe.sublayer import (
-    CONSTANT,
-    LOGITS,
-    MoEOptions,
-    MoETensors,
-    moe_reference,
-    moe_sublayer,
-    moe_sublayer_backward,
-)
-from .moe.sublayer import saves as moe_saves
+from .moe.sublayer import MoEOptions
 from .registration.functions import build
 from .registration.needs import in_order, needed_names
-from .registration.op import Op
 from .registration.rows import rows_2d, unflattened
+from .sublayer.op import SublayerOp
 from .sublayer.residual import drawn, reads_branch
+
+AnyOptions = AttentionOptions | LatentOptions
+AnyTensors = AttentionTensors | LatentTensors
 
 
 class LayerOptions(NamedTuple):
@@ -90,11 +73,6 @@ class LatentMoELayerOptions(NamedTuple):
 AnyLayerOptions = LayerOptions | MoELayerOptions | LatentLayerOptions | LatentMoELayerOptions
 
 
-def _saves_middle(o: AnyLayerOptions) -> bool:
-    """Is what passes between the sublayers saved?"""
-    return o.attention[0].recompute == "none" and not o.parallel
-
-
 class LayerNeeds(NamedTuple):
     """What each sublayer's backward forms. A sublayer whose input is not x returns that input's gradient if anything before it
     needs one."""
@@ -103,8 +81,9 @@ class LayerNeeds(NamedTuple):
     mlp: int
 
     @classmethod
-    def of(cls, needs: int, o: AnyLayerOptions) -> LayerNeeds:
-        of_attention, before, A = [], needs & 1, _fields_of_attention(o)
+    def of(cls, needs: int, o: AnyLayerOptions, A: int) -> LayerNeeds:
+        """A: tensors of each attention sublayer among the op's."""
+        of_attention, before = [], needs & 1
         for i in range(len(o.attention)):
             own = needs >> 1 + i * A & (1 << A) - 1
             of_attention.append(own << 1 | before)
@@ -113,151 +92,140 @@ class LayerNeeds(NamedTuple):
         return cls(of_attention, of_mlp << 1 | (needs & 1 if o.parallel else int(before)))
 
 
-def _fields_of_attention(o: AnyLayerOptions) -> int:
-    """Tensors of each attention sublayer among the op's."""
-    return len(tensors_kind(o.attention[0])._fields)
+def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
+    """Those of a layer of so many attention sublayers and a last one."""
+    A = len(attention.Tensors._fields)
+    of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
+    return frozenset(of_attentions | {attentions * A + i for i in last.constants})
 
 
-class FeedForward(NamedTuple):
-    """The last sublayer of a layer: the type of its tensors, and what runs it."""
+class TransformerLayer(SublayerOp):
+    """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
 
-    Tensors: type
-    forward: Callable
-    backward: Callable
-
-
-MLP_SUBLAYER = FeedForward(MLPTensors, mlp_sublayer, mlp_sublayer_backward)
-MOE_SUBLAYER = FeedForward(MoETensors, moe_sublayer, moe_sublayer_backward)
-
-
-def _split(
-    tensors: Sequence[Tensor | None], o: AnyLayerOptions, kind: type
-) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
-    """(x, each attention sublayer's tensors and options, the tensors of the last sublayer, of a `kind`)"""
-    (x, *others), A = tensors, _fields_of_attention(o)
-    sublayers = [(tensors_kind(one)(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
-    return x, sublayers, kind(*others[len(sublayers) * A :])
-
-
-class TransformerLayer(Op):
     name = "transformer_layer"
     Options: type = LayerOptions
-    last = MLP_SUBLAYER
-    constants = frozenset((*CONSTANTS, *(len(AttentionTensors._fields) + i for i in CONSTANTS)))
+    attention: type[CoreOp] = AttentionBlock
+    last: type[SublayerOp] = MLPBlock
+    constants = constants_of_layer(AttentionBlock, MLPBlock, attentions=2)
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
-    assert min(CONSTANTS) > len(MLPTensors._fields)
+    assert min(AttentionBlock.constants) > len(MLPBlock.Tensors._fields)
 
     @classmethod
     def saves(cls, o):
-        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in _saved_of(one, o)]
-        of_mlp = moe_saves(o.mlp) if isinstance(o.mlp, MoEOptions) else branch_saves(o.mlp.gated, o.mlp)
-        return (*names, *of_mlp)
+        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in cls.saved_of(one, o)]
+        return (*names, *cls.last.saves(o.mlp))
+
+    @classmethod
+    def saved_of(cls, attention: AnyOptions, o: AnyLayerOptions) -> tuple[str, ...]:
+        """What an attention sublayer saves: its core, and at "none" what it passes on."""
+        names = cls.attention.saves(attention)
+        return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
+
+    @classmethod
+    def sublayers(
+        cls, tensors: Sequence[Tensor | None], o: AnyLayerOptions
+    ) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
+        """(x, each attention sublayer's tensors and options, the tensors of the last sublayer)"""
+        (x, *others), A = tensors, len(cls.attention.Tensors._fields)
+        attentions = [(cls.attention.Tensors(*others[i * A : (i + 1) * A]), one) for i, one in enumerate(o.attention)]
+        return x, attentions, cls.last.Tensors(*others[len(attentions) * A :])
 
     @classmethod
     def forward(cls, tensors, o):
-        (x, sublayers, t_mlp), saved = _split(tensors, o, cls.last.Tensors), {}
+        (x, attentions, t_last), saved = cls.sublayers(tensors, o), {}
         mid = x
-        for i, (t, one) in enumerate(sublayers):
-            mid, made = any_sublayer(mid, t, one)
+        for i, (t, one) in enumerate(attentions):
+            mid, made = cls.attention.compute(mid, t, one)
             mid = made["mid"] = unflattened(mid, x)
-            saved |= {f"{name}{i}": made[name] for name in _saved_of(one, o)}
+            saved |= {f"{name}{i}": made[name] for name in cls.saved_of(one, o)}
             made = None
-        y, made = cls.last.forward(x if o.parallel else mid, t_mlp, o.mlp)
+        y, made = cls.last.compute(x if o.parallel else mid, t_last, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
         return unflattened(y, x), saved | made
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
-        kind = cls.last.Tensors
-        (x, sublayers, t_mlp), (of_attention, of_mlp) = _split(tensors, o, kind), LayerNeeds.of(needs, o)
-        parts = [{name: saved.pop(f"{name}{i}") for name in _saved_of(one, o)} for i, one in enumerate(o.attention)]
-        mid, cores = _recomputed(x, sublayers, parts, o, of_attention)
-        grads = cls.last.backward(rows_2d(dy), mid, t_mlp, o.mlp, saved, of_mlp) if of_mlp else {}
+        kind, last = cls.attention.Tensors, cls.last
+        x, attentions, t_last = cls.sublayers(tensors, o)
+        of_attention, of_last = LayerNeeds.of(needs, o, len(kind._fields))
+        parts = [{name: saved.pop(f"{name}{i}") for name in cls.saved_of(one, o)} for i, one in enumerate(o.attention)]
+        mid, cores = cls.recomputed(x, attentions, parts, o, of_attention)
+        grads = last.gradients(rows_2d(dy), mid, t_last, o.mlp, saved, of_last) if of_last else {}
         mid = None
-        results = in_order(grads, kind, of_mlp)[1:]
-        dx_mlp = grads.get("x")
-        d = dy if o.parallel else dx_mlp
+        results = in_order(grads, last.Tensors, of_last)[1:]
+        dx_last = grads.get("x")
+        d = dy if o.parallel else dx_last
         while cores:
             (sublayer, core, f), own = cores.pop(), of_attention.pop()
-            grads = any_sublayer_backward(rows_2d(d), sublayer, core, own, f) if own else {}
+            grads = sublayer.backward(rows_2d(d), core, own, f) if own else {}
             d = grads.get("x")
-            results = in_order(grads, type(sublayer.t), own)[1:] + results
+            results = in_order(grads, kind, own)[1:] + results
         if o.parallel and needs & 1:
-            d = d + dx_mlp
+            d = d + dx_last
         return [d if needs & 1 else None, *results]
 
     @classmethod
-    def reference(cls, tensors, o):
-        mid, t_mlp = cls.middle(tensors, o)
-        return mid + mlp_reference(tensors[0], t_mlp, o.mlp) if o.parallel else mlp_reference(mid, t_mlp, o.mlp)
+    def reference(cls, tensors, o, **decided):
+        x, attentions, t_last = cls.sublayers(tensors, o)
+        mid = x
+        for t, one in attentions:
+            mid = cls.attention.in_torch_ops(mid, t, one)
+        y = cls.last.in_torch_ops(x if o.parallel else mid, t_last, o.mlp, **decided)
+        if not o.parallel:
+            return y
+        return mid + y if isinstance(y, Tensor) else (mid + y[0], *y[1:])
 
     @classmethod
-    def middle(cls, tensors, o) -> tuple[Tensor, Any]:
-        """(what the attentions give in differentiable PyTorch ops, the tensors of the last sublayer)"""
-        x, sublayers, t_mlp = _split(tensors, o, cls.last.Tensors)
-        for t, one in sublayers:
-            x = any_reference(x, t, one)
-        return x, t_mlp
+    def recomputed(
+        cls,
+        x: Tensor,
+        attentions: Sequence[tuple],
+        saved: Sequence[dict[str, Tensor]],
+        o: AnyLayerOptions,
+        needs: Sequence[int],
+    ) -> tuple[Tensor, list[tuple[CoreSublayer, dict[str, Tensor], Tensor | None]]]:
+        """(the last sublayer's input; of each attention sublayer itself, its core, and what its branch gave where backward
+        reads that). What was not saved of a core is recomputed if the next sublayer's input is made of it."""
+        mid, cores = x, []
+        for (t, one), core, own in zip(attentions, saved, needs, strict=True):
+            sublayer, f = cls.attention.Sublayer(mid, t, one, shares=True), None
+            mid = core.pop("mid", None)
+            if o.parallel:
+                mid = x
+            elif mid is None:
+                if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
+                    core = sublayer.attend(save_raw=sublayer.group_count == 1)
+                f = sublayer.branch(core)
+                mid = unflattened(sublayer.output(f), x)
+                f = f if reads_branch(one, needed_names(type(t), own)) else None
+            sublayer.held.clear()  # the dequantised weights: what comes next has a workspace of its own
+            cores.append((sublayer, core, f))
+        return mid, cores
+
+    @classmethod
+    def more_results(cls, o):
+        return cls.last.more_results(o.mlp)
 
 
 class TransformerMoELayer(TransformerLayer):
     name = "transformer_moe_layer"
     Options = MoELayerOptions
-    last = MOE_SUBLAYER
-    constants = frozenset((*CONSTANTS, len(AttentionTensors._fields) + CONSTANT))  # it has one attention
-
-    @staticmethod
-    def more_results(o):
-        return (LOGITS,)
-
-    @classmethod
-    def reference(cls, tensors, o, index=None):
-        mid, t_mlp = cls.middle(tensors, o)
-        y, logits = moe_reference(tensors[0] if o.parallel else mid, t_mlp, o.mlp, index)
-        return (mid + y if o.parallel else y), logits
-
-    @classmethod
-    def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, index=saved["index"])
+    last = MoEBlock
+    constants, decisions = constants_of_layer(AttentionBlock, MoEBlock), MoEBlock.decisions
 
 
 class LatentTransformerLayer(TransformerLayer):
     name = "latent_transformer_layer"
     Options = LatentLayerOptions
-    constants = LATENT_CONSTANTS
+    attention = LatentAttentionBlock
+    constants = LatentAttentionBlock.constants
 
 
 class LatentTransformerMoELayer(TransformerMoELayer):
     name = "latent_transformer_moe_layer"
     Options = LatentMoELayerOptions
-    constants = LATENT_CONSTANTS | {len(LatentTensors._fields) + CONSTANT}
-
-
-def _saved_of(attention: AnyOptions, o: AnyLayerOptions) -> tuple[str, ...]:
-    """What an attention sublayer saves: its core, and what it passes on."""
-    return (*saves_of(attention), "mid") if _saves_middle(o) else saves_of(attention)
-
-
-def _recomputed(
-    x: Tensor, sublayers: Sequence[tuple], saved: Sequence[dict[str, Tensor]], o: AnyLayerOptions, needs: Sequence[int]
-) -> tuple[Tensor, list[tuple[AnySublayer, dict[str, Tensor], Tensor | None]]]:
-    """(the MLP sublayer's input; of each attention sublayer itself, its core, and what its branch gave where backward reads
-    that). What was not saved of a core is recomputed if the next sublayer's input is made of it."""
-    mid, cores = x, []
-    for (t, one), core, own in zip(sublayers, saved, needs, strict=True):
-        sublayer, f = sublayer_of(mid, t, one, shares=True), None
-        mid = core.pop("mid", None)
-        if o.parallel:
-            mid = x
-        elif mid is None:
-            if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
-                core = sublayer.attend(save_raw=sublayer.group_count == 1)
-            f = sublayer.branch(core)
-            mid = unflattened(sublayer.output(f), x)
-            f = f if reads_branch(one, needed_names(type(t), own)) else None
-        sublayer.drop_held()
-        cores.append((sublayer, core, f))
-    return mid, cores
+    attention = LatentAttentionBlock
+    constants = constants_of_layer(LatentAttentionBlock, MoEBlock)
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
@@ -266,29 +234,35 @@ _APPLY = {one.Options: build(one) for one in LAYER_OPS}
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
 
-def _arguments_of(block) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of a block's arguments that the layer hands on, and of those that it must have."""
-    handed = [p for p in inspect.signature(block).parameters.values() if p.name not in OWN_ARGUMENTS]
-    return tuple(p.name for p in handed), tuple(p.name for p in handed if p.default is p.empty)
+class Arguments(NamedTuple):
+    """A block's arguments that the layer hands on: names of those that must be given, and the others' defaults."""
+
+    required: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, block: Callable[..., Any]) -> Arguments:
+        handed = [p for p in inspect.signature(block).parameters.values() if p.name not in OWN_ARGUMENTS]
+        defaults = {p.name: p.default for p in handed if p.default is not p.empty}
+        return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
+
+    def checked(self, op: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All of them, `given` and defaults."""
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
+        for key in given:
+            if key in OWN_ARGUMENTS:
+                raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
+            if key not in self.defaults and key not in self.required:
+                known = ", ".join((*self.required, *self.defaults))
+                raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {known}")
+        if missing := [key for key in self.required if key not in given]:
+            raise TypeError(f"{op}: {name} must have {', '.join(missing)}")
+        return self.defaults | dict(given)
 
 
-ATTENTION_ARGUMENTS, MLP_ARGUMENTS = _arguments_of(attention_block), _arguments_of(mlp_block)
-LATENT_ARGUMENTS, MOE_ARGUMENTS = _arguments_of(latent_attention_block), _arguments_of(moe_block)
-
-
-def check_arguments(
-    op: str, name: str, given: Mapping[str, Any], known: tuple[str, ...], required: tuple[str, ...]
-) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
-    for key in given:
-        if key in OWN_ARGUMENTS:
-            raise ValueError(f"{op}: {key} is an argument of {op}, not of {name}")
-        if key not in known:
-            raise TypeError(f"{op}: {name} has {key!r}, but its arguments are {', '.join(known)}")
-    for key in required:
-        if key not in given:
-            raise TypeError(f"{op}: {name} must have {', '.join(key for key in required if key not in given)}")
+ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of(mlp_block)
+LATENT_ARGUMENTS, MOE_ARGUMENTS = Arguments.of(latent_attention_block), Arguments.of(moe_block)
 
 
 def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
@@ -301,8 +275,7 @@ def has_router(mlp_arguments: Mapping[str, Any]) -> bool:
 
 
 def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool, routes: bool) -> None:
-    check_arguments(op, "cross_attention_arguments", arguments, *ATTENTION_ARGUMENTS)
-    if arguments.get("key_value") is None:
+    if arguments["key_value"] is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
     if parallel:
         raise ValueError(f"{op}: parallel sublayers take no cross_attention_arguments")
@@ -314,11 +287,11 @@ def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: b
 
 def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_arguments: Mapping[str, Any]) -> None:
     for name, given in (("attention_arguments", attention_arguments), ("mlp_arguments", mlp_arguments)):
-        if given.get("norm") is not None and given.get("norm_first", True) is False:
+        if given["norm"] is not None and given["norm_first"] is False:
             raise ValueError(
                 f"{op}: parallel sublayers have no norm after the residual, but {name} has norm_first=False"
             )
-    if mlp_arguments.get("residual", True) is not True:
+    if mlp_arguments["residual"] is not True:
         raise ValueError(f"{op}: the MLP of parallel sublayers is added, but mlp_arguments has residual=False")
 
 
@@ -329,9 +302,8 @@ def _by_sublayers(
     """Each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
-        given = dict(training=training, recompute=recompute[0], workspace=workspace)
         block = latent_attention_block if is_latent(arguments) else attention_block
-        mid = block(mid, **given, **{"residual": True} | dict(arguments))
+        mid = block(mid, training=training, recompute=recompute[0], workspace=workspace, **arguments)
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
     if has_router(mlp_arguments):
         y, logits = moe_block(x if parallel else mid, **given)
@@ -375,26 +347,29 @@ def transformer_layer(
     """
     op = "transformer_layer"
     latent, routes = is_latent(attention_arguments), has_router(mlp_arguments)
-    of_attention = LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS
-    check_arguments(op, "attention_arguments", attention_arguments, *of_attention)
-    check_arguments(op, "mlp_arguments", mlp_arguments, *(MOE_ARGUMENTS if routes else MLP_ARGUMENTS))
+    of_attention, of_mlp = (
+        LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS,
+        MOE_ARGUMENTS if routes else MLP_ARGUMENTS,
+    )
+    attentions = [of_attention.checked(op, "attention_arguments", attention_arguments)]
+    mlp_arguments = of_mlp.checked(op, "mlp_arguments", mlp_arguments)
     if cross_attention_arguments is not None:
-        check_cross(op, cross_attention_arguments, parallel, latent, routes)
+        attentions.append(ATTENTION_ARGUMENTS.checked(op, "cross_attention_arguments", cross_attention_arguments))
+        check_cross(op, attentions[1], parallel, latent, routes)
     modes = modes_of_sublayers(op, recompute)
     check_flags(op, parallel=parallel)
     if parallel:
-        check_parallel(op, attention_arguments, mlp_arguments)
-        mlp_arguments = dict(mlp_arguments) | {"residual": False}
-    given = [one for one in (attention_arguments, cross_attention_arguments) if one is not None]
+        check_parallel(op, attentions[0], mlp_arguments)
+        mlp_arguments |= {"residual": False}
     if not isinstance(recompute, str):
-        return _by_sublayers(x, given, mlp_arguments, modes, parallel, training=training, workspace=workspace)
+        return _by_sublayers(x, attentions, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     if latent:
         refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
         raise NotSharded("a layer with a router has no sharded form")
     if ACTIVE.shard is not None:
-        return ACTIVE.shard.transformer_layer(x, given, mlp_arguments, parallel, training, recompute, workspace)
-    return _as_one(op, x, given, mlp_arguments, parallel, latent, routes, training, recompute, workspace)
+        return ACTIVE.shard.transformer_layer(x, attentions, mlp_arguments, parallel, training, recompute, workspace)
+    return _as_one(op, x, attentions, mlp_arguments, parallel, latent, routes, training, recompute, workspace)
 
 
 def _as_one(
@@ -404,14 +379,14 @@ def _as_one(
     """The layer as one region."""
     common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention
-    sublayers = [gather(op, x, recompute=recompute, **common, **{"residual": True} | dict(one)) for one in attentions]
+    sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]
     for t, _ in sublayers:
         if t.wo.shape[0] != x.shape[-1]:
             raise ShapeError(
                 f"{op}: out_weight must have {x.shape[-1]} rows, one for each feature of the input, but it has {t.wo.shape[0]}"
             )
     inner = "none" if sublayers[0][1].recompute == "none" else "full"
-    tm, om = (gather_moe if routes else gather_mlp)(op, x, recompute=inner, **common, **dict(mlp_arguments))
+    tm, om = (gather_moe if routes else gather_mlp)(op, x, recompute=inner, **common, **mlp_arguments)
     if parallel and tm.down_weight.shape[-2] != x.shape[-1]:
         raise ShapeError(
             f"{op}: parallel sublayers are added, so down_weight must have {x.shape[-1]} rows, but it has "

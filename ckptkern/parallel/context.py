@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ..ops.attention.context import EXCHANGES, Context
 from ..ops.dispatch.checks import check_choice
 from ..ops.dispatch.shard import ACTIVE
-from .forward import Sharded
+from .forward import Around, Sharded
 from .roles import check_attends
 
 ORDERS = ("contiguous", "zigzag")
@@ -79,19 +78,19 @@ def unshard_sequence(
     return context.joined(parts)[0].movedim(0, dim)
 
 
-class OnPart:
-    """A block's forward on a part of a sequence. An object, so that deepcopy and pickle follow it."""
+class OnPart(Around):
+    """A block's forward on a part of a sequence."""
 
     def __init__(self, module: nn.Module, context: Context):
-        self.module, self.context, self.checked = module, context, False
-        self.inner: Callable | None = module.__dict__.get("forward")
+        super().__init__(module)
+        self.context, self.checked = context, False
 
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
             self.check_rows(next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None))
         outer, ACTIVE.context = ACTIVE.context, self.context
         try:
-            return (self.inner or functools.partial(type(self.module).forward, self.module))(*args, **kwargs)
+            return self.call(*args, **kwargs)
         finally:
             ACTIVE.context = outer
 

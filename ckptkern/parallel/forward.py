@@ -34,12 +34,23 @@ class Waited(torch.autograd.Function):
         return dy
 
 
-class Sharded:
-    """A block's forward on a shard. An object, so that deepcopy and pickle follow it."""
+class Around:
+    """A forward around a block's own. An object, so that deepcopy and pickle follow it."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.inner: Callable | None = module.__dict__.get("forward")
+
+    def call(self, *args, **kwargs):
+        return (self.inner or functools.partial(type(self.module).forward, self.module))(*args, **kwargs)
+
+
+class Sharded(Around):
+    """A block's forward on a shard."""
 
     def __init__(self, module: nn.Module, places: dict[str, Place], shard: Shard):
-        self.module, self.shard = module, shard
-        self.inner: Callable | None = module.__dict__.get("forward")
+        super().__init__(module)
+        self.shard = shard
         summed = {True, "sequence"} if shard.sequence else {True}
         self.summed = {name for name, place in places.items() if place.summed in summed}
 
@@ -56,9 +67,6 @@ class Sharded:
             self.check_whole(str(reason))
         with self.parameters(self.whole()):
             return self.call(*args, **kwargs)
-
-    def call(self, *args, **kwargs):
-        return (self.inner or functools.partial(type(self.module).forward, self.module))(*args, **kwargs)
 
     def as_local(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The call with DTensors as this rank reads them: the first tensor, which is the input, in the layout of the group."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from .. import nn as ours
 from ..conversion.arguments import look_up
@@ -29,143 +31,84 @@ ROWS, COLUMNS, INSIDE, AROUND = Place(0), Place(1), Place(None, True), Place(Non
 # -- the template of a block
 
 
-def _linear(prefix: str, module: nn.Module, name: str) -> tuple[Weight, Weight | None]:
-    layer = module.get_submodule(name)
-    return Weight(f"{prefix}{name}.weight"), None if layer.bias is None else Weight(f"{prefix}{name}.bias")
+class Block(NamedTuple):
+    """An op that replaces a module, and its arguments."""
+
+    op: str
+    template: Template
+    routes: bool = False
 
 
-def _pairs(prefix: str, module: nn.Module, **layers: str) -> Template:
-    found = {}
-    for role, name in layers.items():
-        found[f"{role}_weight"], found[f"{role}_bias"] = _linear(prefix, module, name)
-    return found
-
-
-def _llama_attention(module: ours.LlamaAttention, prefix: str = "") -> Template:
-    projections = [_linear(prefix, module, name) for name in ("q_proj", "k_proj", "v_proj")]
-    norms = [Weight(f"{prefix}{name}.weight") for name in ("q_norm", "k_norm")] if module.q_norm is not None else None
-    return {
-        "qkv_weight": [weight for weight, _ in projections],
-        "qkv_bias": [bias for _, bias in projections],
-        "num_heads": module.num_heads,
-        "num_kv_heads": module.num_kv_heads,
-        "qk_norm": norms,
-        **_pairs(prefix, module, out="o_proj"),
-    }
-
-
-def _gated_mlp(module: ours.GatedMLP, prefix: str = "") -> Template:
-    return _pairs(prefix, module, gate="gate_proj", up="up_proj", down="down_proj")
-
-
-def _llama_layer(module: ours.LlamaDecoderLayer) -> Template:
-    norms = (Weight(f"{name}.weight") for name in ("input_layernorm", "post_attention_layernorm"))
-    sublayers = _llama_attention(module.self_attn, "self_attn."), _gated_mlp(module.mlp, "mlp.")
-    attention, mlp = (sublayer | {"norm_weight": norm} for sublayer, norm in zip(sublayers, norms, strict=True))
-    return {"attention_arguments": attention, "mlp_arguments": mlp}
-
-
-def _torch_attention(module: ours.MultiheadAttention, prefix: str = "") -> Template:
-    names = (
-        ["in_proj_weight"] if module._qkv_same_embed_dim else [f"{letter}_proj_weight" for letter in ("q", "k", "v")]
-    )
-    weights = [Weight(prefix + name) for name in names]
-    return {
-        "qkv_weight": weights[0] if len(weights) == 1 else weights,
-        "qkv_bias": None if module.in_proj_bias is None else Rows(Weight(f"{prefix}in_proj_bias"), 0, 3),
-        "num_heads": module.num_heads,
-        **_pairs(prefix, module, out="out_proj"),
-    }
-
-
-def _torch_layer(module: ours.TransformerEncoderLayer | ours.TransformerDecoderLayer) -> Template:
-    def normed(sublayer: Template, name: str) -> Template:
-        weight, bias = _linear("", module, name)
-        return sublayer | {"norm_weight": weight, "norm_bias": bias, "norm_first": module.norm_first}
-
-    crosses = isinstance(module, ours.TransformerDecoderLayer)
-    mlp = normed(_pairs("", module, up="linear1", down="linear2"), "norm3" if crosses else "norm2")
-    template = {
-        "attention_arguments": normed(_torch_attention(module.self_attn, "self_attn."), "norm1"),
-        "mlp_arguments": mlp,
-    }
-    if crosses:
-        cross = _torch_attention(module.multihead_attn, "multihead_attn.") | {"key_value": True}
-        template["cross_attention_arguments"] = normed(cross, "norm2")
-    return template
-
-
-TEMPLATES: dict[type, Callable[[Any], Template]] = {
-    ours.MLP: lambda module: _pairs("", module, up="fc1", down="fc2"),
-    ours.GatedMLP: _gated_mlp,
-    ours.LlamaAttention: _llama_attention,
-    ours.LlamaDecoderLayer: _llama_layer,
-    ours.MultiheadAttention: _torch_attention,
-    ours.TransformerEncoderLayer: _torch_layer,
-    ours.TransformerDecoderLayer: _torch_layer,
+_X, _MEMORY, _NO_MASKS = torch.empty(0), torch.empty(0), (None, None, False)
+BLOCKS: dict[type, tuple[str, Callable[[Any], Template]]] = {
+    ours.MLP: ("mlp_block", lambda module: module.block_arguments()),
+    ours.GatedMLP: ("mlp_block", lambda module: module.block_arguments()),
+    ours.LlamaAttention: ("attention_block", lambda module: module.block_arguments(_X)),
+    ours.MultiheadAttention: ("attention_block", lambda module: module.block_arguments(_X, _X, *_NO_MASKS)),
+    ours.LlamaDecoderLayer: ("transformer_layer", lambda module: module.layer_arguments(_X)),
+    ours.TransformerEncoderLayer: ("transformer_layer", lambda module: module.layer_arguments(_X, *_NO_MASKS)),
+    ours.TransformerDecoderLayer: (
+        "transformer_layer",
+        lambda module: module.layer_arguments(_X, _MEMORY, _NO_MASKS, _NO_MASKS),
+    ),
 }
-OPS = ("transformer_layer", "attention_block", "mlp_block")
 
 
-SELF_ATTENDING = (ours.LlamaAttention, ours.LlamaDecoderLayer, ours.MultiheadAttention, ours.TransformerEncoderLayer)
+def named(module: nn.Module, arguments: Template) -> Template:
+    """Returns arguments with parameters, and parts of them, as the Weights of their names."""
+    names = {id(p): Weight(name) for name, p in module.named_parameters(remove_duplicate=False)}
+
+    def name(value: Any) -> Any:
+        base = value._base if isinstance(value, Tensor) else None
+        return names.get(id(value), value) if base is None else Rows(names[id(base)], 0, 3)
+
+    return tree_map(name, arguments)
 
 
-def block_forward(module: nn.Module) -> Any:
-    """The forward that a module has of its own, or None, under those of parallel styles. A drop-in's is its class's."""
+def blocks_of(style: str, module: nn.Module) -> list[Any]:
+    """Returns the ops that replace a module, one for each kind of call, under the forwards of parallel styles. Raises TypeError
+    if there are none."""
     forward = module.__dict__.get("forward")
     while hasattr(forward, "inner"):
         forward = forward.inner
-    return None if isinstance(forward, Own) else forward
+    if isinstance(forward, Fused):
+        return [segment for segment in forward.segments.values() if segment is not None]
+    if type(module) in BLOCKS and (forward is None or isinstance(forward, Own)):  # a drop-in's is its class's
+        op, arguments_of = BLOCKS[type(module)]
+        return [Block(op, named(module, arguments_of(module)))]
+    raise TypeError(
+        f"{style}: {type(module).__name__} is not a fused block; name blocks of ckptkern.nn ("
+        f"{', '.join(kind.__name__ for kind in BLOCKS)}) or modules that ckptkern.convert fused whole"
+    )
 
 
 def check_attends(module: nn.Module) -> None:
     """Raises TypeError unless all that the block does is the op of an attention or a layer without cross-attention."""
-    forward, kind = block_forward(module), type(module).__name__
-    if isinstance(forward, Fused):
-        for segment in forward.segments.values():
-            if segment is None:
-                continue
-            if segment.op not in ("attention_block", "transformer_layer"):
-                raise TypeError(f"ContextParallel: {kind} is a {segment.op}, which needs no style: it has no attention")
-            for sublayer in sublayers_of(segment.template):
-                if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
-                    which = "latent " if "kv_a_weight" in sublayer else "cross-"
-                    raise TypeError(
-                        f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out"
-                    )
-    elif type(module) not in SELF_ATTENDING or forward is not None:
-        raise TypeError(
-            f"ContextParallel: {kind} is not a fused block with self-attention; name blocks of ckptkern.nn ("
-            f"{', '.join(one.__name__ for one in SELF_ATTENDING)}) or modules that ckptkern.convert fused as attention or layer"
-        )
+    kind = type(module).__name__
+    for block in blocks_of("ContextParallel", module):
+        if block.op not in ("attention_block", "transformer_layer"):
+            raise TypeError(f"ContextParallel: {kind} is a {block.op}, which needs no style: it has no attention")
+        for sublayer in sublayers_of(block.template):
+            if "kv_a_weight" in sublayer or sublayer.get("key_value") is not None:
+                which = "latent " if "kv_a_weight" in sublayer else "cross-"
+                raise TypeError(f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out")
 
 
 def templates_of(module: nn.Module) -> list[Template]:
-    """The arguments of the ops that replace this block, one for each kind of call. Raises TypeError if there are none."""
-    forward = block_forward(module)
-    if isinstance(forward, Fused):
-        segments = [segment for segment in forward.segments.values() if segment is not None]
-        for segment in segments:
-            if any("kv_a_weight" in sublayer for sublayer in sublayers_of(segment.template)):
-                raise TypeError(
-                    f"TensorParallel: {type(module).__name__} has latent attention, which has no sharded form; leave it out"
-                )
-            if segment.op not in OPS:
-                raise TypeError(
-                    f"TensorParallel: {type(module).__name__} is a {segment.op}, which has no heads or hidden units"
-                )
-            if segment.routes:
-                raise TypeError(
-                    f"TensorParallel: {type(module).__name__} has a router and experts, which are not split; convert with "
-                    "exclude= for its MoE blocks, and name its attention"
-                )
-        return [segment.template for segment in segments]
-    if type(module) in TEMPLATES and forward is None:
-        return [TEMPLATES[type(module)](module)]
-    raise TypeError(
-        f"TensorParallel: {type(module).__name__} is not a fused block; name blocks of ckptkern.nn ("
-        f"{', '.join(kind.__name__ for kind in TEMPLATES)}) or modules that ckptkern.convert fused whole"
-    )
+    """Returns the arguments of the ops that replace this block, one for each kind of call. Raises TypeError if there are
+    none."""
+    kind, blocks = type(module).__name__, blocks_of("TensorParallel", module)
+    for block in blocks:
+        if any("kv_a_weight" in sublayer for sublayer in sublayers_of(block.template)):
+            raise TypeError(f"TensorParallel: {kind} has latent attention, which has no sharded form; leave it out")
+        if block.op not in ("transformer_layer", "attention_block", "mlp_block"):
+            raise TypeError(f"TensorParallel: {kind} is a {block.op}, which has no heads or hidden units")
+        if block.routes:
+            raise TypeError(
+                f"TensorParallel: {kind} has a router and experts, which are not split; convert with exclude= for its MoE "
+                "blocks, and name its attention"
+            )
+    return [block.template for block in blocks]
 
 
 # -- the places of its parameters

@@ -22,12 +22,12 @@ from collections.abc import Callable
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
-from torch.nn.parameter import Parameter
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from ..bits import checksum
 from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
@@ -38,7 +38,6 @@ from .reachable import reachable_of
 HELD = -1  # the key of a recompute that later passes read, too; csrc/saved_tensors.cpp
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_hash_chunk = 2**22  # elements: bounds the transient memory of a checksum
 
 
 class _Stop(Exception):
@@ -415,28 +414,6 @@ class _Checksums:
 
     def all(self) -> list[Tensor]:
         with _disable_current_modes():  # a selective policy records every op that it sees
-            self.values += map(_checksum, self.waiting)
+            self.values += map(checksum, self.waiting)
         self.waiting = []
         return self.values
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-@_disable_current_modes()
-def _checksum(x: Tensor) -> Tensor:
-    """int64 scalar on x's device: sum of (element's bits + 1) * (2 place + 1) modulo 2**64, without a host read.
-
-    A change of one element always changes it, because odd factors are invertible; so does almost every other change.
-    """
-    if x.layout != torch.strided or type(x) not in (Tensor, Parameter):
-        return torch.zeros((), dtype=torch.int64, device=x.device)  # a subclass does not show its bits
-    x = x.detach()
-    x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
-    flat = x.contiguous().view(-1).view(_BITS[x.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, flat.numel(), _hash_chunk):
-        bits = flat[start : start + _hash_chunk].long() + 1
-        total += (bits * torch.arange(2 * start + 1, 2 * (start + bits.numel()), 2, device=x.device)).sum()
-    return total

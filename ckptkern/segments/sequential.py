@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..memory import dense_parts, format_size, parse_size
+from ..memory import counting, dense_parts, format_size, parse_size
 from .cached import caching_nothing
 from .checkpoint import checkpoint
 
@@ -118,47 +121,52 @@ def _alone(chosen: Iterable[bool]) -> list[Part]:
 # -- a bound in bytes -------------------------------------------------------------------------------------------------
 
 
+Storages = dict[StorageWeakRef, int]  # bytes by storage
+
+
 class _Layer(NamedTuple):
-    """Bytes of each storage, by key: of what a layer saves when it is run as it is, and of its input."""
+    """What a layer saves when it is run as it is, and its input."""
 
-    saved: dict[int, int]
-    input: dict[int, int]
+    saved: Storages
+    input: Storages
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    parts = [part.untyped_storage() for tensor in tensors for part in dense_parts(tensor)]
-    return {storage._cdata: storage.nbytes() for storage in parts}
+def storages_of(tensors: Iterable[Tensor]) -> Storages:
+    parts = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in parts}
+
+
+def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:
+    """Returns function(x), and what it saves for backward. x: a fake tensor."""
+    saved: Storages = {}
+    with counting(lambda tensor: saved.update(storages_of([tensor])), hold=False):
+        return function(x), saved
+
+
+@contextmanager
+def on_fakes() -> Iterator[FakeTensorMode]:
+    """Inside, functions run on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), caching_nothing():
+        yield mode
 
 
 def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
-    """Runs every layer on fake tensors: no arithmetic, no memory, no random numbers drawn, no statistics changed."""
-    found, alive = [], []  # alive keeps storages, so that no address is used for two
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), caching_nothing():
+    measured = []
+    with on_fakes() as mode:
         x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
         for layer in layers:
-            saved: list[Tensor] = []
-
-            def pack(tensor: Tensor, saved=saved) -> Tensor:
-                saved.append(tensor.detach())
-                return saved[-1]
-
-            given, state = x, {}
-            if isinstance(layer, nn.Module):
-                state = {name: _fake(mode, t) for name, t in (*layer.named_parameters(), *layer.named_buffers())}
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                x = torch.func.functional_call(layer, state, (x,)) if state else layer(x)
-            own = _storages(state.values())
-            found.append(_Layer({k: size for k, size in _storages(saved).items() if k not in own}, _storages([given])))
-            alive += [saved, given, state]
-    return found
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+            own = (*layer.named_parameters(), *layer.named_buffers()) if isinstance(layer, nn.Module) else ()
+            state = {name: mode.from_tensor(tensor) for name, tensor in own}
+            function = functools.partial(torch.func.functional_call, layer, state) if state else layer
+            before, (x, saved) = storages_of([x]), saved_by(function, x)
+            for storage in storages_of(state.values()):
+                saved.pop(storage, None)
+            measured.append(_Layer(saved, before))
+    return measured
 
 
 def _saved(parts: list[Part], layers: list[_Layer]) -> int:
-    storages: dict[int, int] = {}
+    storages: Storages = {}
     for part in parts:
         if part.recompute:
             storages.update(layers[part.start].input)

@@ -20,21 +20,19 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..errors import ShapeError
-from ..memory import counting, dense_parts
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
 from .cached import caching_nothing, make_cached
 from .checkpoint import checkpoint
 from .reachable import modules_of
+from .sequential import on_fakes, saved_by, storages_of
 
 __all__ = ["tiled"]
 
@@ -203,19 +201,10 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
 
 
 def _saved_and_returned(forward: Callable, x: Tensor) -> int:
-    """Bytes that forward(x) saves for backward and returns, on fake tensors: nothing is computed and no number drawn."""
-    seen: dict[StorageWeakRef, int] = {}
-
-    def note(tensor: Tensor) -> None:
-        for part in dense_parts(tensor):
-            seen[StorageWeakRef(part.untyped_storage())] = part.untyped_storage().nbytes()
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad(), _no_cast_cache(), caching_nothing():
-        with counting(note, hold=False):
-            output = forward(mode.from_tensor(x))
-        if isinstance(output, Tensor):
-            note(output)
-    return sum(seen.values())
+    """Bytes that forward(x) saves for backward and returns, on fake tensors."""
+    with on_fakes() as mode, _no_cast_cache():
+        output, storages = saved_by(forward, mode.from_tensor(x))
+        return sum((storages | storages_of([output] if isinstance(output, Tensor) else [])).values())
 
 
 def _probe(x: Tensor, dim: int, tokens: int) -> Tensor:

@@ -19,8 +19,8 @@ Common guarantees:
   what is not plain strided memory (sparse, quantized, conjugated). Backward checks these for in-place changes and
   raises torch's RuntimeError. A DTensor or another wrapper is stored as its parts, except offsets and lengths of a jagged
   tensor, which stay.
-- Size, strides, dtype and ``requires_grad`` are restored, and the values bit for bit, except with ``"fp8"`` and
-  ``"int8"``. A tensor that is saved twice inside one ``with``, also as another view of the same elements, is stored
+- Size, strides, dtype and ``requires_grad`` are restored, and the values bit for bit, except with
+  ``compress``. A tensor that is saved twice inside one ``with``, also as another view of the same elements, is stored
   once, if its version did not change: a write through ``.data`` or numpy is not seen.
 - ``retain_graph``, second-order gradients and unpacking twice work. A graph that is deleted frees its saved tensors.
 - A model compiled by torch.compile saves what its compiled graph saves. Entering a context *inside* a compiled function

@@ -8,12 +8,13 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .store import MIN_BYTES, Store, changed_in_place
+from .store import Store, changed_in_place
 
 
 class Flight:
@@ -209,7 +210,7 @@ class offload(Store):
     directory: of these files, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs). prefetch:
     the number of tensors that are copied back ahead of backward, in reverse order of saving. in_flight: the number of
     tensors that may wait for their copies; beyond that, the stream that saved the oldest waits for its copy (the host
-    never waits). min_bytes, exclude, select: as in ``Store``.
+    never waits). options: min_bytes, exclude and select, as in ``Store``.
 
     Buffers have sizes of powers of two, return to the store when their tensor was used or freed, and are freed with the
     store: create one store and enter it in every step. ``host_bytes`` is the size of all buffers.
@@ -227,11 +228,9 @@ class offload(Store):
         directory: str | os.PathLike | None = None,
         prefetch: int = 2,
         in_flight: int = 4,
-        min_bytes: int = MIN_BYTES,
-        exclude: Iterable[Tensor] = (),
-        select: Callable[[Tensor], bool] | None = None,
+        **options: Any,
     ):
-        super().__init__(min_bytes, exclude, select)
+        super().__init__(**options)
         for name, value in (("prefetch", prefetch), ("in_flight", in_flight)):
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"offload: {name} must be an int of at least 0, not {value!r}")
@@ -253,14 +252,10 @@ class offload(Store):
     def put(self, flat: Tensor) -> _Copy | functools.partial:
         if flat.is_meta:
             return functools.partial(torch.empty, flat.shape, dtype=flat.dtype, device="meta")
-        lane = self._lanes.get(flat.device)
-        if lane is None:
-            with self._lock:
-                lane = self._lanes.get(flat.device)
-                if lane is None:
-                    kind = _CudaLane if flat.is_cuda else _Lane
-                    lane = self._lanes[flat.device] = kind(flat.device, *self._settings)
-        return lane.put(flat)
+        with self._lock:
+            if flat.device not in self._lanes:
+                self._lanes[flat.device] = (_CudaLane if flat.is_cuda else _Lane)(flat.device, *self._settings)
+        return self._lanes[flat.device].put(flat)
 
     def resident(self, saved: _Copy | functools.partial) -> Iterator[Tensor]:
         return iter(())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .store import CHUNK, MIN_BYTES, Store, next_store
+from ..bits import checksum
+from .store import Chained
 
 
-class partition(Store):
+class partition(Chained):
     """Stores 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
 
     Use it only for tensors that are *equal on all ranks*: those that tensor parallelism replicates, such as the input
@@ -25,8 +27,8 @@ class partition(Store):
     same backward, which holds for the same model with the same `select`; if a rank stops, the others wait until the
     group's timeout. Sizes need not be multiples of n: the last shares are padded with zeros.
 
-    group: a ProcessGroup of which this rank is a member; None is the default group. then: the store for this rank's
-    share, such as ``offload()``. min_bytes, exclude, select: as in ``Store``; sizes are those of the whole tensor.
+    group: a ProcessGroup of which this rank is a member; None is the default group. options: then, min_bytes, exclude and
+    select, as in ``Store``; sizes are those of the whole tensor.
 
     Raises RuntimeError if torch.distributed is not initialized, ValueError if this rank is not in the group.
     """
@@ -34,13 +36,9 @@ class partition(Store):
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        *,
-        then: Store | None = None,
-        min_bytes: int = MIN_BYTES,
-        exclude: Iterable[Tensor] = (),
-        select: Callable[[Tensor], bool] | None = None,
+        **options: Any,
     ):
-        super().__init__(min_bytes, exclude, select)
+        super().__init__(**options)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("partition: torch.distributed is not initialized; call init_process_group first")
         self._group = dist.group.WORLD if group is None else group
@@ -48,10 +46,6 @@ class partition(Store):
         if self._rank < 0:
             raise ValueError("partition: this rank is not a member of the group")
         self._ranks = dist.get_world_size(self._group)
-        self._then = next_store("partition", then)
-
-    def accepts(self, tensor: Tensor) -> bool:
-        return self._then.accepts(tensor)
 
     def put(self, flat: Tensor) -> tuple[object, int, torch.dtype]:
         whole = flat.view(torch.uint8)
@@ -59,7 +53,7 @@ class partition(Store):
         share = whole.new_zeros(size + 8)  # the last eight are the checksum
         mine = whole[self._rank * size : (self._rank + 1) * size]
         share[: mine.numel()] = mine
-        share[size:].view(torch.int64).copy_(_checksum(whole))
+        share[size:].view(torch.int64).copy_(checksum(flat))
         return self._then.put(share), whole.numel(), flat.dtype
 
     def resident(self, saved: tuple[object, int, torch.dtype]) -> Iterator[Tensor]:
@@ -72,14 +66,3 @@ class partition(Store):
         sums = shares[:, -8:].contiguous().view(torch.int64)
         torch._assert_async((sums == sums[0]).all(), "partition: a saved tensor is not equal on all ranks")
         return shares[:, :-8].reshape(-1)[:n].view(dtype)
-
-
-def _checksum(data: Tensor) -> Tensor:
-    """int64 [1] of bytes [n]: the sum of its words, each times an odd number that depends on its place."""
-    total = torch.zeros(1, dtype=torch.int64, device=data.device)
-    for start in range(0, data.numel(), CHUNK):
-        piece = data[start : start + CHUNK]
-        words = torch.nn.functional.pad(piece, (0, -piece.numel() % 4)).view(torch.int32)
-        weights = torch.arange(start + 1, start + 2 * len(words), 2, device=data.device)
-        total += (words * weights).sum()
-    return total

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +19,15 @@ from ..frozen import Frozen
 from ..memory import dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
-CHUNK = 1 << 20  # elements that a store works on at a time, so that its scratch memory is bounded
 
 
-def changed_in_place(tensor: Tensor, version: int) -> RuntimeError:
+def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> RuntimeError:
+    """Returns autograd's error. kind: the class that it names."""
     shape = "nested" if tensor.is_nested and tensor.layout == torch.strided else list(tensor.shape)
-    return _changed(f"{tensor.type()} {shape}", tensor._version, version)
-
-
-def _changed(what: str, version: int, expected: int) -> RuntimeError:
+    name = tensor.type() if kind is None else kind.__name__
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{what}] is at version {version}; expected version {expected} instead."
+        f"[{name} {shape}] is at version {tensor._version}; expected version {version} instead."
     )
 
 
@@ -45,11 +43,8 @@ class Stays:
     def __init__(self, tensor: Tensor, itself: bool = False):
         self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
 
-    def changed(self) -> bool:
-        return self.tensor._version != self.version
-
     def unpack(self) -> Tensor:
-        if self.changed():
+        if self.tensor._version != self.version:
             raise changed_in_place(self.tensor, self.version)
         return self.tensor
 
@@ -88,9 +83,8 @@ class _Parts:
 
     def unpack(self) -> Tensor:
         if self.wrapper is not None and self.wrapper._version != self.version:
-            raise _changed(f"{self.kind.__name__} {list(self.size)}", self.wrapper._version, self.version)
-        saved = (Stays, _Parts, _View)
-        parts = {name: part.unpack() if isinstance(part, saved) else part for name, part in self.parts.items()}
+            raise changed_in_place(self.wrapper, self.version, self.kind)
+        parts = {name: part.unpack() if hasattr(part, "unpack") else part for name, part in self.parts.items()}
         return self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
 
 
@@ -122,12 +116,12 @@ class _Run:
 
 
 class _View:
-    """A tensor as a view of a run."""
+    """A tensor as a view of a run. place: size and stride of the run's elements, as `dense_run` returns them."""
 
-    __slots__ = ("geometry", "run", "size", "stride")
+    __slots__ = ("place", "run", "size", "stride")
 
-    def __init__(self, tensor: Tensor, geometry: _Geometry, run: _Run):
-        self.size, self.stride, self.geometry, self.run = tensor.size(), tensor.stride(), geometry, run
+    def __init__(self, tensor: Tensor, place: tuple[tuple[int, ...], tuple[int, ...]], run: _Run):
+        self.size, self.stride, self.place, self.run = tensor.size(), tensor.stride(), place, run
         run.views += 1
         run.left += 1
 
@@ -138,34 +132,22 @@ class _View:
         run.hold(run.flat)
 
     def unpack(self) -> Tensor:
-        return self.geometry.restore(self.run.fetch(), self.size, self.stride)
-
-
-class _Geometry:
-    """Where the elements of a strided tensor lie: a dense run of memory, or `size` and `stride` with gaps between."""
-
-    __slots__ = ("size", "stride")
-
-    def __init__(self, tensor: Tensor):
-        axes = [
-            (stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1
-        ]
-        axes.sort(reverse=True)
-        size, stride = tuple(n for _, n in axes), tuple(s for s, _ in axes)
-        span = 1 + sum((n - 1) * s for s, n in axes)
-        dense = span <= math.prod(size)  # less: the rows overlap
-        self.size, self.stride = ((span,), (1,)) if dense else (size, stride)
-
-    def flatten(self, tensor: Tensor) -> Tensor:
-        """The elements in the order of their addresses, contiguous [n]: a view of the memory where it is dense."""
-        return tensor.detach().as_strided(self.size, self.stride).reshape(-1)
-
-    def restore(self, flat: Tensor, size: torch.Size, stride: tuple[int, ...]) -> Tensor:
-        if self.stride == (1,):
-            return flat.as_strided(size, stride)
-        tensor = torch.empty_strided(size, stride, dtype=flat.dtype, device=flat.device)
-        tensor.as_strided(self.size, self.stride).copy_(flat.view(self.size))
+        flat = self.run.fetch()
+        if self.place[1] == (1,):
+            return flat.as_strided(self.size, self.stride)
+        tensor = torch.empty_strided(self.size, self.stride, dtype=flat.dtype, device=flat.device)
+        tensor.as_strided(*self.place).copy_(flat.view(self.place[0]))
         return tensor
+
+
+def dense_run(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns (size, stride) of the memory that holds a strided tensor's elements in the order of their addresses, each once:
+    one dense run, or several with gaps between."""
+    axes = [(stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1]
+    axes.sort(reverse=True)
+    size, stride = tuple(n for _, n in axes), tuple(s for s, _ in axes)
+    span = 1 + sum((n - 1) * s for s, n in axes)
+    return ((span,), (1,)) if span <= math.prod(size) else (size, stride)  # less: the rows overlap
 
 
 class Store:
@@ -250,13 +232,13 @@ class Store:
             return _Parts(tensor, functools.partial(self._pack, runs, around=(*around, tensor._version)))
         if self._stays(tensor):
             return _stay(tensor)
-        geometry = _Geometry(tensor)
-        place = tensor.storage_offset(), geometry.size, geometry.stride, tensor.dtype
-        key = StorageWeakRef(tensor.untyped_storage()), tensor._version, around if any(around) else (), *place
+        place = dense_run(tensor)
+        at = tensor.storage_offset(), place, tensor.dtype
+        key = StorageWeakRef(tensor.untyped_storage()), tensor._version, around if any(around) else (), *at
         run = runs.get(key)
         if run is None:
-            run = runs[key] = _Run(self, geometry.flatten(tensor))
-        return _View(tensor, geometry, run)
+            run = runs[key] = _Run(self, tensor.detach().as_strided(*place).reshape(-1))
+        return _View(tensor, place, run)
 
 
 def _stay(tensor: Tensor, itself: bool = False) -> Stays:
@@ -281,7 +263,17 @@ class _Here(Store):
         yield saved.tensor
 
 
-def next_store(name: str, then: Store | None) -> Store:
-    if then is not None and not isinstance(then, Store):
-        raise TypeError(f"{name}: then must be a store such as offload(), not {type(then).__name__}")
-    return _Here() if then is None else then
+class Chained(Store):
+    """A store that passes what it makes of a tensor on.
+
+    then: the store for it, such as ``offload()``; None leaves it on the device. options: those of ``Store``.
+    """
+
+    def __init__(self, *, then: Store | None = None, **options: Any):
+        super().__init__(**options)
+        if then is not None and not isinstance(then, Store):
+            raise TypeError(f"{type(self).__name__}: then must be a store such as offload(), not {type(then).__name__}")
+        self._then = _Here() if then is None else then
+
+    def accepts(self, tensor: Tensor) -> bool:
+        return self._then.accepts(tensor)

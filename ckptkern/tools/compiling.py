@@ -1,15 +1,10 @@
-"""From a launch to its SASS, for any compute capability and without a driver."""
+"""Runs launchers without a GPU: as on any compute capability, with a function in place of every launch."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -72,7 +67,7 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
             (torch.cuda, "get_device_capability", _always(divmod(chip.arch, 10))),
             (attention, "shared_memory_of", _always(chip.block_shared)),
             (choices, "_device_reason", _always(None)),
-            (choices, "_device_workspace", _always(chip.memory // 32)),
+            (choices, "default_workspace", _always(chip.memory // 32)),
             (core, "_accepts", _always(True)),
             (functions, "DISPATCHED", 0),  # so that op bodies run, not their fakes
             (across, "DISPATCHED", 0),
@@ -80,71 +75,3 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
-
-
-def catch_launches(call: Callable, arch: int) -> list[tuple]:
-    """Every (kernel, args, kwargs) that `call()` would have launched on compute capability `arch`."""
-    caught = []
-    with instead_of_launches(lambda kernel, grid, args, kwargs: caught.append((kernel, args, kwargs)), arch):
-        call()
-    return caught
-
-
-def source_of(one: Specialized):
-    from triton.compiler import ASTSource
-
-    return ASTSource(one.kernel, one.signature, one.constexprs, one.attrs)
-
-
-@dataclasses.dataclass(frozen=True)
-class Specialized:
-    """What a launch is compiled for: types, constants and divisibility of its arguments, and options."""
-
-    kernel: Any
-    target: Any
-    backend: Any
-    bound: dict[str, object]
-    options: Any
-    signature: dict[str, object]
-    constexprs: dict
-    attrs: dict
-
-    @property
-    def key(self) -> str:
-        """Equal for launches that share a compilation."""
-        return repr((self.kernel.fn.__name__, self.target, self.options, self.signature, self.constexprs, self.attrs))
-
-
-def specialize(kernel, args, kwargs, arch: int) -> Specialized:
-    """What Triton would compile that launch for on compute capability `arch`."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    kwargs = dict(kwargs, debug=False)
-    bound, specialization, options = binder(*args, **kwargs)
-    packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return Specialized(kernel, target, backend, bound, *packed)
-
-
-def inspect_cubin(cubin: bytes, tool: str, option: str) -> str:
-    """What one of the tools that Triton ships (cuobjdump, nvdisasm) says of SASS."""
-    import triton
-
-    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        result = subprocess.run([path, option, file.name], capture_output=True, text=True, check=True)
-    return result.stdout + result.stderr
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers per thread, and bytes of stack."""
-    usage = inspect_cubin(cubin, "cuobjdump", "-res-usage")
-    return {
-        name: int(re.search(rf"{word}:(\d+)", usage)[1]) for name, word in (("registers", "REG"), ("stack", "STACK"))
-    }

@@ -6,7 +6,6 @@ No function here raises an error: missing parts are reported with the reason.
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import os
@@ -26,21 +25,6 @@ from .. import __version__
 GIB = 1 << 30
 
 
-def collect() -> dict[str, Any]:
-    """Everything that is printed, as data that json can write."""
-    return {
-        "versions": _versions(),
-        "system": _system(),
-        "devices": _devices(),
-        "extension": _extension(),
-        "backends": _backends(),
-        "C launchers": _launchers(),
-        "fp32_precision": _fp32_precision(),
-        "sdpa": _sdpa(),
-        "tuned implementations": _tuned_impls(),
-    }
-
-
 def load_warning(threads: int) -> str | None:
     """Says that other programs take the cores that a measurement with this many threads needs; None if they do not.
 
@@ -54,17 +38,12 @@ def load_warning(threads: int) -> str | None:
     )
 
 
-def _or_missing(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A probe whose failure is part of the answer."""
-
-    @functools.wraps(function)
-    def probe() -> Any:
-        try:
-            return function()
-        except Exception as error:  # a broken driver or a half-installed package raises anything
-            return {"missing": f"{type(error).__name__}: {error}"}
-
-    return probe
+def answer(*command: str) -> str | None:
+    """Returns what a program prints, or None if it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    return done.stdout.strip() or None if done.returncode == 0 else None
 
 
 def _package_version(name: str) -> str:
@@ -74,8 +53,8 @@ def _package_version(name: str) -> str:
         return "not installed"
 
 
-@_or_missing
 def _versions() -> dict[str, str]:
+    driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     return {
         "ckptkern": __version__,
@@ -85,21 +64,10 @@ def _versions() -> dict[str, str]:
         "numpy": _package_version("numpy"),
         "CUDA": torch.version.cuda or "none: torch was built without it",
         "cuDNN": str(cudnn or "none"),
-        "NVIDIA driver": _driver(),
+        "NVIDIA driver": (driver or "unknown: nvidia-smi is missing or failed").split("\n")[0],
     }
 
 
-def _driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return "unknown: no nvidia-smi"
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    lines = answer.stdout.split()
-    return lines[0] if answer.returncode == 0 and lines else "unknown: nvidia-smi failed"
-
-
-@_or_missing
 def _system() -> dict[str, Any]:
     return {
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -109,7 +77,6 @@ def _system() -> dict[str, Any]:
     }
 
 
-@_or_missing
 def _devices() -> dict[str, dict[str, Any]]:
     devices = {}
     for index in range(torch.cuda.device_count()):
@@ -123,24 +90,14 @@ def _devices() -> dict[str, dict[str, Any]]:
     return devices or {"cuda": {"missing": "torch sees no CUDA device"}}
 
 
-@_or_missing
 def _extension() -> dict[str, str]:
     from .. import state
 
-    info = dict(state.extension_info())
-    path = Path(info.pop("path"))
-    return {"file": path.name, **info, "compiler": _compiler(path)}
+    info = state.extension_info()
+    return info | {"path": Path(info["path"]).name}
 
 
-def _compiler(library: Path) -> str:
-    """What the library's ELF .comment section says, as both gcc and clang write it."""
-    found = re.findall(rb"GCC: \([^)\0]*\) [\w.]+|[\w ]*clang version [\w.]+", library.read_bytes())
-    return ", ".join(sorted({name.decode() for name in found})) or "unknown"
-
-
-@_or_missing
 def _backends() -> dict[str, str]:
-    from ..ops.attention import core as attention_core
     from ..ops.dispatch import choices as ops
 
     answer = {"CKPTKERN_BACKEND": os.environ.get("CKPTKERN_BACKEND", "auto, not set")}
@@ -154,17 +111,9 @@ def _backends() -> dict[str, str]:
                 ops.choose_backend("env", torch.empty(0, device=device))
         except RuntimeError as error:  # "env: backend('triton') was asked for, but ..."
             answer[device] = f"{answer.get(device, 'none')} ({str(error).partition('but ')[2]})"
-    if torch.cuda.is_available():
-        heads = (1, 1, 128, 128)
-        x = torch.empty(0, dtype=torch.bfloat16, device="cuda")
-        core = attention_core.fused_core(
-            ops.choose_backend("env", x), x, x.dtype, "ieee", heads, heads, None, 0, scale=1.0
-        )
-        answer["causal attention of bfloat16 heads of 128"] = core or "the backend's own"
     return answer
 
 
-@_or_missing
 def _launchers() -> dict[str, str]:
     """What Triton builds in C at run time in order to launch kernels, and what it needs for that."""
     version = _package_version("triton")
@@ -188,7 +137,6 @@ def _launchers() -> dict[str, str]:
     }
 
 
-@_or_missing
 def _fp32_precision() -> dict[str, str]:
     backends = torch.backends
     return {
@@ -199,7 +147,6 @@ def _fp32_precision() -> dict[str, str]:
     }
 
 
-@_or_missing
 def _sdpa() -> dict[str, bool]:
     cuda = torch.backends.cuda
     return {
@@ -210,7 +157,6 @@ def _sdpa() -> dict[str, bool]:
     }
 
 
-@_or_missing
 def _tuned_impls() -> dict[str, Any]:
     """Of each device its table, if `python -m ckptkern autotune` wrote one: the implementation of every op, dtype and
     size; or why it is not used."""
@@ -224,13 +170,38 @@ def _tuned_impls() -> dict[str, Any]:
         try:
             table = _tuned.read(file, _tuned.machine(device, index))
             answer[device] = {"table": str(file)} | {
-                f"{op} {dtype}, {_impls.size_text(size)}": impl for (op, dtype, size), impl in sorted(table.items())
+                f"{op} {dtype}, {_impls.size_text(size)}": row["impl"]
+                for (op, dtype, size), row in sorted(table.items())
             }
         except FileNotFoundError:
             answer[device] = "none: python -m ckptkern autotune"
         except (OSError, ValueError) as error:
             answer[device] = f"{file} is not used: {error}"
     return answer
+
+
+SECTIONS: dict[str, Callable[[], Any]] = {
+    "versions": _versions,
+    "system": _system,
+    "devices": _devices,
+    "extension": _extension,
+    "backends": _backends,
+    "C launchers": _launchers,
+    "fp32_precision": _fp32_precision,
+    "sdpa": _sdpa,
+    "tuned implementations": _tuned_impls,
+}
+
+
+def collect() -> dict[str, Any]:
+    """Returns everything that is printed, as data that json can write; in place of a section that fails, why."""
+    data = {}
+    for name, section in SECTIONS.items():
+        try:
+            data[name] = section()
+        except Exception as error:  # a broken driver or a half-installed package raises anything
+            data[name] = {"missing": f"{type(error).__name__}: {error}"}
+    return data
 
 
 def lines(data: dict[str, Any], indent: int = 0) -> list[str]:

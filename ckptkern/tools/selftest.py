@@ -9,19 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
-import sys
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops, state
-from ..extras import missing
+from ..extras import from_checkout, missing
 from ..memory import saved_tensors
 from ..ops import catalog
 from ..ops.dispatch import checks as _checks
@@ -101,11 +98,8 @@ def error_ratio(ours: dict[str, float], eager: dict[str, float], dtype: torch.dt
 
 def available_backends() -> Iterator[tuple[str, str]]:
     """(device, backend) pairs that can run here; kernels on the CPU only under TRITON_INTERPRET=1."""
-    yield "cpu", "eager"
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    for device in devices:
-        if device == "cuda":
-            yield device, "eager"
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        yield device, "eager"
         try:
             with ops.backend("triton"):
                 _choices.choose_backend("selftest", torch.empty(0, device=device))
@@ -192,60 +186,38 @@ def activations_of(name: str) -> tuple[str, str]:
     return ("silu" if name == "gated_mlp" else "relu"), "gelu"
 
 
-def checks() -> Iterator[Callable[[], Iterator[Result]]]:
-    """Every check, to be run in order."""
+def checks() -> Iterator[Iterator[Result]]:
+    """Every check in order; each runs as its results are read."""
     backends = list(available_backends())
-    yield check_environment
-    yield check_philox
-    yield lambda: check_masks(backends)
+    yield check_environment()
+    yield check_philox()
+    yield check_masks(backends)
     for device, backend in backends:
-        yield lambda device=device, backend=backend: check_dropout(device, backend)
+        yield check_dropout(device, backend)
     # on a GPU also by default, where libraries run most matmuls
-    by_default = [(device, "auto") for device, backend in backends if (device, backend) == ("cuda", "triton")]
+    by_default = [("cuda", "auto")] if ("cuda", "triton") in backends else []
     for device, backend in (*backends, *by_default):
-        dtypes = (torch.float32, torch.bfloat16, torch.float16) if device == "cuda" else (torch.float32, torch.bfloat16)
-        for name in PLAIN:
+        dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (device == "cuda")
+        for name, dtype in itertools.product(PLAIN, dtypes):
             for activation in activations_of(name):
-                for dtype in dtypes:
-                    yield lambda arguments=(name, activation, dtype, device, backend): check_op(*arguments)
+                yield check_op(name, activation, dtype, device, backend)
 
 
-def from_checkout(module: str) -> ModuleType:
-    """One of the project's own modules, which are not installed."""
-    root = Path(__file__).resolve().parents[2]
-    sys.path += [path for path in (str(root), str(root / "tests")) if path not in sys.path]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise RuntimeError(
-            f"--emulated needs {error.name}, which is not installed: clone ckptkern's repository, `pip install "
-            "--no-build-isolation -e .` there, and run it again"
-        ) from error
-
-
-def emulated_checks() -> Iterator[Callable[[], Iterator[Result]]]:
+def emulated_checks() -> Iterator[Iterator[Result]]:
     """Kernels as Triton compiles them here, for A100 and for H100 and H200, run by the emulator: any machine can."""
-
     if hint := missing("numpy", "triton"):
         raise RuntimeError(hint)
+    emulated = from_checkout("emulator.emulated", "selftest --emulated").emulated
 
-    emulated = from_checkout("emulator.emulated").emulated
-
-    def check(arch: int, what: Callable[..., Iterator[Result]], *arguments) -> Iterator[Result]:
+    def check(arch: int, results: Iterator[Result]) -> Iterator[Result]:
         with emulated(arch) as launches:
-            for name, fault in what(*arguments):
+            for name, fault in results:
                 yield f"sm_{arch}, emulated: {name}", fault
         yield f"sm_{arch}, emulated: {len(launches)} launches without a fault", None if launches else "nothing ran"
 
     for arch in (80, 90):
-        yield lambda arch=arch: check(arch, check_dropout, "cpu", "triton")
-        yield lambda arch=arch: check(arch, check_op, "linear_act", "relu", torch.bfloat16, "cpu", "triton")
-
-
-def header() -> list[str]:
-    """Versions and devices, one line each."""
-    data = env.collect()
-    return env.lines({key: data[key] for key in ("versions", "devices", "backends")})
+        yield check(arch, check_dropout("cpu", "triton"))
+        yield check(arch, check_op("linear_act", "relu", torch.bfloat16, "cpu", "triton"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,13 +237,14 @@ def main(args: argparse.Namespace) -> int:
     """Prints one line per check, and returns 1 if one failed."""
     begin = time.perf_counter()
     if not args.quiet:
-        print("\n".join(header()))
+        data = env.collect()
+        print("\n".join(env.lines({key: data[key] for key in ("versions", "devices", "backends")})))
     done = failed = 0
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for check in emulated_checks() if args.emulated else checks():
             try:
-                results = list(check())
+                results = list(check)
             except Exception as error:  # a kernel that does not compile is a finding, and the other checks still run
                 results = [(f"check {done + 1}", f"{type(error).__name__}: {error}")]
             for what, fault in results:

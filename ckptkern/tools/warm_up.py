@@ -54,10 +54,9 @@ class WarmUp:
 
     def __str__(self) -> str:
         step = f"the step took {self.seconds:.1f} s"
-        if not self.kernels and not self.launches:
-            return f"no kernel to compile: the model ran in PyTorch ops; {step}"
         if not self.kernels:
-            return f"no kernel to compile: this process had all that the {self.launches} launches need; {step}"
+            why = f"this process had all that the {self.launches} launches need"
+            return f"no kernel to compile: {why if self.launches else 'the model ran in PyTorch ops'}; {step}"
         cached = sum(kernel.cached for kernel in self.kernels)
         spent = sum(kernel.seconds for kernel in self.kernels)
         lines = [f"{self.count} kernels in {spent:.1f} s, {cached} of them from Triton's cache on disk; {step}"]
@@ -107,16 +106,6 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
     finally:
         knobs.compilation.listener, build._build = before, builder
         knobs.runtime.launch_enter_hook.remove(launched)
-
-
-def check_unchanged(versions: list[tuple[str, nn.Parameter, int]]) -> None:
-    """Raises RuntimeError for a parameter that the step wrote into. A copy of all would take their memory once more."""
-    changed = [name for name, p, version in versions if p._version != version]
-    if changed:
-        raise RuntimeError(
-            f"warm_up: the step changed the parameter {changed[0]} in place, which warm_up cannot undo. "
-            "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
-        )
 
 
 # -- the step
@@ -180,14 +169,23 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     started = time.perf_counter()
     try:
         with (
-            torch.inference_mode(False), torch.enable_grad(), no_trace(inner, call), no_main_grad(model),
-            progress("warm_up") as shown, compilations(shown) as found,
-        ):  # fmt: skip
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            no_trace(inner, call),
+            no_main_grad(model),
+            progress("warm_up") as shown,
+            compilations(shown) as found,
+        ):
             step(model, *mapped(as_leaf, call))
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
     finally:
         torch.clear_autocast_cache()  # of casts whose graph the step's backward freed
-    check_unchanged(versions)
+    for name, parameter, version in versions:  # a copy of all would take their memory once more
+        if parameter._version != version:
+            raise RuntimeError(
+                f"warm_up: the step changed the parameter {name} in place, which warm_up cannot undo. "
+                "Warm up a copy.deepcopy of the model, or keep what forward changes in a buffer"
+            )
     found.seconds = time.perf_counter() - started
     return found

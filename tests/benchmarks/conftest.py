@@ -16,11 +16,11 @@ class Ran(NamedTuple):
 def bench(tmp_path, capsys, monkeypatch):
     """bench(arguments): of `python -m ckptkern bench`, into tmp_path / "out"; with case=, as if it were the only case."""
     from ckptkern import __main__  # imports Triton, which tests/conftest.py sets up before
-    from ckptkern.benchmarks import cases
+    from ckptkern.benchmarks import suite
 
     def ran(*arguments, case=None):
         if case:
-            monkeypatch.setattr(cases, "CASES", [case])
+            monkeypatch.setattr(suite, "cases_of", lambda *_: [case])
         capsys.readouterr()
         results = tmp_path / "out" / "results.csv"
         status = __main__.main(["bench", "--device=cpu", "--rounds=2", f"--out={results.parent}", *arguments])

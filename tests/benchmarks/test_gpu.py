@@ -40,10 +40,9 @@ def said():
 def test_a_program_ends_by_itself_or_is_interrupted_or_killed(tmp_path):
     def python(text, seconds):
         lines, log = said()
-        return gpu.run([sys.executable, "-uc", text], seconds, log, tmp_path, tmp_path / "file"), lines
+        return gpu.run([sys.executable, "-uc", text], seconds, log, tmp_path), lines
 
     assert python("print('one'); print('two'); raise SystemExit(3)", 60) == (3, ["one", "two"])
-    assert (tmp_path / "file").read_text() == "one\ntwo\n"
     waits = "import time\ntry:\n  print('begins'); time.sleep(60)\nexcept KeyboardInterrupt: print('interrupted')"
     assert python(waits, 8) == (gpu.CUT, ["begins", "interrupted"])
 
@@ -98,21 +97,13 @@ def test_an_option_of_pytest_with_spaces_is_one_option(tmp_path):
     )
     assert """--tests='-k "launchers or graph" --lf'""" in done.stdout
     given = gpu.parser().parse_args(["--out", "o", """--tests=-k "launchers or graph" --lf"""])
-    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2, "cpu").alone(60)
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2).alone(60)
     assert command[command.index("-k") + 1 :][:2] == ["launchers or graph", "--lf"]
     assert str(ROOT / "tests") in command
     one = "tests/test_docs.py::test_one"  # of the repository, although pytest runs in the folder of the build
-    command = gpu.Run(tmp_path, tmp_path, True, "", "", [one, "--lf"], 2, "cpu").alone(60)
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", [one, "--lf"], 2).alone(60)
     assert str(ROOT / one) in command
     assert not {one, str(ROOT / "tests")} & set(command)
-
-
-def test_another_gpu_is_not_calibrated(tmp_path):
-    def calibration(device):
-        return gpu.Run(tmp_path, tmp_path, False, "", "", [], 2, device).calibration(60)
-
-    assert str(tmp_path / "results.csv") in calibration("nvidia-a100-sxm4-40gb")
-    assert calibration("nvidia-l40s") == "the cost model has no rates of nvidia-l40s, only of h200, h100, a100"
 
 
 def test_compiled_kernels_and_the_extension_are_taken_over(tmp_path, monkeypatch):

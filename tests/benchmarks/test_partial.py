@@ -1,22 +1,61 @@
-"""The table of partial backwards: that it is current, and that a part runs no more than it needs."""
+"""Matmuls of backward where only some gradients are asked for, of each op with weights in each mode, counted on meta tensors: a
+part runs no more than it needs, and docs/concepts/recompute-modes.md shows the counts.
 
-from pathlib import Path
+The unit is one [tokens, d] x [d, d], with all widths equal; core attention has two in forward and five in backward.
+"""
+
+from typing import NamedTuple
 
 import pytest
+import torch
 from support import outside
+from support.catalog import HEAD_DIM, OPS, Entry, Sizes, call, input_shapes
+from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.dev import partial
+from ckptkern.ops import backend
 
-FOUND = {(row.op, row.mode): row for row in partial.rows()}
+NAMES = ("linear_act", "linear_stack", "mlp", "gated_mlp", "mlp_block", "attention_block", "transformer_layer")
+MODES = ("none", "selective", "full")
 
 
-@pytest.mark.parametrize("name", partial.NAMES)
+class Row(NamedTuple):
+    """Matmuls of forward, and of backward for x alone, for all but x, and for everything."""
+
+    forward: float
+    x: float
+    weights: float
+    all: float
+
+
+def counted(entry: Entry, mode: str) -> Row:
+    d = 2 * HEAD_DIM
+    arguments = entry.inputs(Sizes((1, d), d, d, d, 2))
+    leaves = {
+        name: torch.empty(shape, device="meta", requires_grad=True) for name, shape in input_shapes(arguments).items()
+    }
+    names, flops = list(leaves), []
+    with backend("eager"):
+        with FlopCounterMode(display=False) as counter:
+            call(entry, arguments, leaves, recompute=mode)
+        flops.append(counter.get_total_flops())
+        for wanted in (names[:1], names[1:], names):
+            y = call(entry, arguments, leaves, recompute=mode)
+            with FlopCounterMode(display=False) as counter:
+                torch.autograd.grad(y, [leaves[name] for name in wanted], torch.empty_like(y))
+            flops.append(counter.get_total_flops())
+    return Row(*(count / (2 * d**3) for count in flops))
+
+
+ROWS = {(name, mode): counted(OPS[name], mode) for name in NAMES for mode in MODES}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recompute_is_added_once_whatever_is_asked_for(name):
     """`"none"` recomputes nothing. Each matmul of its backward is in the pass for x, in that for the weights, or in both."""
-    none = FOUND[name, "none"]
+    none = ROWS[name, "none"]
     assert max(none.x, none.weights) < none.all <= none.x + none.weights
-    for mode in partial.MODES:
-        row = FOUND[name, mode]
+    for mode in MODES:
+        row = ROWS[name, mode]
         recomputed = row.all - none.all
         assert (row.x - none.x, row.weights - none.weights) == (recomputed, recomputed)
         assert 0 <= recomputed <= row.forward == none.forward
@@ -24,10 +63,12 @@ def test_a_recompute_is_added_once_whatever_is_asked_for(name):
 
 def test_an_mlp_by_hand():
     """dx takes dh and dx; the weights dh and two of their own; `"full"` computes h again."""
-    assert FOUND["mlp", "none"][2:] == (2, 2, 3, 4)
-    assert FOUND["mlp", "full"][2:] == (2, 3, 4, 5)
+    assert ROWS["mlp", "none"] == (2, 2, 3, 4)
+    assert ROWS["mlp", "full"] == (2, 3, 4, 5)
 
 
-def test_the_page_shows_the_table():
-    page = Path(outside.ROOT, partial.PAGE).read_text()
-    assert f"{partial.BEGIN}\n{partial.table()}\n{partial.END}" in page
+def test_the_page_shows_the_counts():
+    lines = [
+        f"| `{name}` | `{mode}` | {' | '.join(f'{count:g}' for count in row)} |" for (name, mode), row in ROWS.items()
+    ]
+    assert "\n".join(lines) in (outside.ROOT / "docs/concepts/recompute-modes.md").read_text()

@@ -1,5 +1,6 @@
 """Figures that others published, and those of whole models, in results.csv and report.md."""
 
+import dataclasses
 import re
 
 import pytest
@@ -8,28 +9,19 @@ import torch
 from ckptkern.benchmarks import cases, measure, micro, published, report, run
 
 CPU = torch.device("cpu")
-ITEM = micro.item("linear_act", "cpu", features=8, tokens=4)
+CASE = micro.case("linear_act", "cpu", features=8, tokens=4)
 
 
-def test_published_figures_stand_beside_ours(bench, monkeypatch, tmp_path):
+def test_published_figures_stand_beside_ours(bench, tmp_path):
     """They are rows of the same case, which a resumed run keeps, and which a comparison and a calibration do not read."""
-    figure = measure.Row(
-        ITEM.name,
-        "published: Liger, H100",
-        "cpu",
-        "float32",
-        "published",
-        192.0,
-        peak_bytes=2**30,
-        source="where#1; setting",
-    )
-    monkeypatch.setattr(published, "rows", lambda item, kind: [figure])
+    figure = cases.Figure("published: Liger, H100", "where#1; setting", 192.0, 2**30)
+    case = dataclasses.replace(CASE, figures=[figure])
     results = tmp_path / "out" / "results.csv"
     for arguments in ((), ("--resume",), ("--resume", "--compare", str(results))):
-        status, rows, printed = bench(*arguments, case=ITEM.case)
+        status, rows, printed = bench(*arguments, case=case)
         assert status == 0
         assert {variant: row["status"] for variant, row in rows.items()} == dict.fromkeys(
-            cases.variants(ITEM.case), "ok"
+            cases.variants(case), "ok"
         ) | {figure.variant: "published"}
         assert (rows[figure.variant]["ms"], rows[figure.variant]["source"]) == ("192", figure.source)
     assert figure.variant not in printed
@@ -38,25 +30,26 @@ def test_published_figures_stand_beside_ours(bench, monkeypatch, tmp_path):
     assert re.search(r"\| eager \| 1.00 \|.*\|  \|\n", text)
 
 
-def test_published_figures_belong_to_sizes(tmp_path):
+def test_published_figures_belong_to_sizes():
     """On a GPU those of the case's own size; a CPU has the cases without, at sizes that take no time."""
-    found = {item.name: published.rows(item, "cuda") for item in published.items("cuda")}
+    found = {case.name: case.figures for case in published.cases_of("cuda")}
     assert all(found.values())
-    trl = {row.variant: row for row in found["linear_cross_entropy-V151936-mean-nobias/d4096x8192"]}
-    assert trl["published: Liger, H100"].ms == 192
-    assert trl["published: Liger, H100"].source == "huggingface/trl#7244; forward + backward"
-    assert [published.rows(item, "cuda") for item in cases.items("cuda")] == [[]] * len(cases.items("cuda"))
-    small = published.items("cpu")
-    assert [published.rows(item, "cpu") for item in small] == [[]] * len(small)
-    assert len({item.name for item in small}) == len(small)
+    assert len(found) == len(published.GROUPS)
+    figures = {one.variant: one for one in found["linear_cross_entropy-V151936-mean-nobias/d4096x8192"]}
+    liger = measure.row_of_figure("case", "cuda", figures["published: Liger, H100"])
+    assert (liger.ms, liger.peak_bytes) == (192, round(6.1 * 2**30))
+    assert liger.source == "huggingface/trl#7244; forward + backward"
+    small = published.cases_of("cpu")
+    assert not any(case.figures for case in small)
+    assert len({case.name for case in small}) == len(small)
 
 
-@pytest.mark.parametrize("item", published.items("cpu"), ids=lambda item: item.case.name)
-def test_ours_are_right_in_every_published_case(item):
-    made = item._replace(size=cases.Size(item.size.width, 24))
-    model, x, dy = cases.build(made, CPU)
-    checker = measure.Checker(made, model, x, dy)
-    makers = {name: make for name, make in cases.variants(made.case).items() if "ckptkern" in name or "tiled" in name}
+@pytest.mark.parametrize("group", published.GROUPS, ids=lambda group: group.op)
+def test_ours_are_right_in_every_published_case(group):
+    case = group.case("cpu", tokens=24)
+    model, x, dy = cases.build(case, CPU)
+    checker = measure.Checker(case, model, x, dy)
+    makers = {name: make for name, make in cases.variants(case).items() if "ckptkern" in name or "tiled" in name}
     for make in makers.values():
         assert checker.ratio(make(model, x))[0] <= 2
 

@@ -12,40 +12,28 @@ import pytest
 import torch
 from torch import nn
 
-import ckptkern
-from benchmarks.dev import trade
-from ckptkern.benchmarks import cases, forecast, measure, micro, models, report, run
+from ckptkern.benchmarks import cases, measure, micro, report, run, suite
+from ckptkern.tools import env
 
 CPU = torch.device("cpu")
-TINY = cases.Case(
-    "tiny",
-    lambda width: models.MLP(width, nn.GELU()),
-    lambda model, mode: (
-        lambda x: ckptkern.mlp(
-            x, model.fc1.weight, model.fc1.bias, model.fc2.weight, model.fc2.bias, "gelu", recompute=mode
-        )
-    ),
-    {"cpu": [cases.Size(16, 24)], "cuda": [cases.Size(16, 24)]},
-    priority=1,
-)
-ITEM = cases.Item(TINY, cases.Size(16, 24), 0)
+TINY = micro.case("mlp", "cpu", title="tiny", features=16, tokens=24)
 VARIANTS = cases.variants(TINY)
 
 
 def with_variants(**baselines):
-    return cases.Case(TINY.name, TINY.model, TINY.ours, TINY.sizes, TINY.priority, baselines=baselines)
+    return dataclasses.replace(TINY, baselines=baselines)
 
 
-def small(name):
-    """The case of this name at a size that takes no time: width 32, 2 heads of 16, 4 sequences of 50."""
-    case = next(case for case in cases.CASES if case.name == name)
-    return cases.Item(case, cases.Size(32, 200, 50), 0)
+def small(title):
+    """The case of this title at a size that takes no time: width 32, 2 heads of 16, 4 sequences of 50."""
+    row = next(row for row in suite.ROWS if row.title == title)
+    return row.at("cpu", (32, 200, 50) if len(row.sizes["cpu"][0]) == 3 else (32, 200))
 
 
-def rows_of(item, *variants, deadline=float("inf"), **more):
-    makers = {variant: make for variant, make in cases.variants(item.case).items() if variant in variants} | more
+def rows_of(case, *variants, deadline=float("inf"), **more):
+    makers = {variant: make for variant, make in cases.variants(case).items() if variant in variants} | more
     rows = {}
-    measure.measure(item, makers, CPU, lambda row: rows.update({row.variant: row}), rounds=1, deadline=deadline)
+    measure.measure(case, makers, CPU, lambda row: rows.update({row.variant: row}), rounds=1, deadline=deadline)
     return rows
 
 
@@ -67,7 +55,7 @@ def test_rows_for_every_variant_environment_and_report(bench, monkeypatch, tmp_p
     x = 24 * 4 * 16  # z and h are four times as wide
     saved = {variant.split()[-1]: int(row["saved_bytes"]) / x for variant, row in rows.items()}
     assert saved == saved | {"full": 1, "selective": 5, "none": 9, "eager": 9, "checkpoint": 1}
-    assert f"cases: 1, variants: {len(VARIANTS)}; about 1 s, the budget is 4 minutes" in printed
+    assert f"cases: 1, variants: {len(VARIANTS)}; the budget is 4 minutes" in printed
     assert re.search(r"  eager +ok +\S+ ms \(\S+ to \S+\), 1.00 of eager", printed)
 
     written = (tmp_path / "out" / "env.json").read_text()
@@ -91,22 +79,6 @@ def test_a_wide_spread_and_a_busy_machine_are_named(bench, monkeypatch, tmp_path
     assert "**Others run here.**" in text
     assert "- spread above 25%, so measure again on a quiet machine: ckptkern full\n" in text
     assert "| eager | 1.00 | 1.00 | 20% |" in text
-
-
-@pytest.mark.parametrize(
-    ("needed", "reason"),
-    [
-        ((2**60, 0.0, 0.0), "tiny/d16x24 needs at least 1073741824 GiB, but "),
-        ((0, 60.0, 600.0), "tiny/d16x24 needs about 10 minutes here, 60 s for a step of eager, and 4 minutes of"),
-    ],
-)
-def test_what_does_not_fit_is_not_run(bench, monkeypatch, tmp_path, needed, reason):
-    monkeypatch.setattr(forecast, "forecast", lambda *_: forecast.Forecast(*needed))
-    _, rows, printed = bench(case=TINY)
-    assert statuses(rows) == {"": "dropped"}
-    assert reason in rows[""]["note"]
-    assert reason in (tmp_path / "out" / "report.md").read_text()
-    assert "dropped, for the reasons in report.md: tiny/d16x24" in printed
 
 
 class Partial(torch.autograd.Function):
@@ -179,7 +151,7 @@ def test_a_variant_that_is_wrong_or_fails_is_not_timed_and_the_rest_goes_on(benc
 
 def test_ours_may_err_twice_as_much_as_eager_and_baselines_eight_times(monkeypatch):
     monkeypatch.setattr(measure, "error_ratio", lambda *_: (3.0, "x"))
-    assert statuses(rows_of(ITEM, *VARIANTS)) == {one: "wrong" if "ckptkern" in one else "ok" for one in VARIANTS}
+    assert statuses(rows_of(TINY, *VARIANTS)) == {one: "wrong" if "ckptkern" in one else "ok" for one in VARIANTS}
 
 
 def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(bench, monkeypatch, tmp_path):
@@ -191,23 +163,16 @@ def test_what_torch_compiles_is_measured_after_everything_else_and_eager_once(be
     assert len((tmp_path / "out" / "results.csv").read_text().splitlines()) == 1 + len(rows)
 
 
-def test_where_float64_does_not_fit_variants_are_checked_against_eager(bench, monkeypatch, tmp_path):
-    """Also where it raises; the row says so, and a wrong result is still wrong."""
-    wrong = {"wrong": lambda model, x: lambda x: model(x) * 1.01}
-    for needed in (forecast.Forecast(2**60, 0.0, 0.0, 2**60), None):
-        monkeypatch.setattr(forecast, "forecast", lambda *_, needed=needed: needed)
-        if needed is None:  # it fits, and raises
-            monkeypatch.setattr(measure.Checker, "_exact", raises)
-        status, rows, _ = bench(case=with_variants(**wrong))
-        assert status == 0
-        assert statuses(rows) == dict.fromkeys(VARIANTS, "ok") | {"wrong": "wrong"}
-        reason = "checked against eager: float64" + (
-            " needs 1073741824 GiB of " if needed else ": RuntimeError: no kernel"
-        )
-        for row in rows.values():
-            assert row["note"].startswith(reason), row["note"]
-            assert row["note"].endswith("of its norm from eager's, at most 0.00035")
-            assert row["error_ratio"] == ""
+def test_where_float64_raises_variants_are_checked_against_eager(bench, monkeypatch, tmp_path):
+    """The row says so, and a wrong result is still wrong."""
+    monkeypatch.setattr(measure.Checker, "_exact", raises)
+    status, rows, _ = bench(case=with_variants(wrong=lambda model, x: lambda x: model(x) * 1.01))
+    assert status == 0
+    assert statuses(rows) == dict.fromkeys(VARIANTS, "ok") | {"wrong": "wrong"}
+    for row in rows.values():
+        assert row["note"].startswith("checked against eager: float64: RuntimeError: no kernel"), row["note"]
+        assert row["note"].endswith("of its norm from eager's, at most 0.00035")
+        assert row["error_ratio"] == ""
     text = (tmp_path / "out" / "report.md").read_text()
     assert re.search("^- checked against eager", text, re.M)
 
@@ -234,7 +199,7 @@ def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(measure, "interleaved", lost)
-    rows = rows_of(ITEM, "eager", "ckptkern full")
+    rows = rows_of(TINY, "eager", "ckptkern full")
     assert statuses(rows) == dict.fromkeys(("eager", "ckptkern full"), "failed")
     assert {row.note for row in rows.values()} == {"RuntimeError: an illegal memory access was encountered"}
 
@@ -242,7 +207,7 @@ def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("headline", [False, True])
 def test_cases_have_names_and_the_most_important_come_first(device, headline):
-    names, priorities = zip(*((item.name, item.priority) for item in run.items(device, headline)), strict=True)
+    names, priorities = zip(*((case.name, case.priority) for case in suite.cases_of(device, headline)), strict=True)
     assert len(set(names)) == len(names)
     assert list(priorities) == sorted(priorities)
 
@@ -251,19 +216,19 @@ def test_cases_have_names_and_the_most_important_come_first(device, headline):
 def test_the_first_figures_have_every_op(device):
     """By the op that is called; two cases have other names than their ops."""
     named = {"attention": "attention_block", "gpt_layer": "transformer_layer", "llama_layer": "transformer_layer"}
-    names = [item.case.name.partition("-")[0] for item in run.items(device, headline=True)]
+    names = [re.split("[-/]", case.name)[0] for case in suite.cases_of(device, headline=True)]
     assert {named.get(name, name) for name in names} == micro.OPS.keys()
 
 
 def test_two_compilers_follow_the_first_figures_and_the_others_come_last():
-    items = [ITEM, ITEM._replace(size=cases.Size(16, 48), priority=9)]
-    jobs = run.jobs_of(items, cases.COMPILED, {("tiny/d16x48", "compile")})
-    assert [(item.name, list(makers)) for item, makers in jobs] == [
+    chosen = [dataclasses.replace(TINY, priority=0), dataclasses.replace(TINY, name="later", priority=9)]
+    jobs = run.jobs_of(chosen, cases.COMPILED, {("later", "compile")})
+    assert [(case.name, list(makers)) for case, makers in jobs] == [
         ("tiny/d16x24", [*VARIANTS]),
         ("tiny/d16x24", ["eager", *cases.FIRST_COMPILED]),
-        ("tiny/d16x48", [*VARIANTS]),
+        ("later", [*VARIANTS]),
         ("tiny/d16x24", ["eager", "compile + checkpoint", "compile, budget 0.5"]),
-        ("tiny/d16x48", ["eager", "compile + checkpoint", "compile, budget 0.5", "compile, budget 0"]),
+        ("later", ["eager", "compile + checkpoint", "compile, budget 0.5", "compile, budget 0"]),
     ]
 
 
@@ -306,7 +271,7 @@ def test_a_row_and_the_report_are_on_the_disk_before_the_run_ends(bench, tmp_pat
 
 
 def test_a_variant_that_comes_too_late_is_dropped_and_the_others_are_timed():
-    rows = rows_of(ITEM, *VARIANTS, deadline=0.0)
+    rows = rows_of(TINY, *VARIANTS, deadline=0.0)
     assert statuses(rows) == dict.fromkeys(VARIANTS, "dropped") | {"eager": "ok"}
     assert rows["eager"].ms > 0
 
@@ -318,7 +283,7 @@ def test_list_names_all_cases_and_variants(bench):
         "ckptkern selective", "compile, budget 0.5", "liger-kernel SwiGLU", "QuACK mlp_func", "flash-attn",
         "torch checkpoint, SDPA saved", "SDPA flash",
     )  # fmt: skip
-    names = [item.name for item in cases.items("cpu")]
+    names = [case.name for case in suite.cases_of("cpu")]
     assert [one for one in (*variants, *names) if one not in listed] == []
 
 
@@ -337,19 +302,18 @@ def test_arguments_that_match_nothing_say_so(bench, arguments, message):
 
 
 def test_patterns_choose_cases():
-    assert [item.case.name for item in run.select("^host/,^dropout", run.items("cpu"))] == ["dropout", "host"]
+    found = run.select("--cases", "^host/,^dropout", suite.cases_of("cpu"))
+    assert [case.name for case in found] == ["dropout/d256x1024", "host/d8x4"]
 
 
-@pytest.mark.parametrize(
-    "item", list({item.case.name: item for item in cases.items("cpu")}.values()), ids=lambda item: item.case.name
-)
-def test_ours_are_right_in_every_case(item):
+@pytest.mark.parametrize("title", [row.title for row in suite.ROWS])
+def test_ours_are_right_in_every_case(title):
     """Checks only correctness of the real cases, at a size that takes no time."""
-    made = item._replace(size=cases.Size(32, 200, 50 if item.size.length else None))
-    model, x, dy = cases.build(made, CPU)
-    checker = measure.Checker(made, model, x, dy)
-    for mode in item.case.modes:
-        assert checker.ratio(item.case.ours(model, mode))[0] <= 2
+    case = small(title)
+    model, x, dy = cases.build(case, CPU)
+    checker = measure.Checker(case, model, x, dy)
+    for mode in case.modes:
+        assert checker.ratio(case.ours(model, mode))[0] <= 2
 
 
 def test_a_checkpoint_that_saves_sdpas_results_saves_what_selective_does():
@@ -380,8 +344,8 @@ def test_flash_alone_is_missing_without_a_gpu():
 
 
 def test_dropout_that_keeps_too_much_is_wrong():
-    item = next(item for item in cases.items("cpu") if item.case.name == "dropout")
-    checker = measure.Checker(item, *cases.build(item, CPU))
+    case = micro.case("dropout", "cpu")
+    checker = measure.Checker(case, *cases.build(case, CPU))
     with pytest.raises(ValueError, match="keeps"):
         checker.ratio(lambda x: nn.functional.dropout(x, 0.1) * (0.9 / 0.875))
 
@@ -403,7 +367,7 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     monkeypatch.setenv("CKPTKERN_COMMIT", "abc")
     assert run.commit() == "abc"
     monkeypatch.delenv("CKPTKERN_COMMIT")
-    monkeypatch.setattr(run, "_answer", lambda *_: None)
+    monkeypatch.setattr(env, "answer", lambda *_: None)
     assert run.commit() == "unknown"
     assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
 
@@ -454,17 +418,6 @@ def test_runs_on_the_gpu(bench):
     assert float(rows["ckptkern full"]["graph_ms"]) > 0
 
 
-@pytest.mark.slow
-def test_trade_writes_its_table_and_figure(tmp_path):
-    """The figure of docs/concepts/segments.md: more regions save less, until their inputs outweigh the rest."""
-    arguments = f"--out {tmp_path} --device cpu --width 16 --rows 64 --rounds 1"
-    assert trade.main(arguments.split()) == 0
-    lines = (tmp_path / "segments.csv").read_text().splitlines()
-    saved = {row["segments"]: int(row["saved_bytes"]) for row in csv.DictReader(lines)}
-    assert saved["eager"] > saved["2"] > saved["4"] > saved["8"] > saved["every 1"] == trade.LAYERS * 64 * 16 * 4
-    assert (tmp_path / "segments.png").stat().st_size > 5000
-
-
 def test_report_without_matplotlib_says_how_to_get_it(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(report, "report", lambda folder: "text")
@@ -489,10 +442,10 @@ def test_what_does_not_end_ends_its_process():
 
 
 def test_a_lost_gpu_ends_the_run_and_the_next_leaves_out_what_it_was_lost_to(bench, monkeypatch):
-    def lost(item, makers, device, emit, *_):
-        emit(measure.Row(item.name, cases.EAGER, "cpu", "", ms=1.0))
+    def lost(case, makers, device, emit, *_):
+        emit(measure.Row(case.name, cases.EAGER, "cpu", "", ms=1.0))
         monkeypatch.setattr(torch.cuda, "synchronize", raises_on_cuda)
-        measure.raise_if_lost([measure.Row(item.name, "ckptkern none", "cpu", "", "failed", note="illegal")], emit)
+        measure.raise_if_lost([measure.Row(case.name, "ckptkern none", "cpu", "", "failed", note="illegal")], emit)
 
     def raises_on_cuda():
         raise RuntimeError("CUDA error")
@@ -513,7 +466,7 @@ def test_rows_of_other_cases_stay_in_a_resumed_run(bench, monkeypatch, tmp_path)
     """Also what failed there. Each row has the commit that it was measured at."""
     monkeypatch.setenv("CKPTKERN_COMMIT", "before")
     wrong = with_variants(ours=lambda model, x: lambda x: model(x) * 2)
-    bench(case=dataclasses.replace(wrong, name="other", baselines={"ckptkern wrong": wrong.baselines["ours"]}))
+    bench(case=dataclasses.replace(wrong, name="other/d16x24", baselines={"ckptkern wrong": wrong.baselines["ours"]}))
     monkeypatch.setenv("CKPTKERN_COMMIT", "after")
     bench("--resume", case=TINY)
     with open(tmp_path / "out" / "results.csv", newline="") as file:

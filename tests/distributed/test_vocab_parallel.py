@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import assert_same_within_rounding
+from support.catalog import OPS
 from support.interpreter import quicken
 from support.ranks import Ranks, on_ranks
 from support.timeline import Timeline
 
 import ckptkern
 from ckptkern.memory import saved_tensors
-from ckptkern.ops.catalog import OPS
 from ckptkern.ops.registration.functions import bodies_seen
 
 M, WIDTH, IGNORED = 21, 9, -100

@@ -129,14 +129,14 @@ OPS = [
     ),
     Fault(
         "attention: a norm before a gate gets no gradient through it",
-        "ckptkern/ops/attention/gradients.py",
+        "ckptkern/ops/attention/backward.py",
         'or «not {"x", *OF_NORM}.isdisjoint(inner)»',
         '"x" in inner',
         (cost("[attention_block"),),
     ),
     Fault(
         "attention: all three core gradients whatever is trained",
-        "ckptkern/ops/attention/gradients.py",
+        "ckptkern/ops/attention/backward.py",
         "return «bool(behind_q & inner), bool(inner - behind_q)»",
         "True, True",
         (cost("[attention_block"),),
@@ -331,7 +331,7 @@ OPS = [
     Fault(
         "dispatch: an op inside a checkpoint saves for itself",
         "ckptkern/ops/dispatch/choices.py",
-        'return «"none" if _inside_checkpoint(seen) else recompute»',
+        '            return recompute\n    return «"none"»',
         "recompute",
         ("tests/ops/test_op.py -k inside_a_checkpoint",),
     ),

@@ -137,8 +137,8 @@ STORAGE = [
     Fault(
         "compress: small elements become zeros",
         "ckptkern/storage/compress.py",
-        "codes[row : row + step] = «torch.where(code == 0, x.sign() * self.code.smallest, code)»",
-        "code",
+        "codes[row : row + step] = «torch.where(rounded == 0, x.sign() * code.smallest, rounded)»",
+        "rounded",
         ("tests/storage/test_compress.py",),
     ),
     Fault(
@@ -151,7 +151,7 @@ STORAGE = [
     Fault(
         "store: a changed tensor has the values of before",
         "ckptkern/storage/store.py",
-        "key = StorageWeakRef(tensor.untyped_storage()), «tensor._version,» around if any(around) else (), *place",
+        "key = StorageWeakRef(tensor.untyped_storage()), «tensor._version,» around if any(around) else (), *at",
         "",
         ("tests/storage/test_store.py",),
     ),

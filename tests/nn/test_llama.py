@@ -143,7 +143,7 @@ REFUSED = [  # a call of a module of each kind; messages of the op are tested wi
     (lambda kind: kind(12, 5), ValueError, "num_heads=5 must divide hidden_size=12"),
     (lambda kind: kind(E, 4)(torch.ones(B, T, E).long()), TypeError, "input must be floating point, not torch.int64"),
     (lambda kind: kind(E, 4)(torch.ones(E)), ValueError, r"input must be \[B, S, d\], .*, not \(12,\)"),
-    (lambda kind: kind(E, 4)(torch.ones(T, E)), ValueError, "head_dim must be even for rotary embedding"),
+    (lambda kind: kind(E, 4)(torch.ones(T, E)), ValueError, "head dim must be even for rotary embedding"),
 ]
 
 

@@ -1,7 +1,6 @@
 """nn.Sequential and LayerStack: when they measure, what they save, modes inside, and what they refuse. The strategies of
 Sequential are tested in tests/segments/test_sequential.py."""
 
-import importlib
 import itertools
 
 import pytest
@@ -11,6 +10,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern.nn import LayerStack, LlamaDecoderLayer
+from ckptkern.ops.attention.block import AttentionBlock
 from ckptkern.segments import sequential
 
 
@@ -108,9 +108,8 @@ def test_a_stack_saves_the_inputs_of_groups(mode, every):
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_in_a_stack_layers_keep_to_their_modes(mode, monkeypatch):
     """In a segment of one's own they do not: there they run at "none"."""
-    module = importlib.import_module("ckptkern.ops.transformer_layer")
-    sublayer, seen = module.any_sublayer, []
-    monkeypatch.setattr(module, "any_sublayer", lambda x, t, o: seen.append(o.recompute) or sublayer(x, t, o))
+    compute, seen = AttentionBlock.compute, []
+    monkeypatch.setattr(AttentionBlock, "compute", lambda x, t, o: seen.append(o.recompute) or compute(x, t, o))
     stack, x = LayerStack(llama(mode, 4)), torch.randn(B, S, D, requires_grad=True)
     stack(x).sum().backward()
     assert seen == [mode] * (4 + 2), "forward, and the first group again"

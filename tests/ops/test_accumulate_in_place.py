@@ -8,13 +8,13 @@ import re
 import pytest
 import torch
 from support.cases import assert_same, assert_same_within_rounding, gradients, output_gradient
+from support.catalog import Sizes
 from support.properties import OF_OPS, call_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.registration.functions import bodies_seen
 
 NN, BF16 = ckptkern.nn, torch.bfloat16

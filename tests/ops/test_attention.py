@@ -14,12 +14,12 @@ from support.cases import (
     gradients,
     output_gradient,
 )
+from support.catalog import Sizes
 from support.properties import call_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern.ops.attention import latent_sublayer, sublayer
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.registration.functions import bodies_seen
 
 QUERY, KEY = (2, 4, 7, 6), (2, 4, 5, 6)
@@ -144,10 +144,6 @@ REFUSED = {
     ),
     "slopes": (
         lambda: sdpa(NARROW, NARROW, NARROW, alibi_slopes=SLOPES), "the kernels form no gradient of alibi_slopes"
-    ),
-    "weights": (
-        lambda: ckptkern.nn.MultiheadAttention(8, 2)(ROWS, ROWS, ROWS)[1],
-        "the kernels do not return the weights: pass need_weights=False",
     ),
 }  # fmt: skip
 

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from support import catalog
 from support.cases import DTYPES, MODES, uninitialised_is_nan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.ops import catalog
 from ckptkern.ops.attention import arguments, latent_tensors, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
-from ckptkern.ops.attention.backward import AttentionSublayer, attention_sublayer_backward
+from ckptkern.ops.attention.block import AttentionBlock
 from ckptkern.ops.attention.groups import bytes_of_heads
-from ckptkern.ops.attention.sublayer import attention_sublayer, saves
 from ckptkern.ops.dispatch.choices import primitives
+from ckptkern.ops.transformer_layer import ATTENTION_ARGUMENTS
 
 GPUS = [(8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)]
 
@@ -55,6 +55,8 @@ CHOICES = {  # core: whose kernel it is on GPUS; one name: on all of them; "" is
     "a float32 mask": (cores(512, masks=(PADDING, PADDING.float())), ""),
     "a trained mask": (cores(512, masks=(PADDING.bfloat16().requires_grad_(),)), ""),
     "a mask of each head": (cores(512, masks=(PADDING.expand(2, 4, 1, 1),)), ""),
+    "a mask of each row of queries": (cores(512, masks=(PADDING.expand(2, 1, 512, 1), PADDING)), ""),
+    "float32, a mask of each row of queries": (cores(512, **FP32, masks=(PADDING[:1].expand(1, 1, 512, 1),)), ""),
     "causal, padding": (cores(512, **CAUSAL, masks=(PADDING,)), ""),
     "a window": (cores(1000, left=3, right=0), "flash"),
     "a window of both sides, heads of 128": (cores(1000, 128, left=3, right=3), "flash flash - flash flash flash"),
@@ -201,6 +203,13 @@ KERNELS = {  # its op; that of its gradients adds a word
 each_kernel = pytest.mark.parametrize("fused", KERNELS)
 
 
+def gathered(x, *given, recompute: str = "full", **options):
+    """The tensors and options of attention_block's arguments."""
+    names = ("qkv_weight", "qkv_bias", "out_weight", "out_bias", "num_heads", "num_kv_heads")
+    arguments = ATTENTION_ARGUMENTS.checked("test", "the arguments", dict(zip(names, given, strict=True)) | options)
+    return gather("test", x, training=True, recompute=recompute, workspace=None, **arguments)
+
+
 def backward_of(fused: str) -> str:
     return f"{KERNELS[fused].removesuffix('_forward')}_backward"
 
@@ -218,22 +227,22 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
         x = torch.empty(B, S, d, device="meta", dtype=torch.bfloat16)
         weights = [x.new_empty((H + 2 * kv_heads) * D, d), None, x.new_empty(d, d), x.new_empty(d)]
         with ckptkern.backend("eager"):
-            t, o = gather(
-                "test", x, *weights, H, kv_heads, is_causal=True, residual=True, recompute=mode,
+            t, o = gathered(
+                x, *weights, H, kv_heads, is_causal=True, recompute=mode,
                 rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
                 sinks=x.new_empty(H) if sinks else None,
             )  # fmt: skip
         o = o._replace(fused=fused)
         with Calls() as forward:
-            y, made = attention_sublayer(x, t, o)
-        _, promised = attention_sublayer(x, t, o._replace(fused=""))  # as fakes do
-        saved = {name: made[name] for name in saves(o)}
+            y, made = AttentionBlock.compute(x, t, o)
+        _, promised = AttentionBlock.compute(x, t, o._replace(fused=""))  # as fakes do
+        saved = {name: made[name] for name in AttentionBlock.saves(o)}
         for name, tensor in saved.items():
             kinds = [(one.shape, one.dtype, one.stride()) for one in (tensor, promised[name])]
             assert kinds[0] == kinds[1], name
         needs = sum(1 << i for i, tensor in enumerate((x, *t)) if tensor is not None)
         with Calls() as backward:
-            attention_sublayer_backward(torch.empty_like(y), AttentionSublayer(x, t, o), saved, needs)
+            AttentionBlock.gradients(torch.empty_like(y), x, t, o, saved, needs)
     assert [one.counts[KERNELS[fused]] for one in (forward, backward)] == [1, mode == "full"]
     assert [one.counts[backward_of(fused)] for one in (forward, backward)] == [0, 1]
     repeats = fused == "efficient" and kv_heads != H
@@ -250,7 +259,7 @@ def test_what_flash_attention_allocates_itself_is_counted(kv_heads, keys):
     x = torch.empty(2, 64, 256, device="meta", dtype=torch.bfloat16)
     weights = [x.new_empty(heads * 64, 256) for heads in (4, kv_heads, kv_heads)], None, x.new_empty(256, 256), None
     memory = x.new_empty(2, keys, 256)
-    t, o = gather("test", x, *weights, 4, kv_heads, key_value=memory, residual=True, recompute="full")
+    t, o = gathered(x, *weights, 4, kv_heads, key_value=memory, recompute="full")
     flash, cudnn = (bytes_of_heads(128, t, o._replace(backend="triton", fused=one)) for one in ("flash", "cudnn"))
     assert flash - cudnn == 4 * 256 * 128 + (2 * 2 * 256 * 2 * keys if kv_heads == 2 else 0)
 

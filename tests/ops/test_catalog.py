@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from support import catalog
 from support.cases import MODES
+from support.catalog import OPS, Entry, Sizes
 from support.outside import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
-from ckptkern.ops import catalog
-from ckptkern.ops.catalog import OPS, Entry, Sizes
 
 NO_OPS = {
     "ACTIVATIONS", "LoRA", "accumulate_in_place", "backend", "delay_weight_gradients", "split_backward", "workspace"

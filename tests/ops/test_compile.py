@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from support import catalog
 from support.cases import assert_same, assert_same_within_rounding, checkpointed, gradients, output_gradient, seeded
 from support.properties import Calls, call_of, dropping
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,7 +13,6 @@ from torch.func import grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 import ckptkern
-from ckptkern.ops import catalog
 from ckptkern.ops.dispatch import choices
 from ckptkern.ops.mlp.branch import MLPBranch
 from ckptkern.ops.registration.codec import values_of

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support import oracles
+from support import catalog, oracles
 from support.cases import (
     SAMPLES,
     assert_as_exact,
@@ -18,7 +18,6 @@ from support.cases import (
 
 import ckptkern
 from ckptkern.eager import distillation
-from ckptkern.ops import catalog
 
 LEAD, CLASSES, K = (5, 7), 300, 6
 each_beta = pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

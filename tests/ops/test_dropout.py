@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 from support.cases import MODES, SEED, expected_mask
+from support.catalog import Sizes
 from support.properties import OF_OPS, call_of
 
 import ckptkern
 from ckptkern import state
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.sublayer.dropout import replayed_dropout
 
 # Every probability of every op, alone, in every mode.

@@ -6,10 +6,10 @@ import re
 
 import pytest
 import torch
+from support import catalog
 
 from ckptkern import LoRA
 from ckptkern.errors import DeviceError, DtypeError, LayoutError, ShapeError
-from ckptkern.ops import catalog
 
 OPS = {entry.name: entry for entry in (*catalog.OPS.values(), *catalog.OTHER_OPS)}
 

@@ -11,11 +11,11 @@ from support.cases import (
     gradients,
     output_gradient,
 )
+from support.catalog import Sizes
 from support.properties import call_of, joined
 from support.wrappers import Logged
 
 import ckptkern
-from ckptkern.ops.catalog import Sizes
 
 E = Sizes().experts
 EVEN = call_of("moe_mlp", sizes=Sizes((40,), 16, 24))

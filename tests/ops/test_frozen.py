@@ -5,7 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
+from support import catalog
 from support.cases import checkpointed, gradients, seeded
+from support.catalog import Sizes
 from support.properties import OF_OPS, Case, call_of, outcome
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,8 +16,6 @@ import ckptkern
 from ckptkern import Frozen
 from ckptkern.frozen import kinds
 from ckptkern.memory import peak_memory, saved_tensors
-from ckptkern.ops import catalog
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices
 
 

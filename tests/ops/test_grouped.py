@@ -13,6 +13,7 @@ from support.cases import (
     gradients,
     output_gradient,
 )
+from support.catalog import Sizes, normal
 from support.properties import Case, call_of, joined
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,10 +22,8 @@ from triton.runtime.interpreter import InterpretedFunction
 import ckptkern
 from ckptkern import LoRA, eager, triton_kernels
 from ckptkern.memory import memory_timeline, peak_memory
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import grouped
-from ckptkern.ops.examples import normal
 
 BF16, CPU_LOOP = torch.bfloat16, F.grouped_mm
 

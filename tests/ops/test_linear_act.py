@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from support import oracles
 from support.cases import gradients
+from support.catalog import Sizes
 from support.properties import call_of
 
 import ckptkern
 from ckptkern.memory import saved_tensors
-from ckptkern.ops.catalog import Sizes
 
 
 @pytest.mark.parametrize("mode", range(3))

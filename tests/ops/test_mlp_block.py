@@ -3,11 +3,11 @@
 import pytest
 import torch
 from support.cases import Watch, output_gradient
+from support.catalog import Normal, Sizes
 from support.properties import call_of
 
 import ckptkern
 from ckptkern import LoRA
-from ckptkern.ops.catalog import Normal, Sizes
 
 
 @pytest.mark.parametrize("needs_x", [False, True])

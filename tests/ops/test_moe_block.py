@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support import oracles
+from support import catalog, oracles
 from support.cases import DTYPES, Tensors, assert_same_within_rounding, check_exactness, clone, gradients
+from support.catalog import Sizes
 from support.properties import TAILS, Case, call_of, joined, many, outcome
 
-from ckptkern.ops import catalog
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.moe.sublayer import MoESublayer
 
 E, D = 6, 24

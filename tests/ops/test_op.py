@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from support import catalog
 from support.cases import (
     Tensors,
     Watch,
@@ -22,7 +23,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ckptkern
 from ckptkern.memory import saved_tensors
-from ckptkern.ops import catalog
 
 BF16 = torch.bfloat16
 bf16_autocast = functools.partial(torch.autocast, "cpu", dtype=BF16)

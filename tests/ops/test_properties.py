@@ -7,6 +7,7 @@ classes and heads are taken in several chunks and groups, the last of which are 
 import pytest
 import torch
 from support.cases import assert_same, assert_same_within_rounding, uninitialised_is_nan
+from support.catalog import Entry, Sizes
 from support.properties import (
     ALL,
     HEADS,
@@ -30,7 +31,6 @@ from support.properties import (
 )
 
 import ckptkern
-from ckptkern.ops.catalog import Entry, Sizes
 from ckptkern.ops.cross_entropy.op import LinearCrossEntropy
 
 # What an op refuses to do together, as the catalogue's values of these options meet; for an option those that come after it.

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from support import catalog
 from support.cases import (
     Tensors,
     Watch,
@@ -19,6 +20,7 @@ from support.cases import (
     transposed,
     uninitialised_is_nan,
 )
+from support.catalog import Entry, Sizes
 from support.properties import (
     HEADS,
     OF_OPS,
@@ -38,8 +40,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern.memory import saved_tensors
-from ckptkern.ops import catalog
-from ckptkern.ops.catalog import Entry, Sizes
 
 # -- each input alone --------------------------------------------------------------------------------------------------
 

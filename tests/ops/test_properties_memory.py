@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
+from support import catalog
 from support.cases import Tensors, output_gradient
+from support.catalog import Entry, Sizes
 from support.properties import (
     HEADS,
     OF_OPS,
@@ -22,8 +24,6 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import ckptkern
 from ckptkern.memory import memory_timeline, peak_memory, saved_tensors
-from ckptkern.ops import catalog
-from ckptkern.ops.catalog import Entry, Sizes
 
 # -- what is saved -----------------------------------------------------------------------------------------------------
 # (elements in the compute dtype, other bytes) for each token, besides x and what is given, such as parameters and masks.

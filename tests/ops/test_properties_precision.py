@@ -15,6 +15,7 @@ from support.cases import (
     output_gradient,
     with_copies,
 )
+from support.catalog import Entry, Sizes
 from support.properties import (
     HEADS,
     OF_OPS,
@@ -28,8 +29,6 @@ from support.properties import (
     sizes_of,
     smallest_chunks,
 )
-
-from ckptkern.ops.catalog import Entry, Sizes
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 OF_LAYERS = [name for name in OF_OPS if name not in (*HEADS, "dropout")]

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import P
+from support.changes import CASES, TORCH, WAYS, built, gradient, nothing, sample, verdict
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import ckptkern
-from benchmarks.dev.recompute import CASES, WAYS, built, gradient, nothing, sample, verdict
 from ckptkern import checkpoint
 from ckptkern.segments.reachable import reachable_of
 from ckptkern.state import SegmentState
@@ -37,6 +37,21 @@ def test_a_recompute_sees_what_forward_saw(name, way):
         assert f"{IN_PLACE[name]}'" in str(found)
         return
     assert verdict(found, plain, gradient(case._replace(between=nothing), None)) == "right", found
+
+
+# What torch's non-reentrant checkpoint does where its gradients are not wrong: the table of docs/migration.md.
+TORCHS = {
+    "nothing": "right", "a submodule that is removed": "AttributeError", "requires_grad of parameters": "CheckpointError",
+    "sdpa_kernel": "CheckpointError", "set_default_dtype": "CheckpointError",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_torchs_recompute_sees(name):
+    case = CASES[name]
+    plain, unchanged = gradient(case, None), gradient(case._replace(between=nothing), None)
+    found = verdict(gradient(case, None, TORCH), plain, unchanged)
+    assert found == TORCHS[name] if name in TORCHS else found.endswith(" off"), found
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -19,7 +19,7 @@ from ckptkern.storage.offload import Flight, _Copy, _Lane
 @pytest.mark.slow
 def test_buffers_are_reused_and_nothing_is_left_behind():
     keep, module, x = offload(min_bytes=0), unfused(), torch.randn(40, 16)
-    kinds = torch.Tensor, store._View, store._Run, _Copy, Flight, store._Geometry
+    kinds = torch.Tensor, store._View, store._Run, _Copy, Flight
     gradients(module, x, keep)
     gc.collect()
     gc.disable()

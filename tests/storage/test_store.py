@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from support.stores import Fused, Save, gradients, made, through, unfused, watch
+from support.stores import Fused, Save, copies, gradients, made, through, unfused, watch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -34,8 +34,7 @@ MODULES = {
     "general": lambda: Checkpointed(ckptkern.checkpoint),
     "torch's checkpoint": lambda: Checkpointed(torch.utils.checkpoint.checkpoint),
 }
-EXACT = ["offload(min_bytes=0)", "compress('relu', min_bytes=0)"]
-EXACT += ["compress('relu', capacity=0.7, min_bytes=0, then=offload())"]
+EXACT = ["offload(min_bytes=0)", "copies(min_bytes=0)", "copies(min_bytes=0, then=offload())"]
 
 
 every_store = pytest.mark.parametrize("keep", EXACT)
@@ -209,7 +208,7 @@ def test_second_order_and_changes_in_place(keep):
 
     assert torch.autograd.gradgradcheck(saved, x)
     with made(keep):
-        relu = F.relu(x - 1)  # mostly zeros, so "relu" holds them
+        relu = F.relu(x - 1)
         square = relu.square().sum()
     assert torch.equal(relu.grad_fn._saved_result, relu)
     with torch.no_grad():
@@ -217,9 +216,8 @@ def test_second_order_and_changes_in_place(keep):
     assert torch.equal(torch.autograd.grad(square, x)[0], 2 * F.relu(x.detach() - 1))
 
 
-@pytest.mark.parametrize("keep", ["offload()", "compress('relu', capacity=0, min_bytes=0)"])
-def test_an_in_place_change_of_what_stayed_is_the_error_of_torch(keep):
-    with made(keep):
+def test_an_in_place_change_of_what_stayed_is_the_error_of_torch():
+    with offload():
         y = torch.randn(3, 4, requires_grad=True).exp()
         z = y.sum()
     y.detach().add_(1)
@@ -230,7 +228,7 @@ def test_an_in_place_change_of_what_stayed_is_the_error_of_torch(keep):
 
 
 def test_the_inner_context_counts_and_the_outer_comes_back():
-    outer, inner = offload(min_bytes=0), compress("relu", min_bytes=0)
+    outer, inner = offload(min_bytes=0), compress("int8", min_bytes=0)
     seen, also = watch(outer), watch(inner)
     x = torch.randn(5, requires_grad=True)
     with outer:
@@ -291,10 +289,9 @@ WRONG = {
     "offload(select=3)": (TypeError, "select must be a function of a tensor, not int"),
     "offload(exclude=[3])": (TypeError, "exclude must hold tensors, not int"),
     "offload(directory='/no/such')": (NotADirectoryError, "'/no/such' is not a directory"),
-    "compress('fp4')": (ValueError, "one of 'fp8', 'int8', 'relu', not 'fp4'"),
+    "compress('fp4')": (ValueError, "one of 'fp8', 'int8', not 'fp4'"),
     "compress('fp8', block=0)": (ValueError, "block must be an int of at least 1, not 0"),
-    "compress('relu', capacity=1.5)": (ValueError, "capacity must be a number between 0 and 1, not 1.5"),
-    "compress('relu', in_flight=-1)": (ValueError, "in_flight must be an int of at least 0, not -1"),
+    "offload(then=offload())": (TypeError, "unexpected keyword argument 'then'"),
     "compress('fp8', then=offload)": (TypeError, r"then must be a store such as offload\(\), not type"),
     "partition()": (RuntimeError, "partition: torch.distributed is not initialized"),
 }
@@ -314,7 +311,7 @@ def test_wrong_arguments(call):
 def test_on_a_gpu(side, then):
     keep = offload(min_bytes=0)
     if then:
-        keep = compress("relu", capacity=0.6, then=keep, min_bytes=0)
+        keep = copies(then=keep, min_bytes=0)
     module = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.ReLU())]).cuda()
     x = torch.randn(4096, 1024, device="cuda")
     expected = gradients(module, x, contextlib.nullcontext())
@@ -340,8 +337,7 @@ DEVICE_BYTES = {  # what 512 floats, half of them zeros, leave on the device
     "offload(min_bytes=10_000)": 2048,
     "compress('int8', min_bytes=0)": 512 + 512 // 128 * 4,
     "compress('int8', min_bytes=0, then=offload())": 0,
-    "compress('relu', min_bytes=0)": 512 // 8 + (256 + 1) * 4,
-    "compress('relu', capacity=0.1, min_bytes=0)": 2048,  # too few zeros
+    "copies(min_bytes=0)": 2048,
 }
 
 

@@ -17,7 +17,7 @@ from ckptkern.memory import saved_tensors
 from ckptkern.storage import compress, offload, partition
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's prototype of nested tensors
-EXACT = ["offload(min_bytes=0)", "offload()", "compress('relu', min_bytes=0, then=offload(min_bytes=0))"]
+EXACT = ["offload(min_bytes=0)", "offload()", "copies(min_bytes=0, then=offload(min_bytes=0))"]
 OFFSETS, LENGTHS = torch.tensor([0, 4, 7, 10]), torch.tensor([2, 3, 1])
 WIDTH = 16
 
@@ -129,7 +129,7 @@ def test_values_of_a_jagged_tensor_move_and_what_says_where_they_lie_stays():
     y.values().sum().backward()
 
 
-@pytest.mark.parametrize("made_of", ["offload(min_bytes=0)", "compress('relu', min_bytes=0)", "saved_tensors()"])
+@pytest.mark.parametrize("made_of", ["offload(min_bytes=0)", "copies(min_bytes=0)", "saved_tensors()"])
 def test_the_strided_layout_of_nested_tensors_stays(made_of):
     def run(context):
         torch.manual_seed(0)

@@ -16,18 +16,19 @@ from collections.abc import Callable, Iterable
 import torch
 import triton
 import triton.language as tl
+from support import catalog
+from support.catalog import ACROSS_RANKS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from benchmarks.codegen import cases, sass
-from benchmarks.codegen.compiling import compile_launch
-from benchmarks.model import rates, trace
+from benchmarks.codegen.compiling import catch_launches, compile_launch
+from benchmarks.dev import trace
 from ckptkern import triton_kernels
 from ckptkern.eager import AttentionCore
-from ckptkern.ops import backend, catalog
-from ckptkern.ops.catalog import ACROSS_RANKS
-from ckptkern.tools import compiling
+from ckptkern.ops import backend
+from ckptkern.tools.compiling import instead_of_launches
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.tile import Tile
 
@@ -98,7 +99,7 @@ def specializations(call, arch: int) -> set[str]:
     """What Triton's launch cache would tell apart in the launches of `call`."""
     backend = make_backend(GPUTarget("cuda", arch, 32))
     keys = set()
-    for kernel, args, kwargs in compiling.catch_launches(call, arch):
+    for kernel, args, kwargs in catch_launches(call, arch):
         binder = create_function_from_signature(kernel.signature, kernel.params, backend)
         _, specialization, options = binder(*args, **kwargs, debug=False)
         keys.add(f"{kernel.fn.__name__} {specialization} {options}")
@@ -205,7 +206,7 @@ def options() -> list[str]:
     gated, missing = set(), {}
     for case in cases.all_cases():
         if (case.arch, case.dtype) == (90, "bfloat16"):
-            gated |= forms(compiling.catch_launches(case.launch, 90))
+            gated |= forms(catch_launches(case.launch, 90))
     for entry in (one for one in catalog.OPS.values() if one.op.kernels):
         sizes = catalog.Sizes((2, 64), 64, 128, 64)
         chosen = {"": {}} | {
@@ -215,7 +216,7 @@ def options() -> list[str]:
             arguments = entry.inputs(sizes) | ({"recompute": mode} if mode else {}) | more
             shapes, caught = catalog.input_shapes(arguments), []
             leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
-            with trace.as_on(rates.GPUS["h200"]), backend("triton"), compiling.instead_of_launches(
+            with trace.as_on(90), backend("triton"), instead_of_launches(
                 lambda kernel, grid, args, kwargs, caught=caught: caught.append((kernel, args, kwargs)), 90
             ):  # fmt: skip
                 found = catalog.call(entry, arguments, leaves)
@@ -232,7 +233,7 @@ def uneven() -> dict[str, list[str]]:
     def tiles(**options) -> dict[str, dict]:
         found = {}
         for name, arch in itertools.product(matmuls, cases.ARCHS):
-            (_, _, arguments), *_ = compiling.catch_launches(launches(**options)[name], arch)
+            (_, _, arguments), *_ = catch_launches(launches(**options)[name], arch)
             found[f"{name} on sm_{arch}"] = {key: arguments.get(key) for key in sass.TILE_KEYS}
         return found
 
@@ -254,7 +255,7 @@ def maxima() -> dict[str, list[str]]:
     }
     kinds = {}
     for name, call in calls.items():
-        (launch,) = compiling.catch_launches(call, 90)
+        (launch,) = catch_launches(call, 90)
         kinds[name] = sorted(set(re.findall(r"\bmax\S*", compile_launch(*launch, 90).ptx)))
     return kinds
 
@@ -270,7 +271,7 @@ class Hopper:
 def launched() -> dict[str, list]:
     """fences, wgmmas, bytes: in a launch's PTX, and of its cubin, after the emulator asked for the PTX alone."""
     triton.runtime.driver.set_active(Hopper())
-    matmuls = [caught for caught in compiling.catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
+    matmuls = [caught for caught in catch_launches(act_grad, 90) if "BLOCK_K" in caught[2]]
     for kernel, args, kwargs in matmuls:
         compile_launch(kernel, args, kwargs, 90)
     compiled = [kernel.run(*args, grid=(1,), warmup=True, **kwargs) for kernel, args, kwargs in matmuls]

@@ -9,16 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import oracles
+from support import catalog, oracles
 from support.cases import SEED, Tensors, every_other, output_gradient
+from support.catalog import HEAD_DIM, IN_TORCH_OPS, OPS, OTHER_OPS, Entry, P, Sizes, gain, normal
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ckptkern import LoRA
-from ckptkern.ops import catalog
-from ckptkern.ops.catalog import HEAD_DIM, IN_TORCH_OPS, OPS, OTHER_OPS, Entry, Sizes
-from ckptkern.ops.examples import P, gain, normal
 
 OF_OPS = {entry.name: entry for entry in (*OPS.values(), *OTHER_OPS)}
 ALL = OF_OPS | {entry.name: entry for entry in IN_TORCH_OPS}

@@ -5,6 +5,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern import storage
+from ckptkern.storage.store import Chained
 
 
 class Save(torch.autograd.Function):
@@ -49,7 +50,21 @@ def gradients(module, x, keep):
 
 def made(call):
     """The store that a text makes: "offload(min_bytes=0)"."""
-    return eval(call, {name: getattr(storage, name) for name in ("compress", "offload", "partition")})
+    names = {name: getattr(storage, name) for name in ("compress", "offload", "partition")}
+    return eval(call, names | {"copies": copies})
+
+
+class copies(Chained):
+    """Stores a copy, bit for bit: an exact store on the device, and an exact one in a chain."""
+
+    def put(self, flat):
+        return self._then.put(flat.clone())
+
+    def get(self, saved):
+        return self._then.get(saved)
+
+    def resident(self, saved):
+        return self._then.resident(saved)
 
 
 class Fused(nn.Module):

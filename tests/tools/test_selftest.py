@@ -50,7 +50,7 @@ def test_on_a_gpu_what_runs_by_default_is_checked_too(monkeypatch):
     for name in ("check_masks", "check_dropout", "check_op"):
         monkeypatch.setattr(selftest, name, lambda *arguments, name=name: ran.append((name, *arguments[-2:])) or [])
     for check in selftest.checks():
-        list(check())
+        list(check)
     of_ops = [one[1:] for one in ran if one[0] == "check_op"]
     assert of_ops.count(("cuda", "auto")) == of_ops.count(("cuda", "triton")) == len(of_ops) / 2 > 0
     assert ran.count(("check_dropout", "cuda", "triton")) == 1
@@ -66,6 +66,7 @@ def wrong_gradient(monkeypatch):
 def check_that_raises(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel")
+        yield
 
     monkeypatch.setattr(selftest, "check_dropout", broken)
 

@@ -2,23 +2,26 @@
 takes forward's."""
 
 import itertools
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import P, check_exactness, expected_mask, output_gradient
+from support.catalog import Sizes
 from support.properties import OF_OPS, Case, joined
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ckptkern
-from benchmarks.dev import routes
-from benchmarks.model import trace
+from benchmarks.dev import trace
 from ckptkern import eager, triton_kernels
-from ckptkern.ops.catalog import Sizes
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.mlp import branch as mlp_branch
 from ckptkern.ops.registration import gradients as _gradients
+from ckptkern.tools.compiling import instead_of_launches
 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 
@@ -95,6 +98,29 @@ def test_a_compiled_graph_follows_the_implementation(device):
         assert spy.called == (impl == "library")
 
 
+class Allocated(TorchDispatchMode):
+    """Bytes of the storages that ops inside make: now, and at most."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.known, self.now, self.peak = {t.untyped_storage()._cdata for t in before}, 0, 0
+
+    def freed(self, address, size):
+        self.known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known:
+                address, size = storage._cdata, storage.nbytes()
+                self.known.add(address)
+                self.now += size
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.freed, address, size)
+        return out
+
+
 @pytest.mark.parametrize("drops", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize(("name", "hidden"), [("mlp", 2), ("gated_mlp", 3)])
@@ -106,7 +132,7 @@ def test_workspace_bounds_the_library_too(name, hidden, mode, drops):
     with mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy, ckptkern.backend("auto"):
         made = case.make(torch.bfloat16, "cpu")
         leaves = {name: torch.empty_like(one, device="meta", requires_grad=True) for name, one in made.items()}
-        with trace.as_on(routes.gpu_of(120), kernels=False), trace._Allocated(leaves.values()) as allocated:
+        with trace.as_on(120), instead_of_launches(lambda *_: None, 120), Allocated(leaves.values()) as allocated:
             y = case(leaves, workspace=rows, activation="gelu")
             dy, saved = torch.empty_like(y), allocated.now
             allocated.peak = 0
@@ -178,7 +204,7 @@ def test_libraries_run_what_nobody_measured():
         key
         for key in itertools.product(
             ("linear_act", "mlp", "gated_mlp", "linear_stack", "moe_mlp"), CAPABILITIES, (BF16, FP16, FP32),
-            range(len(_impls.SIZES)),
+            _impls.SIZES,
         )
         if _impls.default_impl(*key) != "library"
     }  # fmt: skip
@@ -188,8 +214,11 @@ def test_libraries_run_what_nobody_measured():
 
 
 def test_classes_of_sizes():
-    assert [_impls.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)] == [0, 0, 1, 2, 5, 5]
-    assert [_impls.size_text(place) for place in (0, 5)] == ["up to 256 features", "more than 4096 features"]
+    assert [_impls.size_class(n) for n in (0, 256, 257, 1024, 4097, 2**40)] == [256, 256, 512, 1024, 2**62, 2**62]
+    assert [_impls.size_text(_impls.SIZES[place]) for place in (0, 5)] == [
+        "up to 256 features",
+        "more than 4096 features",
+    ]
     with pytest.raises(ValueError, match="wanted at most 4611686018427387904 features"):
         _impls.size_class(2**62 + 1)
 
@@ -214,7 +243,7 @@ def test_a_backend_that_is_asked_for_takes_no_library(backend):
 
 def test_a_tuned_table_overrules(monkeypatch):
     """In its op, dtype and class of sizes alone."""
-    rows = {("mlp", "bfloat16", 2): "triton", ("moe_mlp", "float16", 1): "library"}
+    rows = {("mlp", "bfloat16", 1024): {"impl": "triton"}, ("moe_mlp", "float16", 512): {"impl": "library"}}
     monkeypatch.setattr(_choices._tuned, "table", lambda *device: rows)
     assert chosen("mlp", (9, 0), 1024) == chosen("mlp", (12, 0), 513) == "triton"
     assert (

@@ -3,11 +3,11 @@ tests/tools/test_selftest.py; with each option, on the interpreter: tests/ops/te
 
 import pytest
 import torch
+from support import catalog
 from support.cases import Watch
 from support.kernel_cases import assert_equal
 
 import ckptkern
-from ckptkern.ops import catalog
 
 P, SEED = 0.3, 17
 CHUNKED = ("linear_act", "linear_stack", "mlp", "gated_mlp")

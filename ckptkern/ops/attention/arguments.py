@@ -129,12 +129,6 @@ def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int,
     return H, H_kv
 
 
-def check_output(op: str, x: Tensor, out_weight, out_bias, features: int, residual: bool) -> None:
-    check_weight(op, "out_weight", out_weight, out_bias, x, features, "core attention")
-    if residual and out_weight.shape[0] != x.shape[-1]:
-        raise ShapeError(f"{op}: residual needs out_weight with {x.shape[-1]} rows, but it has {out_weight.shape[0]}")
-
-
 def check_lora(op: str, x: Tensor, key_value, lora, weights: Sequence[Tensor], out_weight: Tensor):
     """Low-rank updates as tensors by field and numbers."""
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
@@ -242,13 +236,12 @@ def check_hidden(
 
 
 def gather(
-    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
-    qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
-    mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, softcap=None, sinks=None, gate_weight=None, gate_bias=None, gate_in_query=False, dropout_p=0.0, lora=None,
-    residual=False, training=True, recompute="selective", workspace=None, **others,
+    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, *, key_value, qkv_layout, qk_norm, qk_norm_kind,
+    qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask, mask_is_exclusion, key_padding_mask, window_size,
+    alibi_slopes, cu_seqlens, max_seqlen, scale, softcap, sinks, gate_weight, gate_bias, gate_in_query, dropout_p, lora,
+    residual, training, recompute, workspace, **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
-    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
+    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
     check_whole_sequence(op, takes_parts=True)
     check_mode(op, recompute)
     check_probability(op, dropout_p)
@@ -272,9 +265,9 @@ def gather(
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
     check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
     check_sinks(op, sinks, x, H)
-    check_output(op, x, out_weight, out_bias, H * D, residual)
+    check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
     lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, weights, out_weight)
-    tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
+    tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)

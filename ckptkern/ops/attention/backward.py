@@ -12,11 +12,29 @@ from ..registration.gradients import PartGrads, WeightGrad, add_matmul
 from ..registration.late import arrived, is_late
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
-from ..sublayer.residual import reads_branch
+from ..sublayer.residual import OF_NORM
 from .core import attention_grads, sink_gradient
-from .gradients import behind_core, core_needs, gate_needs, reads_core
+from .core_sublayer import add_part, reads_core
 from .sublayer import AttentionForward
 from .tensors import AttentionTensors, Projection, in_group, out_projection, over_all_heads, projected_shape
+
+
+def gate_needs(inner: Collection[str], t: AttentionTensors) -> bool:
+    """Does one of the gradients of `inner` have a part from the gate?"""
+    of_gate = {"wg", "bg"} if t.wg is not None else {"wq", "bq", *names_of("q")}
+    return not of_gate.isdisjoint(inner) or not {"x", *OF_NORM}.isdisjoint(inner)
+
+
+def core_needs(inner: Collection[str], t: AttentionTensors) -> tuple[bool, bool]:
+    """(need dq, need dk and dv) for the gradients of `inner`."""
+    inner = set(inner) - {"mask", "sinks", "wg", "bg"}
+    behind_q, of_q = {"q_norm", "q_norm_bias"}, {"wq", "bq", *names_of("q")}
+    packed, read_by_q = of_q if t.wk is None else set(), {"x", *OF_NORM}
+    behind_both = packed if t.key_value is not None else packed | read_by_q
+    behind_q |= (of_q | read_by_q) - behind_both
+    if behind_both & inner:
+        return True, True
+    return bool(behind_q & inner), bool(inner - behind_q)
 
 
 class AttentionSublayer(AttentionForward):
@@ -124,7 +142,7 @@ class AttentionSublayer(AttentionForward):
             dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
         )  # fmt: skip
         if dmask is not None:
-            self.add_part("mask", dmask, 1, grads)
+            add_part("mask", dmask, 1, grads, self.index, self.count)
         if buffer:
             return list(buffer[1]), buffer
         return [None if grad is None else grad.transpose(1, 2) for grad in made], None
@@ -147,7 +165,7 @@ class AttentionSublayer(AttentionForward):
             if is_formed and self.rotates():
                 made[i], *of_norm = self.rotation_backward(made[i], raw[i], name, places[i], inner)
                 for field, grad in zip((name, f"{name}_bias"), of_norm, strict=True):
-                    self.add_part(field, grad, 0, grads)
+                    add_part(field, grad, 0, grads, self.index, self.count)
         if not buffer:
             ds = [None if grad is None else self.in_rows(grad) for grad in made]
             return ds if self.t.wg is None else [*ds, None if dgate is None else dgate.flatten(0, 1).flatten(1)]
@@ -163,15 +181,6 @@ class AttentionSublayer(AttentionForward):
             by_kv_head = self.in_samples(self.parts(dqkv)[0][1]).unflatten(-1, (H_kv, group + 2, self.D))
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return [d for _, d in self.parts(dqkv)]
-
-    def add_part(self, name: str, grad: Tensor | None, dim: int, grads: PartGrads) -> None:
-        """The gradient of a parameter with entries for each head along `dim`, or else shared by all heads."""
-        whole = getattr(grads.t, name)
-        if grad is None or self.count == 1 or whole.dim() <= 1 or whole.shape[dim] == 1:
-            grads.add(name, grad)
-        else:
-            first = self.index * grad.shape[dim]
-            grads.put(name, grad, (slice(None),) * dim + (slice(first, first + grad.shape[dim]),))
 
     def add_projection_gradients(
         self, ds: list[Tensor | None], h: Tensor | None, need: Collection[str], grads: PartGrads,
@@ -208,7 +217,7 @@ class AttentionSublayer(AttentionForward):
         """
         t, o = self.t, self.o
         out, lse, qkv = (saved.get(name) for name in ("out", "lse", "qkv"))
-        inner = behind_core(need, o)
+        inner = self.behind_core(need)
         recomputed, gate = out is None and (bool(inner) or reads_core(need)), None
         if inner or recomputed:
             raw, gate = self.raw(h, whole, qkv)
@@ -242,35 +251,21 @@ class AttentionSublayer(AttentionForward):
             raw = made = buffer = dgate = None
             self.add_projection_gradients(ds, h, need, grads, totals)
 
-
-def attention_sublayer_backward(
-    dy: Tensor, sublayer: AttentionSublayer, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
-) -> dict[str, Tensor | None]:
-    """Gradients by name ("x" and AttentionTensors' fields) from dy [tokens, d]; what is not among the saved is recomputed.
-
-    sublayer: shares copies. f: the branch's result, if it is at hand.
-    """
-    t, o, need = sublayer.t, sublayer.o, needed_names(AttentionTensors, needs)
-    inner, reads = behind_core(need, o), reads_branch(o, need)
-    if reads and f is None:
-        if (
-            saved.get("out") is None
-        ):  # what a norm after the branch read comes before the gradient that delta is made of
-            saved = sublayer.attend(save_raw=sublayer.group_count == 1)
-        f = sublayer.branch(saved)
-    dy, df, grads = sublayer.branch_gradients(dy, f, need)
-    f = None
-    recomputes = reads_core(need) and (saved.get("out") is None or (sublayer.gated and saved.get("qkv") is None))
-    h = sublayer.held_inputs() if inner or recomputes else None
-    parts, totals = PartGrads(t, sublayer.group_count * len(sublayer.division.chunks)), {False: None, True: None}
-    du = sublayer.inner_gradient(out_projection(t), df, need, bool(inner))
-    for group in sublayer.groups():
-        group.add_gradients(sublayer, h, df, du, saved, need, parts, totals)
-    h = df = None
-    grads |= parts.results()
-    dh, dkey_value = totals.values()
-    if dkey_value is not None:
-        grads["key_value"] = dkey_value.view(t.key_value.shape)
-    if dh is not None:
-        grads |= sublayer.input_gradients(dh.to(o.dtype), dy, need)
-    return sublayer.finished(grads, need)
+    def backward(self, dy, saved, needs, f=None):
+        t, o, need = self.t, self.o, needed_names(AttentionTensors, needs)
+        dy, df, grads, saved = self.around_branch(dy, saved, need, f)
+        f, inner = None, self.behind_core(need)
+        recomputes = reads_core(need) and (saved.get("out") is None or (self.gated and saved.get("qkv") is None))
+        h = self.held_inputs() if inner or recomputes else None
+        parts, totals = PartGrads(t, self.group_count * len(self.division.chunks)), {False: None, True: None}
+        du = self.inner_gradient(out_projection(t), df, need, bool(inner))
+        for group in self.groups():
+            group.add_gradients(self, h, df, du, saved, need, parts, totals)
+        h = df = None
+        grads |= parts.results()
+        dh, dkey_value = totals.values()
+        if dkey_value is not None:
+            grads["key_value"] = dkey_value.view(t.key_value.shape)
+        if dh is not None:
+            grads |= self.input_gradients(dh.to(o.dtype), dy, need)
+        return self.finished(grads, need)

@@ -10,40 +10,21 @@ from torch import Tensor
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .backward import AttentionSublayer, attention_sublayer_backward
+from .backward import AttentionSublayer
+from .core_sublayer import CoreOp, constants_of
 from .reference import attention_reference
-from .sublayer import attention_sublayer, saves
-from .tensors import CONSTANTS, AttentionOptions, AttentionTensors
+from .tensors import AttentionOptions, AttentionTensors
 
 
-class AttentionBlock(Op):
+class AttentionBlock(CoreOp):
     name = "attention_block"
-    Options = AttentionOptions
-    constants = CONSTANTS
-    saves = staticmethod(saves)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, saved = attention_sublayer(x, AttentionTensors(*others), o)
-        return unflattened(y, x), saved
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        sublayer = AttentionSublayer(x, AttentionTensors(*others), o, shares=True)
-        return in_order(attention_sublayer_backward(rows_2d(dy), sublayer, saved, needs), AttentionTensors, needs)
-
-    @staticmethod
-    def reference(tensors, o):
-        x, *others = tensors
-        return attention_reference(x, AttentionTensors(*others), o)
+    Tensors, Options, Sublayer = AttentionTensors, AttentionOptions, AttentionSublayer
+    constants = constants_of(AttentionTensors)
+    projected = ("qkv",)
+    in_torch_ops = staticmethod(attention_reference)
 
 
 _apply = build(AttentionBlock)

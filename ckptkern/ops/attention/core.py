@@ -148,8 +148,8 @@ def fused_core(
 
     precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
     slopes, dropout, softcap, not sinks. The backend's kernel runs
-    - if any of the others is not None, or a mask is trained, has several heads, of which a copy for torch's kernel moves more
-      bytes than the core, or is a float of another dtype, which the backend's kernel adds in float32;
+    - if any of the others is not None, or a mask is trained, has several heads or rows of queries, of which torch's kernel
+      reads a copy that no workspace counts, or is a float of another dtype, which the backend's kernel adds in float32;
     - with a scale that is not positive (torch's kernel on a CPU hides a score by -inf before it scales it);
     - under deterministic algorithms, under backend("triton"), and if torch.backends.cuda disables torch's kernels;
     - in float32 unless the precision is known to be "ieee";
@@ -173,7 +173,8 @@ def fused_core(
         not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16, torch.float32)
         or (dtype == torch.float32 and precision != "ieee")
         or not head_dim or any(other is not None for other in others)
-        or any(m.requires_grad or m.dtype not in (torch.bool, dtype) or (m.dim() == 4 and m.shape[1] != 1) for m in masks)
+        or any(m.requires_grad or m.dtype not in (torch.bool, dtype) for m in masks)
+        or any(m.dim() == 4 and (m.shape[1] != 1 or m.shape[2] != 1) for m in masks)
         or not scale > 0 or (bounded and not packed and Sq != Sk)
         or 0 in (*q_shape, *k_shape) or 1 in (Sq, Sk) or (packed and cu.shape[0] < 2)
         or torch.are_deterministic_algorithms_enabled()

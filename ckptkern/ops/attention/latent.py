@@ -7,43 +7,19 @@ from torch import Tensor
 
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.residual import drawn
+from .core_sublayer import CoreOp, constants_of
 from .latent_arguments import gather_latent
-from .latent_sublayer import (
-    LatentSublayer,
-    latent_reference,
-    latent_saves,
-    latent_sublayer,
-    latent_sublayer_backward,
-)
-from .latent_tensors import LATENT_CONSTANTS, LatentOptions, LatentTensors
+from .latent_sublayer import LatentSublayer, latent_reference
+from .latent_tensors import LatentOptions, LatentTensors
 
 
-class LatentAttentionBlock(Op):
+class LatentAttentionBlock(CoreOp):
     name = "latent_attention_block"
-    Options = LatentOptions
-    constants = LATENT_CONSTANTS
-    saves = staticmethod(latent_saves)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, saved = latent_sublayer(x, LatentTensors(*others), o)
-        return unflattened(y, x), saved
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        sublayer = LatentSublayer(x, LatentTensors(*others), o, shares=True)
-        return in_order(latent_sublayer_backward(rows_2d(dy), sublayer, saved, needs), LatentTensors, needs)
-
-    @staticmethod
-    def reference(tensors, o):
-        x, *others = tensors
-        return latent_reference(x, LatentTensors(*others), o)
+    Tensors, Options, Sublayer = LatentTensors, LatentOptions, LatentSublayer
+    constants = constants_of(LatentTensors)
+    projected = ("latents", "q", "kv")
+    in_torch_ops = staticmethod(latent_reference)
 
 
 _apply = build(LatentAttentionBlock)

@@ -23,7 +23,7 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from ..sublayer.residual import around, check_norm
-from .arguments import check_hidden, check_output
+from .arguments import check_hidden
 from .core import check_softcap, check_whole_sequence, fused_core
 from .latent_tensors import LatentOptions, LatentSizes, LatentTensors
 from .rotary import check_rotary
@@ -60,13 +60,13 @@ def check_latents(
 
 
 def gather_latent(
-    op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, *, q_bias=None, q_a_weight=None, q_a_bias=None,
-    q_a_norm_weight=None, kv_a_bias=None, kv_a_norm_weight=None, kv_b_bias=None, out_bias=None, latent_norm_eps=1e-6,
-    rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None, mask_is_exclusion=False, key_padding_mask=None,
-    window_size=None, scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, recompute="selective",
-    workspace=None, **others,
+    op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, *, q_bias, q_a_weight, q_a_bias, q_a_norm_weight,
+    kv_a_bias, kv_a_norm_weight, kv_b_bias, out_bias, latent_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask,
+    mask_is_exclusion, key_padding_mask, window_size, scale, softcap, dropout_p, residual, training, recompute, workspace,
+    **others,
 ) -> tuple[LatentTensors, LatentOptions]:  # fmt: skip
-    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
+    """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
+    options."""
     check_whole_sequence(op)
     check_mode(op, recompute)
     check_probability(op, dropout_p)
@@ -86,8 +86,8 @@ def gather_latent(
         op, x, H, (q_a_weight, q_a_bias, q_a_norm_weight), (q_weight, q_bias, None), (kv_a_weight, kv_a_bias, kv_a_norm_weight),
         (kv_b_weight, kv_b_bias, None), out_weight,
     )  # fmt: skip
-    check_output(op, x, out_weight, out_bias, H * sizes.v, residual)
-    tensors, options = around(op, x, out_weight.shape[0], residual=residual, **others)
+    check_weight(op, "out_weight", out_weight, out_bias, x, H * sizes.v, "core attention")
+    tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, sizes.rope)
     mask, padding, left, right = check_hidden(op, x, H, S, attn_mask, key_padding_mask, window_size, is_causal)
     dtype = compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight)

@@ -15,9 +15,9 @@ from ... import eager
 from ..registration.gradients import PartGrads, add_matmul
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
-from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_norm, reference_output
+from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .core import attend, attention_grads
-from .gradients import behind_core, reads_core
+from .core_sublayer import CoreSublayer, add_part, reads_core
 from .latent_tensors import (
     LatentGroup,
     LatentOptions,
@@ -54,12 +54,8 @@ class LatentNeeds(NamedTuple):
     dkv: bool
 
 
-class LatentSublayer(Sublayer):
+class LatentSublayer(CoreSublayer):
     """What the sublayer computes, for one input: every quantity once, from x and what was saved."""
-
-    def __init__(self, x: Tensor, t: LatentTensors, o: LatentOptions, *, shares: bool = False):
-        super().__init__(x, t, o, shares=shares)
-        self.B, self.S = batch_and_rows(x)
 
     @functools.cached_property
     def sizes(self) -> LatentSizes:
@@ -201,11 +197,27 @@ class LatentSublayer(Sublayer):
         f = eager.linear(self.out_rows(saved["out"]), self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         return self.drop(f)
 
-    def out_rows(self, heads: Tensor) -> Tensor:
-        """[B, H, S, N] -> [tokens, H N], a view if memory is [B, S, H, N]."""
-        return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
-
     # -- backward
+
+    def backward(self, dy, saved, needs, f=None):
+        need = needed_names(LatentTensors, needs)
+        dy, df, grads, saved = self.around_branch(dy, saved, need, f)
+        f, inner = None, self.behind_core(need)
+        wants, parts = self.needs_of(inner, need), PartGrads(self.t, self.group_count)
+        totals: dict[str, Tensor | None] = {"q": None, "kv": None, "rope": None}
+        reads = inner or (saved.get("out") is None and reads_core(need))
+        latents = self.latents(saved.get("latents")) if reads else None
+        for group in self.groups():
+            self.add_gradients(group, latents, df, saved, need, wants, inner, parts, totals)
+        saved = df = None
+        raw = latents.raw if latents is not None else None
+        latents = dh = None
+        if wants.q_latent or wants.kv_latent:
+            dh = self.add_latent_gradients(raw, need, wants, parts, totals)
+        grads |= parts.results()
+        if dh is not None:
+            grads |= self.input_gradients(dh.to(self.o.dtype), dy, need)
+        return self.finished(grads, need)
 
     def needs_of(self, inner: Collection[str], need: Collection[str]) -> LatentNeeds:
         """inner: the inputs whose gradients come through the core."""
@@ -248,19 +260,12 @@ class LatentSublayer(Sublayer):
         )  # fmt: skip
         heads = do = out = lse = delta = None
         if dmask is not None:
-            self.add_mask_gradient(group, dmask, grads)
+            add_part("mask", dmask, 1, grads, group.index, group.count)
         self.add_projection_gradients(group, latents, made, need, wants, grads, totals)
 
     def mask_shape(self, group: LatentGroup) -> tuple[int, ...]:
         B, H, Sq, Sk = self.t.mask.shape
         return (B, H if H == 1 else group.heads, Sq, Sk)
-
-    def add_mask_gradient(self, group: LatentGroup, dmask: Tensor, grads: PartGrads) -> None:
-        if group.count == 1 or self.t.mask.shape[1] == 1:
-            grads.add("mask", dmask)
-        else:
-            first = group.index * group.heads
-            grads.put("mask", dmask, (slice(None), slice(first, first + group.heads)))
 
     def add_out_gradients(
         self, group: LatentGroup, df: Tensor, out: Tensor | None, need: Collection[str], grads: PartGrads
@@ -355,50 +360,6 @@ class LatentSublayer(Sublayer):
         if through_h:
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
         return dh
-
-
-def latent_saves(o: LatentOptions) -> tuple[str, ...]:
-    """What forward saves besides its tensors: o and lse of the core, and the latents and their projections."""
-    return {"none": ("out", "lse", "latents", "q", "kv"), "selective": ("out", "lse"), "full": ()}[o.recompute]
-
-
-def latent_sublayer(x: Tensor, t: LatentTensors, o: LatentOptions) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """(y [tokens, d], what `latent_saves` names)."""
-    sublayer = LatentSublayer(x, t, o)
-    saved = sublayer.attend(o.recompute == "none")
-    return sublayer.output(sublayer.branch(saved)), saved
-
-
-def latent_sublayer_backward(
-    dy: Tensor, sublayer: LatentSublayer, saved: dict[str, Tensor | None], needs: int, f: Tensor | None = None
-) -> dict[str, Tensor | None]:
-    """Gradients by name ("x" and LatentTensors' fields) from dy [tokens, d]; what is not among the saved is recomputed.
-
-    sublayer: shares copies. f: the branch's result, if it is at hand.
-    """
-    t, o, need = sublayer.t, sublayer.o, needed_names(LatentTensors, needs)
-    inner = behind_core(need, o)
-    if reads_branch(o, need) and f is None:
-        if saved.get("out") is None:
-            saved = sublayer.attend(save_raw=sublayer.group_count == 1)
-        f = sublayer.branch(saved)
-    dy, df, grads = sublayer.branch_gradients(dy, f, need)
-    f = None
-    wants, parts = sublayer.needs_of(inner, need), PartGrads(t, sublayer.group_count)
-    totals: dict[str, Tensor | None] = {"q": None, "kv": None, "rope": None}
-    reads = inner or (saved.get("out") is None and reads_core(need))
-    latents = sublayer.latents(saved.get("latents")) if reads else None
-    for group in sublayer.groups():
-        sublayer.add_gradients(group, latents, df, saved, need, wants, inner, parts, totals)
-    saved = df = None
-    raw = latents.raw if latents is not None else None
-    latents = dh = None
-    if wants.q_latent or wants.kv_latent:
-        dh = sublayer.add_latent_gradients(raw, need, wants, parts, totals)
-    grads |= parts.results()
-    if dh is not None:
-        grads |= sublayer.input_gradients(dh.to(o.dtype), dy, need)
-    return sublayer.finished(grads, need)
 
 
 def latent_reference(x: Tensor, t: LatentTensors, o: LatentOptions) -> Tensor:

@@ -81,11 +81,6 @@ class LatentOptions(NamedTuple):
     dtype: torch.dtype
 
 
-# Places, among the op's inputs with x first, of those without a gradient: all from cos on, except the mask.
-LATENT_CONSTANTS = frozenset(range(1 + LatentTensors._fields.index("cos"), 1 + len(LatentTensors._fields)))
-LATENT_CONSTANTS -= {1 + LatentTensors._fields.index("mask")}
-
-
 class LatentSizes(NamedTuple):
     """H: heads. nope, rope, v: dimensions of a head: of q and k those that no position rotates and those that one does, of v.
     q_rank, kv_rank: of the latents; q_rank is 0 where there is none."""

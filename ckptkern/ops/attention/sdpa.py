@@ -14,7 +14,6 @@ from ...subclasses import own_dispatch
 from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_tensor
 from ..dispatch.choices import (
     autocast_dtype,
-    autocast_off,
     choose_backend,
     choose_workspace,
     compose_of,
@@ -135,7 +134,8 @@ def scaled_dot_product_attention(
     transformers): p_j = exp(s_j) / (exp(sink) + sum_j exp(s_j)). dsink = -sum of exp(sink - lse) rowsum(do o).
     workspace: bytes for what PyTorch ops write out of scores, masks and biases, in both passes: an int or a string such as
     "64MiB"; None: the device's default. They run a block of queries at a time, at least 16 rows of queries of the heads that
-    share one of key. Kernels write none of it out, but cuDNN's and the memory-efficient one copy a mask.
+    share one of key. Kernels write none of it out, but cuDNN's and the memory-efficient one copy a mask of keys, [B, 1, 1, Sk];
+    a mask with rows of queries takes ours.
     A row that sees nothing gives zeros and zero gradients. A row that an additive mask hides by a large finite number (-1e9)
     gives the mean of the values (zeros with sinks), as in torch, and no gradient from the kernels.
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (dropout_p, window_size,
@@ -212,29 +212,6 @@ def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, lef
         precision=precision, fused=fused, softcap=softcap, workspace=workspace,
     )  # fmt: skip
     return _apply(options, query, key, value, *tensors)
-
-
-def attention_with_weights(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(o, p): scaled_dot_product_attention and the weights that it applies, after softmax and dropout, for inspection.
-
-    query [B, H, Sq, D], key and value [B, H, Sk, D] of one dtype -> o [B, H, Sq, D], p [B, H, Sq, Sk].
-    It runs in PyTorch ops, whose backward saves p, because no kernel returns p.
-    """
-    op = "attention_with_weights"
-    check_whole_sequence(op)
-    check_probability(op, dropout_p)
-    mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
-    choose_backend(op, query, "the kernels do not return the weights: pass need_weights=False")
-    tensors = CoreTensors(mask, rng=draw_state(query, dropout_p, True))
-    options = CoreOptions(
-        dropout_p=dropout_p, scale=query.shape[-1] ** -0.5, left=None, right=None, max_q=0, max_k=0, backend="eager",
-        precision="ieee", fused="",
-    )  # fmt: skip
-    with autocast_off(query):
-        weights = eager.attention_weights(query, key, core_of(tensors, options)).to(query.dtype)
-        return torch.matmul(weights, value), weights
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):

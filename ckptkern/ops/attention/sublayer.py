@@ -1,5 +1,5 @@
 """The attention sublayer of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around it (`_half`). `attention_block` and `transformer_layer` are made of it."""
+and what is around it (`residual`). `attention_block` and `transformer_layer` are made of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from ... import eager
 from ..registration.rows import rows_2d
 from ..sublayer.lora import LowRank, low_rank
-from ..sublayer.residual import Sublayer
 from .context import ExchangedHeads, GatheredHeads
 from .core import CoreOptions, CoreTensors, attend, core_of
+from .core_sublayer import CoreSublayer
 from .groups import Division, division, group_of
 from .masks import merged_mask
 from .rotary import positions_of, rotary_tables
@@ -24,7 +24,6 @@ from .tensors import (
     AttentionOptions,
     AttentionTensors,
     Projection,
-    batch_and_rows,
     has_gate,
     head_dim,
     in_group,
@@ -68,7 +67,7 @@ def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) 
     return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
-class AttentionForward(Sublayer):
+class AttentionForward(CoreSublayer):
     """What an attention sublayer computes, for one input: every quantity once, from x and what was saved.
 
     The heads are computed in `groups`, each of which is such a sublayer with the parts of weights, masks and slopes of its
@@ -77,12 +76,8 @@ class AttentionForward(Sublayer):
 
     index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
 
-    def __init__(
-        self, x: Tensor, t: AttentionTensors, o: AttentionOptions, *, shares: bool = False, holds: bool | None = None
-    ):
-        super().__init__(x, t, o, shares=shares, holds=holds)
-        o = self.o
-        self.B, self.S = batch_and_rows(x)
+    def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, **options: bool | None):
+        super().__init__(x, t, o, **options)
         self.D = head_dim(t, o)
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
 
@@ -301,10 +296,6 @@ class AttentionForward(Sublayer):
             return None
         return self.raw(h, whole, qkv, "q" if self.o.gate_in_query else "g")[1]
 
-    def out_rows(self, out: Tensor) -> Tensor:
-        """o [B, H, S, D] (memory [B, S, H, D]) -> [tokens, H D], a view."""
-        return out.transpose(1, 2).reshape(self.x.shape[0], out.shape[1] * self.D)
-
     def gated_heads(self, out: Tensor, qkv: Tensor | None) -> Tensor:
         """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless qkv holds it: so forward does, and
         backward, which then get the same bits."""
@@ -323,15 +314,3 @@ class AttentionForward(Sublayer):
         if (pair := self.updates["o"]) is not None:
             pair.add(self.p, f, rows)
         return self.drop(f)
-
-
-def saves(o: AttentionOptions) -> tuple[str, ...]:
-    """What forward saves besides its tensors: o and lse of the core, before a gate, and the projections with the gate's."""
-    return {"none": ("out", "lse", "qkv"), "selective": ("out", "lse"), "full": ()}[o.recompute]
-
-
-def attention_sublayer(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """(y [tokens, d], what `saves` names)."""
-    sublayer = AttentionForward(x, t, o)
-    saved = sublayer.attend(o.recompute == "none")
-    return sublayer.output(sublayer.branch(saved)), saved

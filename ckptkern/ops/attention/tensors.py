@@ -110,10 +110,6 @@ class AttentionOptions(NamedTuple):
 
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
 
-# Places, among the op's inputs with x first, of those without a gradient: all from cos on, except the mask.
-CONSTANTS = frozenset(range(1 + AttentionTensors._fields.index("cos"), 1 + len(AttentionTensors._fields)))
-CONSTANTS -= {1 + AttentionTensors._fields.index("mask")}
-
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
     """(B, S) of x [B, S, d] or [S, d]."""

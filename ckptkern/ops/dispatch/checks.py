@@ -35,22 +35,14 @@ def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, 
 
 
 def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
-    if activation not in ACTIVATIONS:
-        check_choice(op, "activation", activation, ACTIVATIONS)
-    if recompute not in MODES:
-        check_mode(op, recompute)
-    if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0:
-        check_probability(op, dropout_p)
+    check_choice(op, "activation", activation, ACTIVATIONS)
+    check_mode(op, recompute)
+    check_probability(op, dropout_p)
 
 
 def check_probability(op: str, p: float) -> None:
-    if not is_share(p):
+    if isinstance(p, Tensor) or not is_number(p) or not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
-
-
-def is_share(value) -> bool:
-    """Is it a number between 0 and 1, and no tensor?"""
-    return (type(value) is float or (not isinstance(value, Tensor) and is_number(value))) and 0.0 <= value <= 1.0
 
 
 def is_number(value) -> bool:

@@ -61,19 +61,24 @@ def backend(name: str) -> Iterator[None]:
         _choice.backend = outer
 
 
-@functools.cache
+def _constant(function: Any) -> Any:
+    """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does, without its import of
+    torch._dynamo: Dynamo calls it instead of tracing into Triton and the CUDA driver."""
+    cached = functools.cache(function)
+
+    def constant(*args: Any) -> Any:
+        return cached(*args)
+
+    constant._dynamo_marked_constant, constant.cache_clear = True, cached.cache_clear
+    return constant
+
+
+@_constant
 def _log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
 
 
-def _constant_log(reason: str) -> None:
-    _log_once(reason)
-
-
-_constant_log._dynamo_marked_constant = True  # as below
-
-
-@functools.cache
+@_constant
 def _device_reason(device_type: str, index: int | None) -> str | None:
     """Why no kernel can run on this device, or None. It does not change within a process."""
     try:
@@ -90,22 +95,6 @@ def _device_reason(device_type: str, index: int | None) -> str | None:
     return f"the kernels run on CUDA tensors, not on {device_type}"
 
 
-def _constant_device_reason(device_type: str, index: int | None) -> str | None:
-    return _device_reason(device_type, index)
-
-
-# The mark that torch.compiler.assume_constant_result sets, without its import of torch._dynamo: Dynamo calls the function
-# instead of tracing into Triton and the CUDA driver.
-_constant_device_reason._dynamo_marked_constant = True
-
-
-def _not_covered(x: Tensor) -> str | None:
-    """Why the kernels do not cover `x`, or None."""
-    if x.dtype not in KERNEL_DTYPES:
-        return f"the kernels cover float16, bfloat16 and float32, not {x.dtype}"
-    return _constant_device_reason(x.device.type, x.device.index)
-
-
 def head_dim_not_covered(head_dim: int) -> str | None:
     """Why no attention kernel covers this head dim, or None."""
     if head_dim <= MAX_HEAD_DIM:
@@ -116,11 +105,13 @@ def head_dim_not_covered(head_dim: int) -> str | None:
 def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     """The backend that runs `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
     name = _choice.backend
-    if name not in BACKENDS:
-        check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
+    check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
     if name == "eager" or (name == "auto" and not x.is_cuda):
         return "eager"
-    reason = _not_covered(x) or reason
+    if x.dtype not in KERNEL_DTYPES:
+        reason = f"the kernels cover float16, bfloat16 and float32, not {x.dtype}"
+    else:
+        reason = _device_reason(x.device.type, x.device.index) or reason
     if reason is None:
         return "triton"
     if name == "triton":
@@ -134,23 +125,11 @@ def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
-def default_impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
-    """The implementation on a device where kernels run and nothing was tuned."""
-    return _impls.default_impl(op, capability_of(device_type, index), dtype, size)
-
-
-@functools.cache
+@_constant
 def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
     """From the table that `python -m ckptkern autotune` wrote on this machine, else by our rule."""
-    tuned = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
-    return tuned or default_impl(op, device_type, index, dtype, size)
-
-
-def _constant_impl(*key) -> str:
-    return _impl(*key)
-
-
-_constant_impl._dynamo_marked_constant = True  # as _constant_device_reason
+    row = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
+    return row["impl"] if row else _impls.default_impl(op, capability_of(device_type, index), dtype, size)
 
 
 def surely(comparison: bool) -> bool:
@@ -174,12 +153,11 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
     backend = choose_backend(op, x)
     if backend == "eager":
         return backend
-    if _choice.impl in _impls.candidates(backend):
+    if _choice.impl in _impls.OF_KERNELS:
         return _choice.impl
     if kernels_alone():
         return "triton"
-    size = _impls.size_class(max(features, out))
-    return _constant_impl(name or op, x.device.type, x.device.index, x.dtype, size)
+    return _impl(name or op, x.device.type, x.device.index, x.dtype, _impls.size_class(max(features, out)))
 
 
 @contextmanager
@@ -197,7 +175,7 @@ def compose(op: str, reason: str) -> None:
     """PyTorch ops replace this op: logs it once, or raises under backend("triton")."""
     if kernels_alone():
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    _constant_log(reason)
+    _log_once(reason)
 
 
 def compose_of(op: str, kind: type) -> None:
@@ -209,7 +187,7 @@ def compose_of(op: str, kind: type) -> None:
 
 def log_composed(kind: type) -> None:
     """Logs once that a module calls its submodules because of `kind`, which is not an error under any backend."""
-    _constant_log(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
+    _log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
 
 
 def kernels_alone() -> bool:
@@ -250,54 +228,41 @@ _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
 RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.segment")
 
 
-def _inside_checkpoint(seen: int) -> bool:
-    """seen: what `observe` saw. Is this call part of something that will be, or is being, recomputed?
-
-    A non-reentrant checkpoint, torch's or ours, shows by its saved-tensor hooks, in forward and in recompute. A reentrant one
-    shows because it runs forward inside a backward pass. Recomputing inside a recompute costs GEMMs and saves no memory.
-    """
-    if seen & _BACKWARD:
-        return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING
-
-
-class _Nested(threading.local):
-    """Do this thread's ops keep to their own mode inside a region? (`nn.LayerStack`)"""
-
-    modes = False
-
-
-_NESTED = _Nested()
+_NESTED = threading.local()  # keeps_modes: this thread's ops keep to their own mode inside a region (`nn.LayerStack`)
 
 
 @contextmanager
 def own_modes() -> Iterator[None]:
     """Inside a region of several layers: what its recompute recomputes at once is then what they save in their modes."""
-    before, _NESTED.modes = _NESTED.modes, True
+    before = getattr(_NESTED, "keeps_modes", False)
+    _NESTED.keeps_modes = True
     try:
         yield
     finally:
-        _NESTED.modes = before
+        _NESTED.keeps_modes = before
 
 
 def choose_mode(recompute: str) -> str:
+    """The mode of a call: "none" if it is part of something that will be, or is being, recomputed.
+
+    A non-reentrant checkpoint, torch's or ours, shows by its saved-tensor hooks, in forward and in recompute. A reentrant one
+    shows because it runs forward inside a backward pass. Recomputing inside a recompute costs GEMMs and saves no memory.
+    """
     if recompute == "none" or torch.compiler.is_compiling():
         return recompute
     seen = observe(())
-    if not seen & _RECOMPUTED or seen & _TRANSFORMS or _NESTED.modes:
+    if not seen & _RECOMPUTED or seen & _TRANSFORMS or getattr(_NESTED, "keeps_modes", False):
         return recompute
-    return "none" if _inside_checkpoint(seen) else recompute
-
-
-def no_autocast(x: Tensor) -> bool:
-    """Is autocast known to be off, by torch's quick query? On all releases it covers the CPU and CUDA."""
-    return (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled()
+    if not seen & _BACKWARD:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or getattr(hooks[1], "__module__", "") not in RECOMPUTING:
+            return recompute
+    return "none"
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Autocast's dtype for x's device, None if it is off; meta tensors have no autocast."""
-    if no_autocast(x):  # takes a fifth of the host time of asking by the device's name
+    if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # a fifth of the host time of what follows
         return None
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -317,7 +282,7 @@ def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
     batch_first); for a contiguous one it raises.
     """
     own = x.dtype
-    dtype = None if own is torch.float64 or no_autocast(x) else autocast_dtype(x)
+    dtype = None if own is torch.float64 else autocast_dtype(x)
     if dtype is not None:
         return dtype
     for weight in weights:
@@ -339,23 +304,16 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
 WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 
-@functools.cache
-def _device_workspace(device_type: str, index: int | None) -> int:
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return WORKSPACE
-    return max(torch.cuda.get_device_properties(index).total_memory // 32, 2**28)
-
-
+@_constant
 def default_workspace(device_type: str, index: int | None) -> int:
     """1/32 of a GPU's memory, at least 256 MiB; 32 MiB elsewhere.
 
     Every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs less runs as one
     chunk, and its peak is lower than that of PyTorch's own backward.
     """
-    return _device_workspace(device_type, index)
-
-
-default_workspace._dynamo_marked_constant = True  # as _constant_device_reason
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return WORKSPACE
+    return max(torch.cuda.get_device_properties(index).total_memory // 32, 2**28)
 
 
 class workspace:

@@ -46,10 +46,10 @@ class Library(GroupedExperts, Kernels):
     def linear_fwd(
         self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
     ):
-        z = None if activation == "relu" and not save_z else self.linear(x, w, b)
-        if z is None:
-            h = self.relu(x, w, b)
+        if activation == "relu" and not save_z:
+            z, h = None, self.relu(x, w, b)
         else:
+            z = self.linear(x, w, b)
             h = z if activation == "identity" else self.kernels.act_fwd(z, None, activation)
         bits = self.kernels.relu_bits(h) if save_bits else None
         return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, bits)
@@ -65,13 +65,9 @@ class Library(GroupedExperts, Kernels):
         """z, or relu's own result by the matmul that forward ran: it tells what z would."""
         return self.relu(x, w, b) if activation == "relu" else self.linear(x, w, b)
 
-    def mlp_bwd(
-        self, x, w1, b1, dy, w2, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, db=False
-    ):
+    def mlp_bwd(self, x, w1, b1, dy, w2, activation, precision, *, save_h=True, **wanted):
         z = self.recomputed(x, w1, b1, activation)
-        return self.act_grad(
-            dy, w2, z, activation, precision, dropout=dropout, row_base=row_base, save_h=save_h, h_over_z=True, db=db
-        )
+        return self.act_grad(dy, w2, z, activation, precision, save_h=save_h, h_over_z=True, **wanted)
 
     def gated_bwd(self, x, wg, bg, wu, bu, dy, wd, activation, precision, **wanted):
         g, u = self.linear(x, wg, bg), self.linear(x, wu, bu)
@@ -80,12 +76,17 @@ class Library(GroupedExperts, Kernels):
     def linear_bwd(self, x, w, b, dh, activation, precision, *, db=False):
         return self.kernels.act_bwd(dh, self.recomputed(x, w, b, activation), activation, db=db)
 
-    def act_grad(
-        self, dy, w, z, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=False, h_over_z=False,
-        db=False,
-    ):  # fmt: skip
+    def act_grad(self, dy, w, z, activation, precision, *, save_h=False, **wanted):
+        return self.hidden_grads(self.kernels.hidden_grad, dy, w, (z, activation), save_h, **wanted)
+
+    def gated_act_grad(self, dy, wd, g, u, activation, precision, *, save_h=True, **wanted):
+        """over_gu: dg and du may be written over g and u."""
+        return self.hidden_grads(self.kernels.gated_hidden_grad, dy, wd, (g, u, activation), save_h, **wanted)
+
+    def hidden_grads(self, launcher, dy, w, saved, save_h, *, dropout=eager.NO_DROPOUT, row_base=0, **wanted):
+        """What the elementwise kernel gives of dh = dropout(dy w), with h behind the dropout."""
         dh = self.apply_dropout(self.mm(dy, w), dropout, row_base)
-        grads = self.kernels.hidden_grad(dh, z, activation, save_h=save_h, db=db, over=True, h_over_z=h_over_z)
+        grads = launcher(dh, *saved, save_h=save_h, over=True, **wanted)
         del dh
         return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
 
@@ -96,42 +97,25 @@ class Library(GroupedExperts, Kernels):
         h = self.apply_dropout(self.kernels.act_fwd(g, u, activation), dropout, row_base)
         return GatedForward(h, g, u) if save_gu else GatedForward(h, None, None)
 
-    def gated_act_grad(
-        self, dy, wd, g, u, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_h=True, dbg=False,
-        dbu=False, over_gu=False,
-    ):  # fmt: skip
-        """over_gu: dg and du may be written over g and u."""
-        dh = self.apply_dropout(self.mm(dy, wd), dropout, row_base)
-        grads = self.kernels.gated_hidden_grad(
-            dh, g, u, activation, save_h=save_h, dbg=dbg, dbu=dbu, over=True, over_gu=over_gu
-        )
-        del dh
-        return grads._replace(h=self.apply_dropout(grads.h, dropout, row_base)) if save_h else grads
-
 
 OF_KERNELS = {"triton": Kernels, "library": Library}
 IMPLS = (*OF_KERNELS, "eager")
-
-
-def candidates(backend: str) -> tuple[str, ...]:
-    """The implementations that such a call may take."""
-    return ("eager",) if backend == "eager" else tuple(OF_KERNELS)
 
 
 SIZES = (256, 512, 1024, 2048, 4096, 2**62)  # classes of an op's widest input or output, in features
 
 
 def size_class(features: int) -> int:
-    """The place in SIZES; a number, even if torch.compile has a symbol for `features`."""
-    for place, most in enumerate(SIZES):
+    """Returns the class of SIZES; a number, even if torch.compile has a symbol for `features`."""
+    for most in SIZES:
         if features <= most:
-            return place
+            return most
     raise ValueError(f"wanted at most {SIZES[-1]} features, but got {features}")
 
 
-def size_text(place: int) -> str:
-    """That place in words."""
-    return f"up to {SIZES[place]} features" if SIZES[place] < 2**62 else f"more than {SIZES[place - 1]} features"
+def size_text(size: int) -> str:
+    """Returns a class in words."""
+    return f"up to {size} features" if size < SIZES[-1] else f"more than {SIZES[-2]} features"
 
 
 # What took less time than libraries in runs under benchmarks/results: (op, compute capability) -> (implementation, up to how
@@ -146,4 +130,4 @@ def default_impl(op: str, capability: tuple[int, int], dtype: torch.dtype, size:
     tune for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute. What libraries
     have no route for takes the kernels: chains of narrow layers, and experts where grouped_mm has no fast path (`grouped`)."""
     impl, features = MEASURED.get((op, capability), ("library", 0))
-    return impl if SIZES[size] <= features and dtype.itemsize == 2 else "library"
+    return impl if size <= features and dtype.itemsize == 2 else "library"

@@ -7,7 +7,6 @@ import functools
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import warnings
 from pathlib import Path
@@ -18,22 +17,8 @@ import torch
 from .implementations import IMPLS, SIZES
 
 FORMAT = 4  # 2 had tiles, 3 a row for few and one for many rows
-Table = dict[tuple[str, str, int], str]  # op, dtype, place of the size in SIZES -> implementation
-
-
-def folder() -> Path:
-    """$CKPTKERN_CACHE, or ckptkern in the user's cache."""
-    if chosen := os.environ.get("CKPTKERN_CACHE"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern"
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+Key = tuple[str, str, int]  # op, dtype, one of SIZES
+Row = dict[str, Any]  # of a Key, its implementation, and with what it was measured
 
 
 def _version(package: str) -> str:
@@ -44,49 +29,45 @@ def _version(package: str) -> str:
 
 
 def machine(device_type: str, index: int | None) -> dict[str, str]:
-    """What a table is valid for: device and versions; on a CPU its number of threads, too."""
-    if device_type == "cuda":
-        device = torch.cuda.get_device_name(index)
-    else:
-        device = f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    """What a table is valid for: a GPU and versions. On a CPU nothing can be chosen, but where kernels are interpreted."""
+    device = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return {"device": device, **{name: _version(name) for name in ("torch", "triton", "ckptkern")}}
 
 
 def path(device_type: str, index: int | None) -> Path:
+    """Returns the file of a device in $CKPTKERN_CACHE, or in ckptkern in the user's cache."""
+    folder = os.environ.get("CKPTKERN_CACHE")
+    if not folder:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern"
     device = machine(device_type, index)["device"]
-    return folder() / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    return Path(folder) / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
-def read(file: Path, wanted: dict[str, str]) -> Table:
-    """The table in `file`. Raises ValueError with what is wrong: it is damaged, or for another machine or version."""
+def read(file: Path, wanted: dict[str, str]) -> dict[Key, Row]:
+    """The rows of `file`. Raises ValueError with what is wrong: it is damaged, or for another machine or version."""
+    came: dict[str, str] = {}
+    rows: dict[Key, Row] = {}
     try:
-        data: dict[str, Any] = json.loads(file.read_text())
-        known, came, table = data["format"] == FORMAT, {}, {}
-        if known:
+        data = json.loads(file.read_text())
+        if (version := data["format"]) == FORMAT:
             came = {name: data["machine"][name] for name in wanted}
-            table = {(row["op"], row["dtype"], SIZES.index(row["features"])): row["impl"] for row in data["impls"]}
-        if not all(isinstance(impl, str) for impl in table.values()):
-            raise TypeError("an implementation that is not a string")
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+            rows = {(row["op"], row["dtype"], SIZES[SIZES.index(row["features"])]): row for row in data["impls"]}
+        unknown = {row["impl"] for row in rows.values()}.difference(IMPLS)
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
-    if not known:
-        raise ValueError(f"another version of ckptkern wrote it: its format is {data['format']!r}, not {FORMAT}")
+    if version != FORMAT:
+        raise ValueError(f"another version of ckptkern wrote it: its format is {version!r}, not {FORMAT}")
     if other := [f"{name} {came[name]}, not {wanted[name]}" for name in wanted if came[name] != wanted[name]]:
         raise ValueError(f"it was made for {'; '.join(other)}")
-    if unknown := set(table.values()) - set(IMPLS):
+    if unknown:
         raise ValueError(f"it names unknown implementations: {', '.join(sorted(map(str, unknown)))}")
-    return table
-
-
-def rows(file: Path) -> list[dict[str, Any]]:
-    """All that a valid file says of each matmul, times included."""
-    return json.loads(file.read_text())["impls"]
+    return rows
 
 
 @functools.cache
-def table(device_type: str, index: int | None) -> Table:
+def table(device_type: str, index: int | None) -> dict[Key, Row]:
     """What was tuned for this device; nothing if there is no such file, or none that can be used, which is said once."""
-    if device_type not in ("cpu", "cuda") or (device_type == "cuda" and not torch.cuda.is_available()):
+    if device_type == "cuda" and not torch.cuda.is_available():
         return {}
     file: Path | None = None
     try:
@@ -101,11 +82,3 @@ def table(device_type: str, index: int | None) -> Table:
             stacklevel=2,
         )
         return {}
-
-
-def write(file: Path, wanted: dict[str, str], impls: list[dict[str, Any]]) -> None:
-    """All at once, so that no other process reads half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(json.dumps({"format": FORMAT, "machine": wanted, "impls": impls}, indent=1) + "\n")
-    draft.replace(file)

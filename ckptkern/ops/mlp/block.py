@@ -6,45 +6,28 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..dispatch.checks import check_flags, check_input, check_options, check_weight
+from ..dispatch.checks import check_flags, check_input, check_options
 from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
+from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
-from .branch import LAYERS, saves
+from .branch import LAYERS, check_branch, saves
 from .sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
 
 
-class MLPBlock(Op):
+class MLPBlock(SublayerOp):
     name = "mlp_block"
-    Options = MLPOptions
+    Tensors, Options = MLPTensors, MLPOptions
+    compute = staticmethod(mlp_sublayer)
+    gradients = staticmethod(mlp_sublayer_backward)
+    in_torch_ops = staticmethod(mlp_reference)
 
     @staticmethod
     def saves(o):
         return saves(o.gated, o)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, saved = mlp_sublayer(x, MLPTensors(*others), o)
-        return unflattened(y, x), saved
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        grads = mlp_sublayer_backward(rows_2d(dy), x, MLPTensors(*others), o, saved, needs)
-        return in_order(grads, MLPTensors, needs)
-
-    @staticmethod
-    def reference(tensors, o):
-        x, *others = tensors
-        return mlp_reference(x, MLPTensors(*others), o)
 
 
 _apply = build(MLPBlock)
@@ -52,38 +35,30 @@ across = across_ranks(_apply)
 
 
 def gather(
-    op, x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None,
-    gate_bias=None, lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
+    op, x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, *, gate_weight, gate_bias, lora, residual,
+    training, recompute, workspace, **others,
 ) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
-    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
+    """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
     check_options(op, activation, recompute, dropout_p)
     check_flags(op, residual=residual, training=training)
     check_input(op, x)
-    features = x.shape[-1]
-    check_weight(op, "up_weight", up_weight, up_bias, x, features, "input")
-    if gate_weight is not None:
-        check_weight(op, "gate_weight", gate_weight, gate_bias, x, features, "input")
-        if gate_weight.shape != up_weight.shape:
-            raise ShapeError(
-                f"{op}: gate_weight and up_weight must have one shape, but have {tuple(gate_weight.shape)} and "
-                f"{tuple(up_weight.shape)}"
-            )
-    elif gate_bias is not None:
-        raise ValueError(f"{op}: gate_bias needs gate_weight")
-    check_weight(op, "down_weight", down_weight, down_bias, x, up_weight.shape[0], "the hidden layer")
-    if residual and down_weight.shape[0] != features:
-        raise ShapeError(f"{op}: residual needs down_weight with {features} rows, but it has {down_weight.shape[0]}")
+    branch = dict(
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+    )
+    check_branch(op, x, branch)
     weights = {"gate": gate_weight, "up": up_weight, "down": down_weight}
     layers = {name: (name, weight) for name, weight in weights.items() if weight is not None}
     lora_tensors, lora_numbers = gather_lora(op, x, lora, layers, LAYERS)
-    tensors, options = around(op, x, down_weight.shape[0], residual=residual, **others)
+    tensors, options = around(op, x, "down_weight", down_weight.shape[0], residual=residual, **others)
     dtype = compute_dtype(op, x, gate_weight, up_weight, down_weight)
-    t = MLPTensors(
-        gate_weight=gate_weight, gate_bias=gate_bias, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
-        down_bias=down_bias, **lora_tensors, **tensors,
-    )  # fmt: skip
+    t = MLPTensors(**branch, **lora_tensors, **tensors)
     probe = x.new_empty(0, dtype=dtype)
-    name, sizes = "mlp" if gate_weight is None else "gated_mlp", (features, up_weight.shape[0], down_weight.shape[0])
+    name, sizes = "mlp" if gate_weight is None else "gated_mlp", (x.shape[-1], up_weight.shape[0], down_weight.shape[0])
     impl = choose_impl(op, probe, *sizes, name=name)
     o = MLPOptions(
         gated=gate_weight is not None, activation=activation, dropout_p=float(dropout_p), first_column=0,

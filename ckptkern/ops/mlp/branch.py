@@ -11,7 +11,7 @@ once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
+from ...errors import ShapeError
 from ...frozen import Frozen
-from ..dispatch.choices import primitives
+from ..dispatch.checks import check_weight
+from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
 from ..registration.late import arrived, is_late
 from ..registration.rows import beside_frozen, cast_parameter, row_count
@@ -32,6 +34,31 @@ BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
 READ_H = OF_DOWN - {"down_bias"}
+
+
+def check_branch(
+    op: str,
+    x: Tensor,
+    t: Mapping[str, Tensor | None],
+    prefix: str = "",
+    hidden: str = "the hidden layer",
+    *,
+    needs_gate: bool = False,
+) -> None:
+    """Checks that the layers fit each other and x; t: weights and biases, by name, those of the gate None without one. prefix,
+    hidden: what messages call them and the rows that the last one reads."""
+    gate, up, features = t["gate_weight"], t["up_weight"], x.shape[-1]
+    check_weight(op, f"{prefix}up_weight", up, t["up_bias"], x, features, "input")
+    if gate is not None or needs_gate:
+        check_weight(op, f"{prefix}gate_weight", gate, t["gate_bias"], x, features, "input")
+        if gate.shape != up.shape:
+            raise ShapeError(
+                f"{op}: {prefix}gate_weight and {prefix}up_weight must have one shape, but have {tuple(gate.shape)} and "
+                f"{tuple(up.shape)}"
+            )
+    elif t["gate_bias"] is not None:
+        raise ValueError(f"{op}: {prefix}gate_bias needs {prefix}gate_weight")
+    check_weight(op, f"{prefix}down_weight", t["down_weight"], t["down_bias"], x, up.shape[0], hidden)
 
 
 class BranchOptions(NamedTuple):
@@ -46,6 +73,24 @@ class BranchOptions(NamedTuple):
     first_column: int
 
     lora = ()
+
+
+def branch_options(
+    op: str,
+    x: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str,
+    dropout_p: float,
+    recompute: str,
+    workspace: int | str | None,
+) -> BranchOptions:
+    """Those of a call of `mlp` or `gated_mlp`."""
+    impl = choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0])
+    bytes_ = choose_workspace(op, workspace, x, up_weight.numel())
+    return BranchOptions(
+        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x), bytes_, first_column=0
+    )
 
 
 def saves(gated: bool, o: Any) -> tuple[str, ...]:

@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
+from ..dispatch.checks import check_input, check_options
+from ..dispatch.choices import cast_input
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import mask
 from ..sublayer.dropout import draw_state
-from .branch import BranchOptions
+from .block import mlp_block
+from .branch import branch_options, check_branch
 from .mlp import MLP
 
 
@@ -73,27 +73,25 @@ def gated_mlp(
     """
     op = "gated_mlp"
     if ACTIVE.shard is not None:
-        arguments = dict(
-            gate_weight=gate_weight, gate_bias=gate_bias, up_weight=up_weight, up_bias=up_bias, down_weight=down_weight,
-            down_bias=down_bias, activation=activation, dropout_p=dropout_p, residual=False, recompute=recompute,
+        return mlp_block(
+            x,
+            up_weight,
+            up_bias,
+            down_weight,
+            down_bias,
+            activation,
+            dropout_p,
+            gate_weight=gate_weight,
+            gate_bias=gate_bias,
+            residual=False,
+            training=training,
+            recompute=recompute,
             workspace=workspace,
-        )  # fmt: skip
-        return ACTIVE.shard.mlp_block(x, training, arguments)
+        )
     check_options(op, activation, recompute, dropout_p)
     check_input(op, x, jagged=True)
-    check_weight(op, "gate_weight", gate_weight, gate_bias, x, x.shape[-1], "input")
-    check_weight(op, "up_weight", up_weight, up_bias, x, x.shape[-1], "input")
-    if up_weight.shape != gate_weight.shape:
-        raise ShapeError(
-            f"{op}: gate_weight and up_weight must have one shape, but have {tuple(gate_weight.shape)} and "
-            f"{tuple(up_weight.shape)}"
-        )
-    check_weight(op, "down_weight", down_weight, down_bias, x, gate_weight.shape[0], "the hidden layer")
+    t = GatedMLPTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
+    check_branch(op, x, t._asdict(), needs_gate=True)
     x = cast_input(op, x, gate_weight, up_weight, down_weight)
-    options = BranchOptions(
-        activation, float(dropout_p), choose_mode(recompute),
-        choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0]), matmul_precision(x),
-        choose_workspace(op, workspace, x, up_weight.numel()), 0,
-    )  # fmt: skip
-    rng = draw_state(x, dropout_p, training)
-    return _apply(options, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, rng)
+    options = branch_options(op, x, up_weight, down_weight, activation, dropout_p, recompute, workspace)
+    return _apply(options, x, *t._replace(rng=draw_state(x, dropout_p, training)))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
+from ..dispatch.choices import cast_input
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import in_order, mask, needed_names
@@ -15,11 +15,12 @@ from ..registration.op import Op
 from ..registration.rows import rows_2d, unflattened
 from ..sublayer.dropout import draw_state
 from . import branch as mlp_branch
-from .branch import BranchOptions, MLPBranch
+from .block import mlp_block
+from .branch import BranchOptions, MLPBranch, branch_options
 
 
 class MLPTensors(NamedTuple):
-    """The names of `mlp_branch`: fc1 is `up`, fc2 `down`."""
+    """The names of `branch`: fc1 is `up`, fc2 `down`."""
 
     up_weight: Tensor
     up_bias: Tensor | None
@@ -106,19 +107,23 @@ def mlp(
     probability, workspace), RuntimeError (backend).
     """
     if ACTIVE.shard is not None:
-        arguments = dict(
-            up_weight=fc1_weight, up_bias=fc1_bias, down_weight=fc2_weight, down_bias=fc2_bias, activation=activation,
-            dropout_p=dropout_p, residual=False, recompute=recompute, workspace=workspace,
-        )  # fmt: skip
-        return ACTIVE.shard.mlp_block(x, training, arguments)
+        return mlp_block(
+            x,
+            fc1_weight,
+            fc1_bias,
+            fc2_weight,
+            fc2_bias,
+            activation,
+            dropout_p,
+            residual=False,
+            training=training,
+            recompute=recompute,
+            workspace=workspace,
+        )
     check_options("mlp", activation, recompute, dropout_p)
     check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     x = cast_input("mlp", x, fc1_weight, fc2_weight)
-    impl = choose_impl("mlp", x, x.shape[-1], fc1_weight.shape[0], fc2_weight.shape[0])
-    options = BranchOptions(
-        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x),
-        choose_workspace("mlp", workspace, x, fc1_weight.numel()), 0,
-    )  # fmt: skip
+    options = branch_options("mlp", x, fc1_weight, fc2_weight, activation, dropout_p, recompute, workspace)
     return _apply(options, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))

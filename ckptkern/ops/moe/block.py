@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,15 +30,13 @@ from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
 from ..mlp.branch import LAYERS as MLP_LAYERS
+from ..mlp.branch import check_branch
 from ..registration.functions import build
-from ..registration.needs import in_order
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
+from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import (
-    CONSTANT,
     LOGITS,
     SHARED,
     MoEOptions,
@@ -51,44 +48,27 @@ from .sublayer import (
 )
 
 
-class MoEBlock(Op):
+class MoEBlock(SublayerOp):
     name = "moe_block"
-    Options = MoEOptions
-    constants = frozenset({CONSTANT})
+    Tensors, Options = MoETensors, MoEOptions
+    constants = frozenset({1 + MoETensors._fields.index("score_bias")})
+    decisions = ("index",)
     saves = staticmethod(saves)
+    compute = staticmethod(moe_sublayer)
+    gradients = staticmethod(moe_sublayer_backward)
+    in_torch_ops = staticmethod(moe_reference)
 
     @staticmethod
     def more_results(o):
         return (LOGITS,)
-
-    @staticmethod
-    def forward(tensors, o):
-        x, *others = tensors
-        y, made = moe_sublayer(x, MoETensors(*others), o)
-        return unflattened(y, x), made
-
-    @staticmethod
-    def backward(dy, tensors, saved, o, needs):
-        x, *others = tensors
-        grads = moe_sublayer_backward(rows_2d(dy), x, MoETensors(*others), o, saved, needs)
-        return in_order(grads, MoETensors, needs)
-
-    @staticmethod
-    def reference(tensors, o, index=None):
-        x, *others = tensors
-        return moe_reference(x, MoETensors(*others), o, index)
-
-    @classmethod
-    def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, index=saved["index"])
 
 
 _apply = build(MoEBlock)
 
 
 def check_router(
-    op: str, x: Tensor, experts: int, router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups, top_groups,
-    group_score, routed_scaling_factor, router_dtype,
+    op: str, x: Tensor, experts: int, router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups,
+    top_groups, group_score, routed_scaling_factor, router_dtype,
 ) -> dict[str, Any]:  # fmt: skip
     """Checks the arguments of the choice; returns them as options."""
     check_weight(op, "router_weight", router_weight, router_bias, x, x.shape[-1], "input")
@@ -142,18 +122,7 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
         return ""
     if t["down_weight"] is None:
         raise ValueError(f"{op}: shared_up_weight needs shared_down_weight")
-    check_weight(op, "shared_up_weight", t["up_weight"], t["up_bias"], x, features, "input")
-    if t["gate_weight"] is not None:
-        check_weight(op, "shared_gate_weight", t["gate_weight"], t["gate_bias"], x, features, "input")
-        if t["gate_weight"].shape != t["up_weight"].shape:
-            raise ShapeError(
-                f"{op}: shared_gate_weight and shared_up_weight must have one shape, but have "
-                f"{tuple(t['gate_weight'].shape)} and {tuple(t['up_weight'].shape)}"
-            )
-    elif t["gate_bias"] is not None:
-        raise ValueError(f"{op}: shared_gate_bias needs shared_gate_weight")
-    hidden = t["up_weight"].shape[0]
-    check_weight(op, "shared_down_weight", t["down_weight"], t["down_bias"], x, hidden, "the shared hidden layer")
+    check_branch(op, x, t, "shared_", "the shared hidden layer")
     if t["down_weight"].shape[0] != features:
         raise ShapeError(
             f"{op}: shared_down_weight must have {features} rows, as many as the input has features, but it has "
@@ -167,13 +136,12 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 
 
 def gather(
-    op, x, router_weight, gate_up_weight, down_weight, activation="silu", *, top_k, scoring="softmax", normalize=True,
-    score_bias=None, num_groups=1, top_groups=None, group_score="top2", routed_scaling_factor=1.0, router_bias=None,
-    router_dtype=None, gate_up_bias=None, down_bias=None, shared_gate_weight=None, shared_gate_bias=None,
-    shared_up_weight=None, shared_up_bias=None, shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None,
-    lora=None, residual=True, training=True, recompute="full", workspace=None, **others,
+    op, x, router_weight, gate_up_weight, down_weight, activation, *, top_k, scoring, normalize, score_bias, num_groups,
+    top_groups, group_score, routed_scaling_factor, router_bias, router_dtype, gate_up_bias, down_bias, shared_gate_weight,
+    shared_gate_bias, shared_up_weight, shared_up_bias, shared_down_weight, shared_down_bias, shared_expert_gate, lora,
+    residual, training, recompute, workspace, **others,
 ) -> tuple[MoETensors, MoEOptions]:  # fmt: skip
-    """Checks everything; returns the sublayer's tensors, still without random states, and its options."""
+    """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
     check_options(op, activation, recompute)
     check_flags(op, residual=residual, training=training)
     check_input(op, x)
@@ -188,7 +156,7 @@ def gather(
     )  # fmt: skip
     shared = dict(zip(SHARED, values, strict=False))  # without their updates
     kind = check_shared(op, x, shared, shared_expert_gate)
-    tensors, options = around(op, x, features, residual=residual, **others)
+    tensors, options = around(op, x, "down_weight", features, residual=residual, **others)
     weights = {"gate_up": gate_up_weight, "down": down_weight}
     weights |= {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
     updates, numbers = gather_lora(

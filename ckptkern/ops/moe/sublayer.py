@@ -67,9 +67,6 @@ class MoETensors(NamedTuple):
     path_rng: Tensor | None = None
 
 
-CONSTANT = 1 + MoETensors._fields.index("score_bias")  # its place among an op's tensors, x first
-
-
 class SharedTensors(NamedTuple):
     """The shared expert's, as MLPBranch reads them."""
 

@@ -7,7 +7,6 @@ z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any
@@ -104,14 +103,6 @@ class Sublayer:
         if key not in self.held:
             self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
         return viewed(self.held[key][1], views)
-
-    def drop_held(self) -> None:
-        """Frees the dequantised weights: what comes next has a workspace of its own."""
-        self.held.clear()
-
-    def casting(self, *, last: bool) -> Callable[[Tensor | None, torch.dtype], Tensor | None]:
-        """`cast` in place of `cast_parameter`, for the op of a branch."""
-        return functools.partial(self.cast, last=last)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
         """Of a gradient: its parameter's; True for a part, which is not rounded; False where it is not needed."""
@@ -337,11 +328,6 @@ def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
 
 
-def after_branch(o: Any) -> frozenset[str]:
-    """The sublayer's parameters that lie after its branch's last matmul."""
-    return AFTER_BRANCH | LAST if has_trailing_norm(o) else AFTER_BRANCH
-
-
 def reads_branch(o: Any, need: Collection[str]) -> bool:
     """Does backward read the branch's result, which no mode saves?"""
     return has_trailing_norm(o) or bool(o.post_norm) or "layer_scale" in need
@@ -430,11 +416,13 @@ def check_modulation(
 
 
 def around(
-    op, x, features, *, residual, norm=None, norm_weight=None, norm_bias=None, norm_eps=1e-5, norm_first=True,
-    norm_scale=None, norm_shift=None, post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5,
-    resid_dropout_p=0.0, layer_scale=None, drop_path_p=0.0,
+    op, x, output, features, *, residual, norm, norm_weight, norm_bias, norm_eps, norm_first, norm_scale, norm_shift,
+    post_norm, post_norm_weight, post_norm_bias, post_norm_eps, resid_dropout_p, layer_scale, drop_path_p,
 ) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """Checks a sublayer's arguments around its branch, whose result has `features`; returns them as tensors and options."""
+    """Checks a sublayer's arguments around its branch, whose last weight, `output`, has `features` rows; returns them as
+    tensors and options."""
+    if residual and features != x.shape[-1]:
+        raise ShapeError(f"{op}: residual needs {output} with {x.shape[-1]} rows, but it has {features}")
     check_probability(op, resid_dropout_p)
     check_probability(op, drop_path_p)
     check_flags(op, norm_first=norm_first, residual=residual)

@@ -1,0 +1,325 @@
+"""``python -m ckptkern autotune``: measure which implementation is quickest for each matmul here, and remember it for this
+machine.
+
+For every op, dtype and size the implementations (`ops/dispatch/implementations.py`) are checked against float64 and timed in
+turns, forward and backward at "full", as variants of a benchmark case (`measure`). The table has one row for an op, a dtype and
+a class of sizes. What replaces the default there is quicker by more than the noise, summed over the problems of the row: its
+medians by MARGIN, and its 80th percentiles below the default's medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..extras import progress
+from ..ops import catalog
+from ..ops.dispatch import choices as _choices
+from ..ops.dispatch import implementations as _impls
+from ..ops.dispatch import tuned as _tuned
+from ..tools.convert import load, model_and_inputs
+from . import measure
+from .baselines import Function
+from .cases import Case, variants
+
+OPS = ("mlp", "gated_mlp", "linear_act")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES, ROWS = (2048, 4096, 1024, 512, 256), 8192  # what is measured by default, the most valuable first
+MARGIN = 0.03  # of the default's median
+OURS = "ckptkern "  # begins a variant of ours, which has to be as exact as eager
+
+
+class Problem(NamedTuple):
+    """What is timed: an op at a size. features, hidden, out: of its input, of the layer between (linear_act: 0), of its output,
+    as choose_impl has them."""
+
+    op: str
+    features: int
+    hidden: int
+    out: int
+    dtype: torch.dtype
+    tokens: int
+
+    @property
+    def key(self) -> _tuned.Key:
+        return self.op, str(self.dtype).removeprefix("torch."), _impls.size_class(max(self.features, self.out))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.features, self.hidden, self.out, self.tokens]
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(n) for n in self.sizes[:3] if n)
+        return f"{self.op} {sizes} {self.key[1]}, {self.tokens} tokens"
+
+
+class Matmuls(nn.Module):
+    """A problem's op: by PyTorch's ops, or by an implementation."""
+
+    def __init__(self, problem: Problem, weights: dict[str, Tensor]):
+        super().__init__()
+        self.problem, self.weights = problem, nn.ParameterDict(weights)
+
+    def forward(self, x: Tensor, impl: str = "eager") -> Tensor:
+        options = {"activation": "silu" if self.problem.op == "gated_mlp" else "gelu", "recompute": "full"}
+        with ops.backend("eager" if impl == "eager" else "auto"), _choices.forced_impl(impl):
+            return catalog.call(
+                catalog.OPS[self.problem.op], inputs_of(self.problem), {"x": x, **self.weights}, **options
+            )
+
+
+def inputs_of(problem: Problem) -> dict[str, Any]:
+    sizes = catalog.Sizes((problem.tokens,), problem.features, problem.hidden, problem.out)
+    return catalog.OPS[problem.op].inputs(sizes)
+
+
+def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    weights = catalog.random_leaves(inputs_of(problem), dtype, device)
+    x = weights.pop("x")
+    return Matmuls(problem, weights), x
+
+
+def in_impl(model: nn.Module, impl: str) -> Function:
+    return functools.partial(model, impl=impl)
+
+
+def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, measure.Row]:
+    """Returns the row of each implementation, checked, and timed in turns with the others for so many seconds."""
+    rows: dict[str, measure.Row] = {}
+
+    def emit(row: measure.Row) -> None:
+        rows[row.variant.removeprefix(OURS)] = row
+
+    case = Case(
+        str(problem), functools.partial(build, problem), in_impl, modes=[*_impls.OF_KERNELS], dtype=problem.dtype
+    )
+    ours = {name: make for name, make in variants(case).items() if name.startswith(OURS)}
+    measure.measure(case, ours, device, emit, seconds=seconds)
+    return rows
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """A problem's rows of those implementations that are right, and its default implementation."""
+
+    problem: Problem
+    default: str
+    rows: dict[str, measure.Row]
+
+
+def summed(outcomes: Sequence[Outcome], figure: str) -> dict[str, float]:
+    """Returns, of each implementation that was timed in all of these problems, the sum of this figure of its rows."""
+    first, *others = (one.rows for one in outcomes)
+    impls = [impl for impl in first if all(impl in rows for rows in others)]
+    return {impl: sum(getattr(one.rows[impl], figure) for one in outcomes) for impl in impls}
+
+
+def choice(outcomes: Sequence[Outcome]) -> str:
+    """Returns the implementation that the table gets for the problems of one row."""
+    medians, late, default = summed(outcomes, "ms"), summed(outcomes, "p80_ms"), outcomes[0].default
+    limit = medians.get(default, float("inf"))
+    surely = [impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit]
+    return min(surely, key=medians.__getitem__, default=default)
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
+    """Returns the rows of the table's file: one for each op, dtype and size of which something ran."""
+    groups: dict[_tuned.Key, list[Outcome]] = {}
+    for one in outcomes:
+        groups.setdefault(one.problem.key, []).append(one)
+    rows = {}
+    for key, group in groups.items():
+        if ms := summed(group, "ms"):
+            row = dict(
+                zip(("op", "dtype", "features"), key, strict=True), measured=[one.problem.sizes for one in group]
+            )
+            rows[key] = row | {"impl": choice(group), "ms": {impl: round(one, 4) for impl, one in ms.items()}}
+    return rows
+
+
+def finished(rows: dict[_tuned.Key, _tuned.Row], todo: Sequence[Problem]) -> set[Problem]:
+    """Returns the problems whose rows of the file are whole: all that the row is to be measured with was."""
+    missing = {one.key for one in todo if one.sizes not in rows.get(one.key, {}).get("measured", [])}
+    return {one for one in todo if one.key not in missing}
+
+
+def write(file: Path, machine: dict[str, str], rows: Iterable[_tuned.Row]) -> None:
+    """Writes a file for `_tuned.read`, all at once, so that no other process reads half of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps({"format": _tuned.FORMAT, "machine": machine, "impls": [*rows]}, indent=1) + "\n")
+    draft.replace(file)
+
+
+# -- which problems ---------------------------------------------------------------------------------------------------
+
+
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    """ "1024x4096,2048x8192" -> pairs. For argparse."""
+    try:
+        pairs = [tuple(map(int, part.split("x"))) for part in text.split(",")]
+        if all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
+            return pairs
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"wanted FEATURESxHIDDEN, such as 1024x4096,2048x8192, but got {text!r}")
+
+
+def of_model(target: str) -> list[tuple]:
+    """Returns (op, features, hidden, out, dtype) of the matmuls that a forward of FILE:FUNCTION's model meets, each once."""
+    model, given, named = model_and_inputs(load(target)())
+    choice = _choices._choice
+    choice.seen = seen = []
+    try:
+        with torch.random.fork_rng():
+            copy.deepcopy(model).train()(*given, **named)
+    finally:
+        choice.seen = None
+    if found := [matmul for matmul in dict.fromkeys(seen) if matmul[0] in OPS]:
+        return found
+    raise ValueError(
+        f"{target}: the forward runs no fused MLP or linear layer; pass a model of ckptkern.nn, or convert it first"
+    )
+
+
+def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
+    """Returns what the command line asks for, the most valuable first. Raises ValueError if there is nothing to choose."""
+    dtypes = [DTYPES[name] for name in args.dtype or ()]
+    if args.model:
+        if given := [f"--{name}" for name in ("ops", "shapes") if getattr(args, name)]:
+            raise ValueError(f"--model selects the matmuls: {' and '.join(given)} cannot be combined with it")
+        found = [Problem(*sizes, one, args.tokens) for *sizes, ran in of_model(args.model) for one in dtypes or (ran,)]
+    else:
+        shapes = args.shapes or [(n, None) for n in SIZES]
+        found = [
+            Problem(op, features, 0, hidden or features, dtype, args.tokens) if op == "linear_act"
+            else Problem(op, features, hidden or 4 * features, features, dtype, args.tokens)
+            for dtype in dtypes or (torch.bfloat16, torch.float16) for features, hidden in shapes for op in args.ops or OPS
+        ]  # fmt: skip
+    on_device = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in {one.dtype for one in found}}
+    found = [one for one in found if _choices.choose_backend("autotune", on_device[one.dtype]) == "triton"]
+    if not found:
+        raise ValueError(f"nothing can be chosen on {device}: only PyTorch's ops run there")
+    return found
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern autotune``."""
+    parser.description = (
+        "Measure which implementation is quickest for each matmul on this machine (our kernels, or cuBLAS and elementwise "
+        "kernels), and write the table that ckptkern then reads. Nothing is tuned unless you ask."
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="(default: cuda if there is one)")
+    parser.add_argument("--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=tuple(DTYPES),
+        metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)} (default: bf16 and fp16, or what --model runs in)",
+    )
+    parser.add_argument(
+        "--shapes",
+        type=shapes_of,
+        metavar="SHAPE,...",
+        help="FEATURESxHIDDEN each, of linear_act INxOUT (default: one of each size)",
+    )
+    parser.add_argument("--model", metavar="FILE:FUNCTION", help="the matmuls of your model, as `report` loads it")
+    parser.add_argument("--tokens", type=int, default=ROWS, metavar="N", help="rows (default: %(default)d)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="begin no matmul after so many (default: %(default)g); again begins with what is left",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="measure, and write nothing")
+    parser.add_argument("--reset", action="store_true", help="remove this machine's table, and measure nothing")
+
+
+def outcome_of(problem: Problem, device: torch.device, seconds: float) -> Outcome:
+    """Times a problem, and prints its line. What does not run here costs its implementation, or the problem, alone."""
+    default = _impls.default_impl(
+        problem.op, _choices.capability_of(device.type, device.index), problem.dtype, problem.key[2]
+    )
+    try:
+        rows = timed(problem, device, seconds)
+    except Exception as error:  # of the reference itself, or of a device that is lost
+        rows = dict.fromkeys(_impls.OF_KERNELS, measure.Row("", "", "", "", "failed", note=measure.one_line(error)))
+    texts = [f"{impl} {row.ms:.3g} ms" if row.status == "ok" else f"{impl}: {row.note}" for impl, row in rows.items()]
+    print(f"{problem!s:44} {'; '.join(texts)}", flush=True)
+    return Outcome(problem, default, {impl: row for impl, row in rows.items() if row.status == "ok"})
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measures, prints and writes the table; returns the exit status."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            print("ckptkern autotune: there is no CUDA device", file=sys.stderr)
+            return 2
+        device = torch.device("cuda", torch.cuda.current_device())
+    file, machine = _tuned.path(device.type, device.index), _tuned.machine(device.type, device.index)
+    if args.reset:
+        known = file.exists()
+        file.unlink(missing_ok=True)
+        print(f"removed {file}" if known else f"there is no table of this machine: {file}")
+        return 0
+    before: dict[_tuned.Key, _tuned.Row] = {}
+    try:
+        before = _tuned.read(file, machine)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        print(f"{file} is made anew, because {error}")
+    try:
+        with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: kernel implementations are what a table is for
+            todo = problems(args, device)
+        todo.sort(key=finished(before, todo).__contains__)
+        if not args.dry_run:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring
+    except (ValueError, OSError) as error:
+        print(f"ckptkern autotune: {error}", file=sys.stderr)
+        return 2
+    print(f"{machine['device']}, torch {machine['torch']}: {len(todo)} matmuls, at most {args.minutes:g} minutes")
+    outcomes, rows, deadline = [], {}, time.perf_counter() + 60 * args.minutes
+    with progress("autotune", len(todo)) as bar:
+        for n, problem in enumerate(todo):
+            left = deadline - time.perf_counter()
+            if left <= 0:
+                print(
+                    f"the time is over: {len(todo) - n} of {len(todo)} matmuls were not reached. The same command again begins "
+                    "with them; --minutes gives more at once"
+                )
+                break
+            bar(str(problem), n)
+            outcomes.append(outcome_of(problem, device, left / (len(todo) - n)))
+            rows = rows_of(outcomes)
+            if rows and not args.dry_run:  # after each: an interrupt loses nothing
+                write(file, machine, (before | rows).values())
+    for (op, dtype, size), row in rows.items():
+        print(f"{op} {dtype}, {_impls.size_text(size)}: {row['impl']}")
+    if args.dry_run or not rows:
+        print("nothing is written")
+        return 0 if rows else 1
+    print(f"the table has these now: {file}\nprocesses that start from now on read it; `autotune --reset` removes it")
+    return 0

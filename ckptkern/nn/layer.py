@@ -1,0 +1,81 @@
+"""Defines what all layers share: the options of the op that a layer calls, and `from_torch`."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from ..ops.dispatch.checks import check_count, check_options, modes_of_sublayers
+from ..ops.dispatch.choices import parse_bytes
+
+
+def check_counts(op: str, least: int = 1, **counts: int | None) -> None:
+    """Raises ValueError for what is no integer of at least `least`. None stands for a default."""
+    for name, count in counts.items():
+        if count is not None:
+            check_count(op, name, count, least)
+
+
+def weights(module: torch.nn.Module, **layers: str) -> dict[str, Tensor | None]:
+    """Returns {role}_weight and {role}_bias of its linear layers. layers: their names, by role."""
+    linear = {role: getattr(module, name) for role, name in layers.items()}
+    return {f"{role}_{kind}": getattr(layer, kind) for role, layer in linear.items() for kind in ("weight", "bias")}
+
+
+class Layer(torch.nn.Module):
+    """Holds the options of an op as attributes, and shows them in its repr.
+
+    torch_class: what `from_torch` takes. shown: names of attributes. has_sublayers: may recompute be a pair of modes?
+    """
+
+    torch_class: type[torch.nn.Module] | None = None
+    has_sublayers = False
+    shown: tuple[str, ...] = (
+        "num_experts", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "activation", "dropout", "resid_dropout",
+        "recompute", "workspace",
+    )  # fmt: skip
+
+    def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
+        """Checks options and makes attributes of them."""
+        op = type(self).__name__
+        for mode in modes_of_sublayers(op, recompute) if self.has_sublayers else (recompute,):
+            check_options(op, own.get("activation", "identity"), mode, own.get("dropout", 0.0))
+        parse_bytes(op, workspace)
+        self.__dict__.update(own, recompute=recompute, workspace=workspace)
+
+    @property
+    def modes(self) -> dict[str, Any]:
+        """Returns the arguments of any op: recompute and workspace."""
+        return {"recompute": self.recompute, "workspace": self.workspace}
+
+    @classmethod
+    def from_torch(cls, module: torch.nn.Module, *options: Any, **named: Any) -> Self:
+        """Returns a drop-in replacement of torch's `module` that shares its parameters, buffers, hooks and settings.
+
+        options: those of this class that torch's has not, such as recompute. Raises TypeError for another class and for a
+        module with a forward of its own. ckptkern.convert replaces layers of other classes.
+        """
+        op, kind = cls.__name__, type(module)
+        if cls.torch_class is None:
+            raise TypeError(f"{op}: there is no such module in this torch; use ckptkern.convert")
+        if kind not in (cls.torch_class, cls):
+            raise TypeError(f"{op}: module must be a torch.nn.{cls.torch_class.__name__}, not {kind.__name__}")
+        if "forward" in module.__dict__:
+            raise TypeError(f"{op}: {kind.__name__} has a forward set on the instance")
+        drop_in = cls.__new__(cls)
+        drop_in.__dict__.update({**module.__dict__, "_modules": dict(module._modules)})
+        drop_in.set_options(*options, **named)
+        return drop_in
+
+    def extra_repr(self) -> str:
+        values = {name: self.__dict__[name] for name in self.shown if name in self.__dict__}
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))
+
+    def __prepare_scriptable__(self):
+        """Called by torch.jit.script for every module of a model."""
+        raise NotImplementedError(
+            f"torch.jit.script: {type(self).__name__} is a layer of ckptkern.nn, which cannot be scripted. Use torch.compile "
+            "or torch.export, or torch's own layer"
+        )
