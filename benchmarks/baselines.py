@@ -63,14 +63,14 @@ def liger_tiled(model: nn.Module, x: Tensor) -> Function:
 def liger_layer(model: LlamaLayer, x: Tensor) -> Function:
     """A Llama layer as Liger patches it: its RMSNorm, rotary embedding and SwiGLU, and torch's matmuls and attention."""
     rms_norm, rope = _liger("rms_norm", "LigerRMSNormFunction", x), _liger("rope", "LigerRopeFunction", x)
-    swiglu = liger_swiglu(model.mlp, x)
+    attention, block = model.attention, model.block
+    swiglu = liger_swiglu(block.mlp, x)
 
     def function(x: Tensor) -> Tensor:
-        h = rms_norm.apply(x, model.norm.weight, model.norm.eps)
-        q, k, v = (part(h).unflatten(-1, (-1, model.head_dim)).transpose(1, 2) for part in (model.q, model.k, model.v))
-        q, k = rope.apply(q, k, model.cos[: x.shape[1]], model.sin[: x.shape[1]])
-        x = x + model.out(attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + swiglu(rms_norm.apply(x, model.mlp_norm.weight, model.mlp_norm.eps))
+        q, k, v = attention.split(rms_norm.apply(x, attention.norm.weight, attention.norm.eps))
+        q, k = rope.apply(q, k, *attention.tables(x))
+        x = x + attention.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + swiglu(rms_norm.apply(x, block.norm.weight, block.norm.eps))
 
     return function
 

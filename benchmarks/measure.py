@@ -72,6 +72,7 @@ def row_of_figure(case: str, device: str, figure: Figure) -> Row:
     return dataclasses.replace(row, peak_bytes=peak, saved_bytes=saved)
 
 
+OVER_TIME, OUT_OF_MEMORY = "over the budget of time", "out of memory"
 LOST = "the GPU was lost: "  # begins the note of a variant that broke the process's CUDA context, or that did not end
 LOST_STATUS = 75  # exit status of a process that goes on with --resume, in another process
 HANGS = 150.0  # seconds in which a variant is checked, or timed, at most
@@ -365,7 +366,7 @@ def _ready_all(
     for name, make in makers.items():
         row = Row(case.name, name, device.type, dtype)
         if steps and time.monotonic() > deadline:
-            row.status, row.note = "dropped", "over the budget of time"
+            row.status, row.note = "dropped", OVER_TIME
             emit(row)
             continue
         watch = watched([row], emit) if cuda else contextlib.nullcontext()

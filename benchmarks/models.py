@@ -150,22 +150,23 @@ class RoutedMoE(MoE):
 
 
 class GroupedRows(MoE):
-    """The experts of an MoE layer on rows in their order, each of which has one; an eighth of the rows is nobody's."""
+    """The experts of an MoE layer on rows in their order, each of which has one; every other expert has twice as many, and an
+    eighth of the rows is nobody's."""
 
     def __init__(self, width: int, act: nn.Module, hidden: int, experts: int):
         super().__init__(width, act, hidden, experts, 1)
         del self.router
-        self.register_buffer("parts", torch.tensor([1 + e % 2 for e in range(self.experts)]).cumsum(0))
+
+    def end(self, rows: int, expert: int | Tensor) -> int | Tensor:
+        """Where the rows of an expert end."""
+        return rows * 7 * (3 * (expert + 1) // 2) // (8 * (3 * self.experts // 2))
 
     def ends(self, x: Tensor) -> list[int]:
-        """Where the rows of each expert end: every other one has twice as many."""
-        shares = [1 + e % 2 for e in range(self.experts)]
-        return [x.shape[0] * 7 * sum(shares[: e + 1]) // (8 * sum(shares)) for e in range(self.experts)]
+        return [self.end(x.shape[0], expert) for expert in range(self.experts)]
 
     def ends_there(self, x: Tensor) -> Tensor:
         """The same as int32 on the device of x, without a copy from the host."""
-        total = sum(1 + e % 2 for e in range(self.experts))
-        return (x.shape[0] * 7 * self.parts // (8 * total)).to(torch.int32)
+        return self.end(x.shape[0], torch.arange(self.experts, device=x.device)).to(torch.int32)
 
     def grouped(self, x: Tensor) -> Tensor:
         ends = self.ends(x)
@@ -247,34 +248,73 @@ class Core(nn.Module):
         return o.transpose(1, 2).flatten(2)
 
 
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [B, H, S, R] by halves, as Hugging Face does; cos and sin [S, R]."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
 class Attention(nn.Module):
     """x + out(attention(norm(x))), heads of 128 (16 in narrow models) unless given: half of a GPT layer.
 
-    share: query heads per key and value head. dropout_p: of the attention weights.
+    share: query heads per key and value head. dropout_p: of the attention weights. positions: of rotary embeddings, with
+    weights of their own for q, k and v; 0 for none of both.
     """
 
     def __init__(
-        self, width: int, share: int = 1, dropout_p: float = 0.0, heads: int | None = None, bias: bool = True,
-        norm: str | None = "layer", causal: bool = True,
-    ):  # fmt: skip
+        self,
+        width: int,
+        share: int = 1,
+        dropout_p: float = 0.0,
+        heads: int | None = None,
+        bias: bool = True,
+        norm: str | None = "layer",
+        causal: bool = True,
+        positions: int = 0,
+    ):
         super().__init__()
-        self.heads = heads or width // (128 if width >= 512 else 16)
-        self.head_dim, self.kind = width // self.heads, norm
-        self.kv_heads = max(1, self.heads // share)
+        heads = heads or width // (128 if width >= 512 else 16)
+        self.heads, self.head_dim = [heads, *[max(1, heads // share)] * 2], width // heads
+        self.dropout_p, self.causal, self.kind = dropout_p, causal, norm
         self.norm, self.out = norm_of(norm, width), nn.Linear(width, width, bias)
-        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias)
-        self.core = Core(self.heads, self.kv_heads, dropout_p, causal)
+        parts = self.heads if positions else [sum(self.heads)]
+        self.qkv = nn.ModuleList(nn.Linear(width, n * self.head_dim, bias) for n in parts)
+        tables = nn_modules.rotary_tables(torch.arange(positions), self.head_dim) if positions else (None, None)
+        for name, table in zip(("cos", "sin"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [S, D] of the positions of x."""
+        return self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+
+    def split(self, h: Tensor) -> list[Tensor]:
+        """q [B, H, S, D], k and v [B, H_kv, S, D] of normalized h, not rotated."""
+        parts = [part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv]
+        return parts if len(parts) > 1 else parts[0].split(self.heads, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.core(self.qkv(self.norm(x))))
+        q, k, v = self.split(self.norm(x))
+        if self.cos is not None:
+            q, k = (rotated(one, *self.tables(x)) for one in (q, k))
+        o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
+        return x + self.out(o.transpose(1, 2).flatten(2))
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, x: Tensor) -> dict[str, Any]:
         """The arguments of ckptkern.attention_block."""
+        weights = [part.weight for part in self.qkv]
         return dict(
-            qkv_weight=self.qkv.weight, qkv_bias=self.qkv.bias, out_weight=self.out.weight, out_bias=self.out.bias,
-            num_heads=self.heads, num_kv_heads=self.kv_heads, is_causal=self.core.causal, dropout_p=self.core.dropout_p,
-            residual=True, **norm_arguments(self.kind, self.norm),
-        )  # fmt: skip
+            qkv_weight=weights if len(weights) > 1 else weights[0],
+            qkv_bias=self.qkv[0].bias,
+            out_weight=self.out.weight,
+            out_bias=self.out.bias,
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            is_causal=self.causal,
+            dropout_p=self.dropout_p,
+            residual=True,
+            rotary=None if self.cos is None else self.tables(x),
+            **norm_arguments(self.kind, self.norm),
+        )
 
 
 class LatentAttention(nn.Module):
@@ -297,19 +337,14 @@ class LatentAttention(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates x [B, H, S, R] by halves."""
-        crossed = torch.cat((-x[..., self.rope // 2 :], x[..., : self.rope // 2]), -1)
-        return x * self.cos + crossed * self.sin
-
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         q, q_r = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2).split([self.v, self.rope], -1)
         c, shared = self.kv_a(h).split([self.rank, self.rope], -1)
         kv = self.kv_b(self.latent_norm(c)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = kv.split([self.v, self.v], -1)
-        shared = self.rotate(shared[:, None]).expand(-1, self.heads, -1, -1)
-        q, k = torch.cat((q, self.rotate(q_r)), -1).to(x.dtype), torch.cat((k, shared), -1).to(x.dtype)
+        shared = rotated(shared[:, None], self.cos, self.sin).expand(-1, self.heads, -1, -1)
+        q, k = torch.cat((q, rotated(q_r, self.cos, self.sin)), -1).to(x.dtype), torch.cat((k, shared), -1).to(x.dtype)
         o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
@@ -335,54 +370,15 @@ class Layer(nn.Module):
 
     def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments of ckptkern.transformer_layer."""
-        return self.attention.arguments(), self.block.arguments()
+        return self.attention.arguments(x), self.block.arguments()
 
 
-class LlamaLayer(nn.Module):
-    """RMSNorm, rotary attention with a quarter as many key and value heads unless given, RMSNorm, SwiGLU, no biases."""
+class LlamaLayer(Layer):
+    """RMSNorm, rotary attention with a quarter as many key and value heads, RMSNorm, SwiGLU, no biases."""
 
-    POSITIONS = 8192
-
-    def __init__(self, width: int, kv_heads: int | None = None, hidden: int | None = None):
-        super().__init__()
-        self.head_dim = 128 if width >= 512 else 16
-        self.heads = width // self.head_dim
-        self.kv_heads = kv_heads or max(1, self.heads // 4)
-        rows = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.q, self.k, self.v = (nn.Linear(width, n, bias=False) for n in rows)
-        self.out, self.mlp = nn.Linear(width, width, bias=False), GatedMLP(width, hidden=hidden)
-        self.norm, self.mlp_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
-        cos, sin = nn_modules.rotary_tables(torch.arange(self.POSITIONS), self.head_dim)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates x [B, H, S, D] by sublayers, as Hugging Face does."""
-        S, half = x.shape[2], self.head_dim // 2
-        return x * self.cos[:S] + torch.cat((-x[..., half:], x[..., :half]), -1) * self.sin[:S]
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (layer(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.out(attend(self.rotate(q), self.rotate(k), v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.mlp_norm(x))
-
-    def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments of ckptkern.transformer_layer."""
-        S = x.shape[1]
-        return dict(
-            qkv_weight=[self.q.weight, self.k.weight, self.v.weight],
-            qkv_bias=None,
-            out_weight=self.out.weight,
-            out_bias=None,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            norm="rms",
-            norm_weight=self.norm.weight,
-            norm_eps=self.norm.eps,
-            rotary=(self.cos[:S], self.sin[:S]),
-            is_causal=True,
-        ), self.mlp.arguments() | norm_arguments("rms", self.mlp_norm) | {"activation": "silu"}
+    def __init__(self, width: int):
+        attention = Attention(width, 4, bias=False, norm="rms", positions=8192)
+        super().__init__(attention, MLPBlock(width, GatedMLP(width), "silu", "rms"))
 
 
 class LMHeadLoss(nn.Module):

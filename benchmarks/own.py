@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.protection import seeded, unmoved
+from ..conversion.recorder import differentiated
 from ..conversion.trace import leaves_of, recomputed
-from ..planning.live import differentiated
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
-from ..tools.convert import load, model_and_inputs
+from ..tools.models import load, model_and_inputs
 from .cases import MODES, Case, Function, Maker
 
 

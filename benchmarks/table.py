@@ -79,19 +79,8 @@ def _run_mlp(v: SimpleNamespace, model: MLP, x: Tensor, mode: str) -> Tensor:
 
 
 def _run_gated(v: SimpleNamespace, model: GatedMLP, x: Tensor, mode: str) -> Tensor:
-    return ops.gated_mlp(
-        x,
-        model.gate.weight,
-        model.up.weight,
-        model.down.weight,
-        v.activation,
-        v.dropout,
-        gate_bias=model.gate.bias,
-        up_bias=model.up.bias,
-        down_bias=model.down.bias,
-        training=model.training,
-        recompute=mode,
-    )
+    options = dict(activation=v.activation, training=model.training, recompute=mode)
+    return ops.gated_mlp(x, **model.arguments(), **options)
 
 
 def _run_moe(v: SimpleNamespace, model: MoE, x: Tensor, mode: str) -> Tensor:
@@ -113,7 +102,7 @@ def _attention(v: SimpleNamespace) -> Attention:
 
 
 def _run_attention(v: SimpleNamespace, model: Attention, x: Tensor, mode: str) -> Tensor:
-    return ops.attention_block(x, **model.arguments(), training=model.training, recompute=mode)
+    return ops.attention_block(x, **model.arguments(x), training=model.training, recompute=mode)
 
 
 def run_layer(v: SimpleNamespace, model: Layer, x: Tensor, mode: str) -> Tensor:

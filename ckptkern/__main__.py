@@ -17,24 +17,24 @@ COMMANDS = {
         ("matplotlib",),
     ),
     "convert": (
-        ".tools.convert",
+        ".tools.models",
         "say what ckptkern.convert would do with a model of yours, and what it would save for backward",
         (),
     ),
     "report": (
-        ".tools.report",
+        ".tools.models",
         "say what each region of a model of yours saves and costs in each mode",
         (),
     ),
     "frontier": (
-        ".tools.frontier",
+        ".tools.models",
         "find the longest sequence of a model of yours that trains within a budget",
         ("scipy",),
     ),
     "estimate": (
         ".tools.estimate",
         "count what a language model's training step takes in each way to save memory, from its config.json",
-        ("transformers", "rich"),
+        ("transformers",),
     ),
     "bench": (".benchmarks.run", "run the benchmark cases on whatever is here", ()),
     "autotune": (

@@ -131,9 +131,6 @@ def lines_of(tool: str, reports: Reports, left: list[str]) -> list[str]:
 
 def watch(cases: Sequence[str], device: str, seconds: float) -> int:
     """Runs both tools side by side. Returns 1 if a kernel has reports or a tool did not run."""
-    if device == "cpu":
-        print("compute-sanitizer is left out: no GPU")
-        return 0
     executable = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), FOLDER]))
     if executable is None:
         print(f"compute-sanitizer is neither on PATH nor in {FOLDER}: install the CUDA toolkit")

@@ -29,7 +29,7 @@ from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
 from .refused import check_step
 from .report import NOTHING, Conversion, Row
-from .saved import saved_by, saved_by_all, saved_bytes
+from .saved import saved_by, saved_bytes, step_of_all
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched_off, upcast
@@ -301,8 +301,9 @@ class _Conversion:
                     if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
                         put()
                         inside = set(cut.part.modules())
-                        changed |= {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
-                        within = {names[module], *(names[m] for m in (*inside, *changed) if m in names)}
+                        replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
+                        changed |= replaced
+                        within = {names[module], *(names[m] for m in (*inside, *replaced) if m in names)}
                         self.rows = [one for one in self.rows if one.name not in within]
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
@@ -424,19 +425,23 @@ def convert(
     check_not_split("convert", model)
     check_names(model, include, exclude)
     revert(model)
+    there = [p for p in model.parameters() if p.grad is not None]
     with no_trace(model, (example_inputs, example_kwargs), bound):
         try:
             return _converted(
-                model, example_inputs, example_kwargs, every, recompute, workspace, include, exclude, otherwise
+                model, example_inputs, example_kwargs, there, every, recompute, workspace, include, exclude, otherwise
             )
         except BaseException:
             revert(model)
             raise
 
 
-def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int, *options: Any) -> Conversion:
-    """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway."""
-    before = saved_by_all(model, args, kwargs)
+def _converted(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor], every: int, *options: Any
+) -> Conversion:
+    """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway. there: parameters
+    that have a gradient."""
+    before, peak_before = step_of_all(model, args, kwargs, there)
     probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
     places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
@@ -449,7 +454,7 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
     if not rows and before is not None:
         rows.append(Row("", class_of(model).__name__, None, reason=NOTHING))
     groups = group_layers(model, rows, every) if every > 1 else []
-    after = saved_by_all(model, args, kwargs) if before is not None else None
+    after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
     for row in rows:
         row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
     warn_again()
@@ -458,4 +463,4 @@ def _converted(model: nn.Module, args: tuple, kwargs: dict[str, Any], every: int
     regions = [names for group in groups for names in group.regions(ran=after is not None)]
     if groups and not regions:
         warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=3)
-    return Conversion(rows, before, after, regions)
+    return Conversion(rows, before, after, peak_before, peak_after, regions)

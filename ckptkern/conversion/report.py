@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .. import memory
@@ -59,12 +61,16 @@ class Conversion:
     """Lists the rows, in the model's order. print(conversion) shows them as a table, with equal layers in one line.
 
     saved_before, saved_after: bytes that a training call of the whole model with the example inputs saves for backward, besides
-    parameters; None if it could not be measured. groups: the names of layers that are one region, for each (`every`).
+    parameters; None if it could not be measured. peak_before, peak_after: bytes that a step with them allocates at its peak,
+    above what is there when it begins, as in `plan`; None likewise. groups: the names of layers that are one region, for each
+    (`every`).
     """
 
     rows: list[Row] = field(default_factory=list)
     saved_before: int | None = None
     saved_after: int | None = None
+    peak_before: int | None = None
+    peak_after: int | None = None
     groups: list[list[str]] = field(default_factory=list)
 
     @property
@@ -101,8 +107,12 @@ class Conversion:
         count = len(self.converted)
         text.append(f"{count} module{'s' * (count != 1)} converted")
         if self.saved_before is not None and self.saved_after is not None:
-            saved = memory.format_size(self.saved_after), memory.format_size(self.saved_before)
-            text[-1] += f"; the whole model saves {saved[0]} for backward instead of {saved[1]}"
+            size = memory.format_size
+            text[-1] += (
+                f"; the whole model saves {size(self.saved_after)} for backward instead of {size(self.saved_before)}"
+            )
+            if self.peak_before is not None and self.peak_after is not None:
+                text[-1] += f", and a step peaks at {size(self.peak_after)} instead of {size(self.peak_before)}"
         if not count and self.saved_before is not None:
             text.append(WAY)
         elif not self.rows:
@@ -112,10 +122,22 @@ class Conversion:
         return "\n".join(text)
 
 
-def aligned(lines: list[tuple[str, ...]]) -> list[str]:
-    """The cells of each line, in columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+def aligned(lines: list[tuple[str, ...]], numbers: int | None = None) -> list[str]:
+    """Returns the cells of each line, in columns. numbers: the first column of those that end at the right."""
+    columns = list(zip(*lines, strict=True))
+    for i, cells in enumerate(columns):
+        justify = str.ljust if numbers is None or i < numbers else str.rjust
+        columns[i] = [justify(cell, max(map(len, cells))) for cell in cells]
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+
+
+def write_rows(path: str | os.PathLike, rows: Iterable[dict[str, object]]) -> None:
+    """Writes rows of the same columns as CSV."""
+    rows = list(rows)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _alike(rows: list[Row]) -> list[list[Row]]:

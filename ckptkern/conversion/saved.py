@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
-from .protection import seeded, unmoved
+from .protection import unmoved
+from .recorder import Step, step_of
 from .sharding import holds_sharded, is_sharded
 from .trace import Call, leaves_of, recomputed
 
@@ -39,15 +40,16 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
     return None
 
 
-def saved_by_all(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> int | None:
-    """What a training call of the model saves, besides parameters; None if that cannot be measured."""
+def step_of_all(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor]
+) -> tuple[int | None, int | None]:
+    """Returns the bytes that a training step of the model saves for backward, besides parameters, and those of its peak; None
+    for what cannot be measured. there: as in `step_of`."""
     if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
-        return None  # a forward that no backward follows would leave their state open
+        return None, None  # a forward that no backward follows would leave their state open
+    step, peak = Step(), None
     # whatever its forward makes of it in training
-    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
-        model.train()
-        with memory.saved_tensors(model) as saved, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(*args, **kwargs)
-        return saved.bytes
-    return None
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peak = step_of(model, args, kwargs, there=there, step=step).peak
+    return (step.saved if step.has_output else None), peak

@@ -1,19 +1,20 @@
-"""The same table on all ranks, so that all of them make the same choice."""
+"""The same figures on all ranks, so that all of them make the same choice."""
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_flatten, tree_map
 
-from .table import Cost, Held, Table
+if TYPE_CHECKING:
+    from .table import Table
 
 
 def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
-    """This rank's table with the largest bytes and the mean times of all ranks. If one fails, all raise its error."""
+    """Returns this rank's table with the largest bytes and times of all ranks. If one fails, all raise its error."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return measure()
     table, error = None, None
@@ -31,61 +32,36 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
     for rank, one in enumerate(theirs):
         if isinstance(one, str):
             raise RuntimeError(f"plan: rank {rank} of the group failed with {one}")
-        if one[0] != mine[0]:
+        if one[0] != mine[0] or tree_flatten(one[1])[1] != tree_flatten(mine[1])[1]:
             raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
-    return joined(table, theirs)
+    held, table.rest, costs, stretches = tree_map(largest, *(one[1] for one in theirs))
+    table.rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=True)]
+    for kind, own in zip(table.kinds, costs, strict=True):
+        kind.costs = own
+    for step, own in zip(table.steps.values(), stretches, strict=True):
+        step.stretches = own
+    return table
 
 
-def figures(table: Table) -> tuple:
-    """(what must be equal, bytes, costs), to be sent."""
+def figures(table: Table) -> tuple[Any, Any]:
+    """Returns (what must be equal, bytes and costs), to be sent."""
     names = [
         (row.segment.name, type(row.segment.module).__name__, tuple(row.kinds), *map(str, row.strategies))
         for row in table.rows
     ]
-    return (
-        names,
-        [*(row.held for row in table.rows), [table.rest]],
-        [kind.costs for kind in table.kinds],
-        [] if table.base is None else table.base.stretches,
-    )
+    stretches = [step.stretches for step in table.steps.values()]
+    return names, ([row.held for row in table.rows], table.rest, [kind.costs for kind in table.kinds], stretches)
 
 
-def joined(table: Table, all_ranks: Sequence[tuple]) -> Table:
-    held = [
-        [largest(of_all) for of_all in zip(*of_segment, strict=True)]
-        for of_segment in zip(*(one[1] for one in all_ranks), strict=True)
-    ]
-    for place, kind in enumerate(table.kinds):
-        kind.costs = [mean(of_all) for of_all in zip(*(one[2][place] for one in all_ranks), strict=True)]
-    rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=False)]
-    if table.base is not None:
-        table.base.stretches = [
-            of_all[0]._replace(start=max(one.start for one in of_all), highest=max(one.highest for one in of_all))
-            for of_all in zip(*(one[3] for one in all_ranks), strict=True)
-        ]
-    return dataclasses.replace(table, rows=rows, rest=held[-1][0])
-
-
-def largest(held: Sequence[Held]) -> Held:
-    names = {name for one in held for name in one.shared}
-    return Held(max(one.own for one in held), {name: max(one.shared.get(name, 0) for one in held) for name in names})
-
-
-def mean(costs: Sequence[Cost]) -> Cost:
-    seconds = [one.seconds for one in costs if one.seconds is not None]
-    largest = (max(values) for values in list(zip(*costs, strict=True))[1:])
-    return Cost(statistics.fmean(seconds) if seconds else None, *largest)
+def largest(*values: Any) -> Any:
+    """Returns the largest of numbers, and the first of all else."""
+    return max(values) if isinstance(values[0], (int, float)) else values[0]
 
 
 def largest_of(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The largest of all ranks' values."""
-    return -least_of(-value, device, group)
-
-
-def least_of(value: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The least of all ranks' values."""
+    """Returns the largest of all ranks' values."""
     if not (dist.is_available() and dist.is_initialized()):
         return value
-    least = torch.tensor(value, dtype=torch.int64, device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
-    return int(least)
+    most = torch.tensor(value, dtype=torch.int64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)

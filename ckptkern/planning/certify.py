@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +21,9 @@ from ..conversion.bound import ORIGINAL_CLASS, revert
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
+from ..conversion.recorder import Loss, device_of, loss_of, parts_of, step_of
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import mapped
-from .live import Loss, gradients_as_there, loss_of
-from .measure import device_of
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
@@ -165,8 +164,8 @@ class Ran(NamedTuple):
 
     loss: Tensor
     gradients: dict[str, Tensor]
-    saved: int = 0
-    peak: int = 0
+    saved: int
+    peak: int
 
 
 def certify(
@@ -201,29 +200,35 @@ def certify(
     wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
     check_step("certify", model, example_inputs, example_kwargs)
-    is_converted = bool(replaced_by(model))
+    batch = example_inputs, example_kwargs
     eager = revert(copied(model))
-    is_random = random(eager.train(), example_inputs, example_kwargs)
-    if is_random and random(eager.eval(), example_inputs, example_kwargs):
+    is_random = random(eager.train(), *batch)
+    if is_random and random(eager.eval(), *batch):
         raise ValueError(
             "certify: two calls in eval mode give two results, so there is nothing to compare: make it deterministic"
         )
     ours = copied(model)
-    if not is_converted:
+    if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
 
-    def ran(of: nn.Module, **options: Any) -> Ran:
-        return step(of.train(not is_random), example_inputs, example_kwargs, loss, **options)
+    def counts(model: nn.Module) -> dict[str, int]:
+        """Calls that ran as the table says, of modules whose forward convert replaced."""
+        forwards = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
+        return {
+            name: forward.calls["fused"] + forward.calls["checkpointed"]
+            for name, forward in forwards.items()
+            if isinstance(forward, Forward)
+        }
 
-    before = {name: forward_of(m).calls["fused"] + forward_of(m).calls["checkpointed"] for name, m in having(ours)}
-    theirs, converted = ran(eager), ran(ours)
-    unused = [
-        name for name, m in having(ours) if sum(map(forward_of(m).calls.get, ("fused", "checkpointed"))) == before[name]
-    ]
+    before = counts(ours)
+    theirs, converted = (ran(one, *batch, loss, not is_random) for one in (eager, ours))
+    unused = [name for name, count in counts(ours).items() if count == before[name]]
     replaced = replaced_by(ours)
     del ours
     try:
-        exact = ran(eager.double(), in_float64=True)
+        with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
+            wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
+            exact = ran(eager.double(), *wide, loss, not is_random)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
@@ -236,15 +241,6 @@ def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     except Exception as error:  # a module's own __deepcopy__ may raise anything
         raise ValueError(f"certify: the model cannot be copied: {type(error).__name__}: {error}") from error
-
-
-def forward_of(module: nn.Module) -> Forward:
-    return module.__dict__["forward"]
-
-
-def having(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules whose forward convert replaced."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m.__dict__.get("forward"), Forward))
 
 
 def replaced_by(model: nn.Module) -> dict[str, str]:
@@ -261,40 +257,23 @@ def replaced_by(model: nn.Module) -> dict[str, str]:
 def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Do two calls differ?"""
     with seeded(), unmoved(model), torch.no_grad():
-        outputs = [mapped(lambda t: t, model(*args, **kwargs)) for _ in range(2)]
-    return any(not torch.equal(a, b) for a, b in zip(*map(numbers, outputs), strict=True))
+        outputs = [model(*args, **kwargs) for _ in range(2)]
+    tensors = [parts_of(dict(one) if hasattr(one, "keys") else one) for one in outputs]
+    return not all(map(torch.equal, *tensors))
 
 
-def numbers(output: Any) -> list[Tensor]:
-    """The tensors of a model's output."""
-    return [
-        one
-        for one in torch.utils._pytree.tree_leaves(dict(output) if hasattr(output, "keys") else output)
-        if isinstance(one, Tensor)
-    ]
+def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, trains: bool) -> Ran:
+    """Runs one step, always from the same seed, with zeros as gradients before."""
+    losses, gradients = [], {}
 
+    def ended(value: Tensor) -> None:
+        losses.append(value)
+        gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
 
-def step(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, in_float64: bool = False
-) -> Ran:  # fmt: skip
-    """One step from the same seed, with zeros as gradients before."""
-    device = device_of(model, (args, kwargs))
-    if in_float64:
-        args, kwargs = mapped(lambda t: t.double() if t.is_floating_point() else t, (args, kwargs))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(seeded())
-        stack.enter_context(unmoved(model))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(gradients_as_there(model, all_there=True))
-        if in_float64:
-            stack.enter_context(torch.autocast(device.type, enabled=False))
-            stack.enter_context(InFloat64())
-        with memory.peak_memory(device) as peak:
-            with memory.saved_tensors(model) as saved:
-                value = loss_of(model(*args, **kwargs), loss, weighted, "certify")
-            value.backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        return Ran(value.detach(), gradients, saved.bytes, peak.bytes)
+    differentiated = functools.partial(loss_of, loss=loss, summed=weighted, op="certify")
+    there = model.parameters()
+    step = step_of(model, args, kwargs, loss=differentiated, there=there, trains=trains, ended=ended)
+    return Ran(losses[0], gradients, step.saved, step.peak)
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..conversion.recorder import Alive
 from ..memory import Timeline, three_digits
-from .live import Alive
 
 COLORS = {"eager PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
 LARGEST = 8
+MARKERS = "osD^vP*"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -39,6 +41,24 @@ def draw_standing(axes: Axes, standing: list[Alive], mode: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_points(points: Sequence[tuple[str, bool, int, float]], title: Sequence[str], path: str | os.PathLike) -> None:
+    """Matmuls against peak; below and left is better. points: (name, is it ours, bytes, flops)."""
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes, markers = figure.subplots(), {True: iter(MARKERS), False: iter(MARKERS)}
+    for name, is_ours, peak, flops in points:
+        colour, marker = "#0b6e7f" if is_ours else "#e08214", next(markers[is_ours])
+        axes.plot(peak / 2**30, flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=name)
+    axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.set_title("\n".join(title), loc="left", fontsize=9)
+    axes.margins(x=0.1, y=0.15)
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
 def unit_of(top: float) -> tuple[str, int]:
     return next(((unit, size) for unit, size in UNITS if top >= size), UNITS[-1])
 
@@ -54,7 +74,7 @@ def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str,
     axes.axvline(1.0, color="#9aa3ab", linewidth=1.0, linestyle=":")
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
-    axes.set_title("memory over one training step, without parameters and their gradients", loc="left", fontsize=10)
+    axes.set_title("memory over one training step, above what is there when it begins", loc="left", fontsize=10)
     axes.set_ylabel(unit)
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, 2)

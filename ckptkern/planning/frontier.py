@@ -11,15 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from .. import memory
-from ..conversion.bound import revert
+from ..conversion.recorder import Loss
 from ..conversion.report import aligned
 from ..conversion.selection import Which
 from ..errors import BudgetError
-from ..extras import progress
-from .live import Loss, step_of
-from .measure import device_of
-from .plan import Plan, bytes_of, found_segments, plan
-from .segments import Strategy, check_model, segments_of
+from .measure import example_of
+from .plan import Plan, bytes_of, converted, found_segments, plan
+from .segments import Strategy
 
 CLOSE = 64  # the search ends within this part of the size
 
@@ -45,17 +43,12 @@ class Frontier:
 
     def __str__(self) -> str:
         size = memory.format_size
-        rows = [("size", 'peak at "full"')]
-        rows += [
+        rows = [
             (str(n), size(int(peak)) if math.isfinite(peak) else "does not fit")
             for n, peak in sorted(self.tried.items())
         ]
-        return "\n".join(
-            [
-                *aligned(rows),
-                f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}",
-            ]
-        )
+        found = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
+        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), found])
 
 
 def frontier(
@@ -98,31 +91,21 @@ def frontier(
             raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
     first = min(multiple, limit or multiple)
     args, kwargs = arguments_of(make_inputs(first))
-    check_model("frontier", model, args, kwargs)
-    had_none = not segments_of(model)
-    try:
-        with progress("frontier") as shown:
-            segments = found_segments(model, args, kwargs, include, exclude)
-            for segment in segments:
-                segment.set(Strategy("full"))
-            device = device_of(model, (args, kwargs))
+    with converted("frontier", model, args, kwargs) as shown:
+        for segment in found_segments(model, args, kwargs, include, exclude):
+            segment.set(Strategy("full"))
 
-            def peak_of(size: int) -> float:
-                shown(f"size {size}")
-                args, kwargs = arguments_of(make_inputs(size))
-                try:
-                    return step_of(model, args, kwargs, [], device, loss=loss).peak
-                except torch.OutOfMemoryError:
-                    return math.inf
+        def peak_of(size: int) -> float:
+            shown(f"size {size}")
+            try:
+                return example_of(model, *arguments_of(make_inputs(size)), loss).step().peak
+            except torch.OutOfMemoryError:
+                return math.inf
 
-            size, tried = search(peak_of, limit_bytes, multiple, first, limit)
+        size, tried = search(peak_of, limit_bytes, multiple, first, limit)
         args, kwargs = arguments_of(make_inputs(size))
-        made = plan(model, *args, budget=limit_bytes, include=include, exclude=exclude, loss=loss, **kwargs)
-    except BaseException:
-        if had_none:
-            revert(model)
-        raise
-    return Frontier(size, limit_bytes, tried, made)
+        chosen = plan(model, *args, budget=limit_bytes, include=include, exclude=exclude, loss=loss, **kwargs)
+    return Frontier(size, limit_bytes, tried, chosen)
 
 
 def arguments_of(inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -16,23 +16,23 @@ from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
-from ..conversion.report import NOTHING, WAY, aligned, name_of
+from ..conversion.recorder import Alive, Loss
+from ..conversion.report import NOTHING, WAY
 from ..conversion.selection import Which
-from ..conversion.trace import leaves_of, mapped
+from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing, progress
+from ..ops.registration.functions import Bodies
 from ..storage import Store
-from .agree import agreed, least_of
-from .live import Alive, Loss, Step
-from .measure import measure, narrower, stepped
-from .search import Choices, Search
+from .agree import agreed, largest_of
+from .measure import example_of, measure, narrower
+from .search import Search
 from .segments import Segment, Strategy, blocks_of, check_model, segments_of
 from .solve import by_saved
-from .table import Table
+from .table import Table, standing_lines
 from .timing import RATES, Rates
 
 SMALL = (2, 64)  # sequences and tokens that a model is converted with
-SHOWN = 8  # lines of what stands at the peak
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
@@ -42,26 +42,16 @@ class Plan:
 
     budget: bytes that a training step may allocate beyond what is there when it begins, or, in a plan by saved bytes, that the
     forward may save for backward. by_peak: which of the two. peak: bytes that a step in the chosen strategies was measured to
-    allocate, and predicted: what was predicted of it; None in a plan by saved bytes. table: what was measured; choices: what
-    was tried of it.
+    allocate, and predicted: what was predicted of it; None in a plan by saved bytes. table: what was measured. adapting: the
+    handle of the hook that plans again, whose `remove()` ends that.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        table: Table,
-        budget: int,
-        group: dist.ProcessGroup | None = None,
-        search: Search | None = None,
-    ):
-        self.model, self.table, self.group, self._search = model, table, group, search
+    def __init__(self, table: Table, budget: int | str, search: Search | None = None):
+        self.model, self.table, self.search = table.example.model, table, search
         self.by_peak = search is not None
         self.peak: int | None = None
         self.predicted: int | None = None
-        self.choices: Choices | None = None
-        self._hook: Any = None
-        self._follows = True  # not while a step of a choice runs
-        self._limit = math.inf
+        self.adapting: Any = None
         self.replan(budget)
 
     def replan(self, budget: int | str) -> None:
@@ -69,20 +59,15 @@ class Plan:
         each choice that is new, and smaller workspaces when they may be of use. Raises BudgetError if no choice meets the
         budget; the model is then as before."""
         budget = bytes_of("plan", "budget", budget)
-        if self._search is None:
+        if self.search is None:
             chosen = by_saved(self.table, budget)
         else:
-            following, self._follows = self._follows, False
-            try:
-                self.choices, chosen = self._search.best(budget)
-            finally:
-                self._follows = following
-            self.table = self.choices.table
-            self.peak, self.predicted = self.choices.measured(chosen), self.table.peak(chosen)
-        self.chosen, self.budget = chosen, budget
+            choices, chosen = self.search.best(budget)
+            self.table = choices.table
+            self.peak, self.predicted = self.table.measured(chosen), choices.predicted[chosen]
+        self.chosen, self.budget = list(chosen), budget
         self.table.workspaces.set(self.table.workspace)
-        for row, strategy in zip(self.table.rows, chosen, strict=True):
-            row.segment.set(row.strategies[strategy])
+        self.table.apply(chosen)
 
     @property
     def workspace(self) -> int | None:
@@ -92,7 +77,7 @@ class Plan:
     @property
     def standing(self) -> list[Alive]:
         """What stands at the peak of a step, the largest first; of a plan by peak."""
-        return [] if self.choices is None else self.choices.steps[tuple(self.chosen)].standing()
+        return self.table.step(self.chosen).standing() if self.by_peak else []
 
     @property
     def strategies(self) -> dict[str, Strategy]:
@@ -115,164 +100,44 @@ class Plan:
     @property
     def transient(self) -> int:
         """The most that the backward of one region rises above what is saved, besides gradients."""
-        return max(self.table.transients(self.chosen), default=0)
+        return self.table.transient(self.chosen)
 
     def __str__(self) -> str:
-        lines = [("region", "strategy", "chosen", "saved", "time", "GFLOP", "transient")]
-        for kind in range(len(self.table.kinds)):
-            lines += self._lines(kind)
         size = memory.format_size
-        way = [] if self.table.rows else [f"{NOTHING}: {WAY}"]
+        lines = [*self.table.text(self.chosen), *([] if self.table.rows else [f"{NOTHING}: {WAY}"])]
         outside = f"{size(self.table.outside)} of it outside of the regions"
         if self.peak is None:
-            return "\n".join(
-                [*aligned(lines), *way, f"saved: {size(self.saved)} of a budget of {size(self.budget)}, {outside}"]
-            )
-        return "\n".join(
-            [
-                *aligned(lines),
-                *way,
-                f"peak of a step: {size(self.peak)} of a budget of {size(self.budget)}",
-                *([] if self.workspace is None else [f"workspace: {size(self.workspace)}"]),
-                f"saved: {size(self.saved)}, {outside}",
-                "at the peak stand",
-                *standing_lines(self.standing),
-            ]
-        )
+            return "\n".join([*lines, f"saved: {size(self.saved)} of a budget of {size(self.budget)}, {outside}"])
+        lines.append(f"peak of a step: {size(self.peak)} of a budget of {size(self.budget)}")
+        if self.workspace is not None:
+            lines.append(f"workspace: {size(self.workspace)}")
+        lines += [f"saved: {size(self.saved)}, {outside}", "at the peak stand", *standing_lines(self.standing)]
+        return "\n".join(lines)
 
-    def _lines(self, kind: int) -> list[tuple[str, ...]]:
-        """Of regions that are alike."""
-        rows = [
-            (row, strategy) for row, strategy in zip(self.table.rows, self.chosen, strict=True) if row.kinds[0] == kind
-        ]
-        lines: list[tuple[str, ...]] = []
-        if not rows:
-            return lines
-        first = rows[0][0]
-        for strategy, name in enumerate(first.strategies):
-            cost = self.table.kinds[kind].costs[strategy]
-            count = sum(chosen == strategy for _, chosen in rows)
-            lines.append(
-                (
-                    name_of([row.segment.name for row, _ in rows]) if strategy == 0 else "", str(name), str(count or ""),
-                    memory.format_size(first.held[strategy].bytes),
-                    time_of(cost.seconds),
-                    memory.three_digits(cost.flops / 1e9),
-                    memory.format_size(cost.transient),
-                )
-            )  # fmt: skip
-        return lines
-
-    # -- between steps
-
-    def follow(self, limit: float = math.inf) -> None:
-        """From now on, plans again before a training forward when the device's room has moved by more than a twentieth of the
-        budget, up to `limit` bytes."""
-        self.stop()
-        self._limit = limit
-        self._hook = self.model.register_forward_pre_hook(lambda module, args: self.check_room())
-
-    def stop(self) -> None:
-        """Plans no more."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-
-    def check_room(self) -> None:
-        """Plans again if the room has moved, as `follow` does before each training forward. A collective call."""
-        if not (self._follows and self.model.training and torch.is_grad_enabled()):
+    def _follow_room(self, limit: float) -> None:
+        """Plans again before a training forward if the device's room has moved by more than a twentieth of the budget, up to
+        `limit` bytes. A collective call."""
+        if Bodies.seen or not (self.model.training and torch.is_grad_enabled()):  # a step that is recorded
             return
-        if self.by_peak:
-            budget = int(
-                min(self._limit, least_of(memory.free_memory(self.table.device), self.table.device, self.group))
-            )
-        else:
-            budget = int(min(self._limit, room(self.model, self.table, self.transient, self.group)))
-        if abs(budget - self.budget) <= MOVED * self.budget:
-            return
-        try:
-            self.replan(max(budget, 0))
-        except BudgetError as error:
-            warnings.warn(f"{error}. The step saves that, and may not fit", stacklevel=2)
-            self.replan(error.least)
+        budget = int(min(limit, room(self.table, self.by_peak, self.chosen)))
+        if abs(budget - self.budget) > MOVED * self.budget:
+            try:
+                self.replan(max(budget, 0))
+            except BudgetError as error:
+                warnings.warn(f"{error}. The step saves that, and may not fit", stacklevel=2)
+                self.replan(error.least)
 
 
-def standing_lines(standing: Sequence[Alive]) -> list[str]:
-    """The largest of what stands at a peak, and the rest in one line."""
-    rows = [(f"  {memory.format_size(one.bytes)}", one.what, one.place) for one in standing[:SHOWN]]
-    if rest := sum(one.bytes for one in standing[SHOWN:]):
-        rows.append((f"  {memory.format_size(rest)}", f"{len(standing) - SHOWN} others", ""))
-    return aligned(rows)
-
-
-def time_of(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{memory.three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
-
-
-def room(model: nn.Module, table: Table, transient: int, group: dist.ProcessGroup | None) -> int:
-    """Bytes that a step may keep: what is free now, less the gradients that backward will allocate, and its transients. The
-    least of all ranks."""
-    gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    return least_of(memory.free_memory(table.device) - gradients - transient, table.device, group)
-
-
-def room_for_step(model: nn.Module, table: Table, by_peak: bool, group: dist.ProcessGroup | None) -> int:
-    """Bytes on the device for what a plan bounds: all that a step allocates, or what it saves."""
-    if by_peak:
-        return least_of(memory.free_memory(table.device), table.device, group)
+def room(table: Table, by_peak: bool, chosen: Sequence[int]) -> int:
+    """Returns the bytes on the device for what a plan bounds: what is free now, less, for saved bytes, the gradients that
+    backward will allocate, and its transients. The least of all ranks."""
     if table.device.type == "meta":
         raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-    return room(model, table, max(table.transients(table.uniform("full")), default=0), group)
-
-
-class Example:
-    """The call of the model that plan was given, as its steps begin then: with the gradients that were there."""
-
-    def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], group: dist.ProcessGroup | None, loss: Loss | None
-    ):
-        self.call, self.group, self.loss = (model, args, kwargs), group, loss
-        self.shown: Callable[..., None] = lambda stage: None
-        leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
-        self.absent = [one for one in leaves if one.is_leaf and one.grad is None]
-
-    def measured(
-        self, stores: Sequence[Store], include: Any, exclude: Any, by_peak: bool, rates: Rates | None
-    ) -> Table:
-        segments = found_segments(*self.call, include, exclude)
-        strategies = [segment.strategies(stores) for segment in segments]
-        return measure(*self.call, segments, strategies, self.shown, by_peak, rates=rates, loss=self.loss)
-
-    @contextmanager
-    def as_then(self) -> Iterator[None]:
-        before = [one.grad for one in self.absent]
-        try:
-            for one in self.absent:
-                one.grad = None
-            yield
-        finally:
-            for one, grad in zip(self.absent, before, strict=True):
-                one.grad = grad
-
-    def step(self, table: Table, chosen: Sequence[int]) -> Step:
-        self.shown("a step as planned")
-        with self.as_then():
-            return stepped(table, *self.call, chosen)
-
-    def search(self, table: Table) -> Search:
-        return Search(Choices(table, self.step, self.group), self.narrower)
-
-    def narrower(self, choices: Choices) -> Choices | None:
-        """In a smaller workspace; None if that lowers the peak no more."""
-        table = choices.table
-        if not table.workspaces.given:
-            return None
-        with self.as_then():
-            found = agreed(lambda: narrower(table, *self.call, self.shown), self.group)
-        full = table.uniform("full")
-        return Choices(found, self.step, self.group) if found.peak(full) < LOWER * table.peak(full) else None
+    free = memory.free_memory(table.device)
+    if not by_peak:
+        parameters = table.example.model.parameters()
+        free -= sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None) + table.transient(chosen)
+    return -largest_of(-free, table.device, table.group)
 
 
 def bytes_of(op: str, name: str, budget: float | str) -> int:
@@ -295,12 +160,21 @@ def rates_of(device: str | None, model: nn.Module) -> Rates | None:
     return RATES[device]
 
 
-def check_stores(stores: Sequence[Store]) -> None:
-    for store in stores:
-        if not isinstance(store, Store):
-            raise TypeError(
-                f"plan: stores must hold stores such as ckptkern.storage.offload(), not {type(store).__name__}"
-            )
+@contextmanager
+def converted(
+    op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], stays: bool = True
+) -> Iterator[Callable[[str], None]]:
+    """Yields what is told each stage. A model that has no region before has none after an error, or in any case if it is not
+    to stay converted."""
+    check_model(op, model, args, kwargs)
+    had_none, is_done = not segments_of(model), False
+    try:
+        with progress(op) as shown:
+            yield shown
+        is_done = True
+    finally:
+        if had_none and not (is_done and stays):
+            revert(model)
 
 
 def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> list[Segment]:
@@ -377,28 +251,46 @@ def plan(
     Raises errors.BudgetError with the `least` that would do; ImportError without SciPy; ValueError for both budgets, a model
     that is compiled, sharded or wrapped by DDP or, with neither, on the meta device; RuntimeError on all ranks if one failed.
     """
-    check_model("plan", model, example_inputs, example_kwargs)
-    check_keywords("plan", plan, model, example_kwargs)
     if hint := missing("scipy"):
         raise ImportError(f"plan: {hint}")
-    check_stores(stores := list(stores))
+    for store in (stores := list(stores)):
+        if not isinstance(store, Store):
+            raise TypeError(
+                f"plan: stores must hold stores such as ckptkern.storage.offload(), not {type(store).__name__}"
+            )
     if None not in (budget, saved):
         raise ValueError("plan: budget bounds the peak and saved the saved bytes: give one of them")
-    given, by_peak = (saved, False) if budget is None else (budget, True)
-    bound = math.inf if given is None else bytes_of("plan", "saved" if budget is None else "budget", given)
-    limit, rates = bound, rates_of(device, model)
-    example = Example(model, example_inputs, example_kwargs, group, loss)
-    had_none = not segments_of(model)
-    try:
-        with progress("plan") as example.shown:
-            found = agreed(lambda: example.measured(stores, include, exclude, by_peak, rates), group)
-            if adapt or given is None:
-                limit = min(limit, room_for_step(model, found, by_peak, group))
-            made = Plan(model, found, int(limit), group, example.search(found) if by_peak else None)
-    except BaseException:
-        if had_none:
-            revert(model)
-        raise
+    name, given = ("saved", saved) if budget is None else ("budget", budget)
+    limit = math.inf if given is None else bytes_of("plan", name, given)
+    by_peak = budget is not None
+    with converted("plan", model, example_inputs, example_kwargs) as shown:
+        check_keywords("plan", plan, model, example_kwargs)
+        rates, example = rates_of(device, model), example_of(model, example_inputs, example_kwargs, loss)
+
+        def measured() -> Table:
+            segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
+            table = measure(example, segments, [one.strategies(stores) for one in segments], shown, rates=rates)
+            return with_step(table) if by_peak else table
+
+        def with_step(table: Table) -> Table:
+            shown('memory over a step at "full"')
+            table.step(table.uniform("full"))
+            return table
+
+        def smaller(table: Table) -> Table | None:
+            """In a smaller workspace; None if that lowers the peak no more."""
+            if not table.workspaces.given:
+                return None
+            other, full = agreed(lambda: with_step(narrower(table, shown)), group), table.uniform("full")
+            other.group = group
+            return other if other.peak(full) < LOWER * table.peak(full) else None
+
+        table = agreed(measured, group)
+        table.group = group
+        bound = limit
+        if adapt or given is None:
+            bound = min(limit, room(table, by_peak, table.uniform("full")))
+        chosen = Plan(table, int(bound), Search(table, smaller) if by_peak else None)
     if adapt:
-        made.follow(bound)
-    return made
+        chosen.adapting = model.register_forward_pre_hook(lambda module, args: chosen._follow_room(limit))
+    return chosen

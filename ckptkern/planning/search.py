@@ -1,17 +1,16 @@
-"""The cheapest choice whose peak stays within a bound, over modes and workspaces."""
+"""The cheapest choice whose peak stays within a bound, over modes and workspaces.
+
+A bound of saved bytes is what the integer programme takes, and the peak moves with it; the bound is bisected.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-
-import torch.distributed as dist
+from collections.abc import Callable, Iterator
 
 from ..errors import BudgetError
 from ..memory import format_size
 from ..ops.dispatch.checks import MODES
-from .agree import largest_of
-from .live import Step
 from .solve import LESS, by_saved
 from .table import Table
 
@@ -19,93 +18,72 @@ TRIES = 6  # steps that are measured for a budget and a workspace, at most
 STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
 SMALLER = 2  # smaller workspaces, each a quarter of the one before or less: below, chunks take much time
 CHEAPER = 0.98  # a smaller workspace is taken for a cost of so much, or less: times have noise
+UNBOUNDED = 2**60  # bytes
 
-Run = Callable[[Table, Sequence[int]], Step]
+Choice = tuple[int, ...]
 
 
 class Choices:
-    """Those of one table, which are cheapest under some bound of saved bytes, and the uniform ones.
+    """The choices of a table that are cheapest under some bound of saved bytes, and the uniform ones, with the peaks that are
+    predicted of them."""
 
-    A bound of saved bytes is what the integer programme takes, and the peak moves with it; the bound is bisected. peaks: of
-    the steps that were measured, the largest of all ranks.
-    """
-
-    def __init__(self, table: Table, run: Run, group: dist.ProcessGroup | None):
-        assert table.base is not None
-        self.table, self._run, self._group = table, run, group
-        self.steps: dict[tuple[int, ...], Step] = {}
-        self.peaks: dict[tuple[int, ...], int] = {}
-        self._note(table.uniform("full"), table.base)
-        self.found: dict[tuple[int, ...], int] = {}
-        self.least_saved = self._least_saved()
+    def __init__(self, table: Table):
+        self.table, self.predicted = table, dict[Choice, int]()
+        self.table.measured(table.uniform("full"))
+        self.low = 0
+        try:
+            by_saved(table, 0)
+        except BudgetError as error:
+            self.low = error.least
+        self.add(by_saved(table, self.low))
         for mode in MODES:
             self.add(table.uniform(mode))
         for place in range(max((len(row.strategies) for row in table.rows), default=0)):
             self.add([min(place, len(row.strategies) - 1) for row in table.rows])
+        self.add(by_saved(table, UNBOUNDED))
+        self.high = max(map(table.saved, self.predicted))
 
-    def add(self, chosen: Sequence[int]) -> int:
+    def add(self, chosen: list[int]) -> int:
+        """Returns the predicted peak of a choice."""
         key = tuple(chosen)
-        if key not in self.found:
-            self.found[key] = self.table.peak(chosen)
-        return self.found[key]
+        if key not in self.predicted:
+            self.predicted[key] = self.table.peak(key)
+        return self.predicted[key]
 
-    def _least_saved(self) -> int:
-        try:
-            self.add(by_saved(self.table, 0))
-        except BudgetError as error:
-            self.add(by_saved(self.table, error.least))
-            return error.least
-        return 0
+    def able(self) -> list[Choice]:
+        """Returns those in which every region fits."""
+        return [key for key in self.predicted if math.isfinite(self.table.cost_of(key))]
 
-    def _note(self, chosen: Sequence[int], step: Step) -> None:
-        key = tuple(chosen)
-        self.steps[key], self.peaks[key] = step, largest_of(step.peak, self.table.device, self._group)
-
-    def measured(self, chosen: Sequence[int]) -> int:
-        """The peak of a step in these strategies, measured once."""
-        if tuple(chosen) not in self.peaks:
-            self._note(chosen, self._run(self.table, chosen))
-        return self.peaks[tuple(chosen)]
-
-    def lowest(self) -> list[int]:
-        """That of the lowest peak among the cheapest for STEPS bounds of saved bytes, evenly apart, and all others found."""
-        high = max(self.table.saved(key) for key in self.found)
+    def lowest(self) -> Choice:
+        """Returns that of the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart."""
         for i in range(STEPS):
-            self.add(by_saved(self.table, self.least_saved + (high - self.least_saved) * i // (STEPS - 1)))
-        return list(min(self.able(), key=lambda key: self.found[key]))
+            self.add(by_saved(self.table, self.low + (self.high - self.low) * i // (STEPS - 1)))
+        return min(self.able(), key=lambda key: self.predicted[key])
 
-    def able(self) -> list[tuple[int, ...]]:
-        return [key for key in self.found if math.isfinite(self.table.cost_of(key))]
-
-    def within(self, bound: int) -> list[int] | None:
-        """The cheapest found whose peak is predicted within the bound."""
-        low, high = self.least_saved, max(self.table.saved(key) for key in self.found) + 1
-        while self.add(by_saved(self.table, high)) <= bound and self.table.saved(by_saved(self.table, high)) >= high:
-            high *= 2  # even what saves most fits
+    def within(self, bound: int) -> Choice | None:
+        """Returns the cheapest whose peak is predicted within the bound."""
+        low, high = self.low, self.high + 1
         for _ in range(STEPS):
             middle = (low + high) // 2
-            if self.add(by_saved(self.table, middle)) <= bound:
-                low = middle
-            else:
-                high = middle
-        fit = [key for key in self.able() if self.found[key] <= bound]
-        return list(min(fit, key=self.table.cost_of)) if fit else None
+            low, high = (middle, high) if self.add(by_saved(self.table, middle)) <= bound else (low, middle)
+        fit = [key for key in self.able() if self.predicted[key] <= bound]
+        return min(fit, key=self.table.cost_of) if fit else None
 
-    def best(self, budget: int) -> list[int]:
-        """The cheapest whose step was measured within the budget. Raises BudgetError with the least that would do."""
-        target = budget
+    def best(self, budget: int) -> Choice:
+        """Returns the cheapest whose step was measured within the budget. Raises BudgetError with the least that would do."""
+        table, target = self.table, budget
         for _ in range(TRIES):
             chosen = self.within(target)
-            over = math.inf if chosen is None else self.measured(chosen) - budget
+            over = math.inf if chosen is None else table.measured(chosen) - budget
             if chosen is None or over <= 0:
                 break
-            target = min(target, self.table.peak(chosen)) - over  # the prediction was too low
+            target = min(target, self.predicted[chosen]) - over  # the prediction was too low
         if over > 0:
-            self.measured(self.lowest())
-        if tried := [list(one) for one, peak in self.peaks.items() if peak <= budget]:
-            return min(tried, key=self.table.cost_of)
-        lowest = min(self.peaks, key=lambda key: self.peaks[key])
-        least, largest = self.peaks[lowest], next(iter(self.steps[lowest].standing()), None)
+            table.measured(self.lowest())
+        if tried := [key for key, peak in table.peaks.items() if peak <= budget]:
+            return min(tried, key=table.cost_of)
+        lowest = min(table.peaks, key=lambda key: table.peaks[key])
+        least, largest = table.peaks[lowest], next(iter(table.steps[lowest].standing()), None)
         stands = "" if largest is None else f", of which {format_size(largest.bytes)} are {largest.what}"
         raise BudgetError(
             f"plan: wanted a step of at most {format_size(budget)} ({budget} bytes), but the least that one of "
@@ -113,7 +91,7 @@ class Choices:
             least,
         )
 
-    def may_gain(self, chosen: Sequence[int], budget: int) -> bool:
+    def may_gain(self, chosen: Choice, budget: int) -> bool:
         """Could a smaller workspace make it cheaper? As if it took nothing."""
         cost = CHEAPER * self.table.cost_of(chosen)
         if self.table.cheapest > cost:
@@ -123,23 +101,23 @@ class Choices:
 
 
 class Search:
-    """Over workspaces: the model's own and smaller ones, each of which is measured when it may be of use."""
+    """Over workspaces: the model's own and smaller ones, each of which is measured when it may be of use. narrower: returns the
+    table of the next smaller one, or None."""
 
-    def __init__(self, first: Choices, narrower: Callable[[Choices], Choices | None]):
-        self.all, self._narrower, self._ended = [first], narrower, False  # ended: there is no smaller one
+    def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
+        self.all, self._narrower, self._ended = [Choices(table)], narrower, False  # ended: there is no smaller one
 
     def workspaces(self) -> Iterator[Choices]:
         yield from list(self.all)
         while not self._ended and len(self.all) <= SMALLER:
-            choices = self._narrower(self.all[-1])
-            if choices is None:
-                self._ended = True
-            else:
-                self.all.append(choices)
-                yield choices
+            table = self._narrower(self.all[-1].table)
+            self._ended = table is None
+            if table is not None:
+                self.all.append(Choices(table))
+                yield self.all[-1]
 
-    def best(self, budget: int) -> tuple[Choices, list[int]]:
-        """The cheapest of all. Raises BudgetError with the least that would do."""
+    def best(self, budget: int) -> tuple[Choices, Choice]:
+        """Returns the cheapest of all. Raises BudgetError with the least that would do."""
         best, cost, errors = None, math.inf, []
         for choices in self.workspaces():
             try:

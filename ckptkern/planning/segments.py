@@ -87,9 +87,7 @@ class Segment(NamedTuple):
         elif (self.is_block and strategy == Strategy("none")) or (
             isinstance(forward, Own) and strategy.store is None and ORIGINAL_CLASS not in self.module.__dict__
         ):
-            del self.module.forward
-            if forward.previous is not None:
-                self.module.forward = forward.previous
+            forward.unbind()
             forward = None
         return forward
 
@@ -226,21 +224,17 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 @contextlib.contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
     """The model as it was before convert, for a while."""
-    changed = []
+    before = []
     try:
         for module in [m for one in model.modules() for m in (one, *(run.module for *_, run in runs_of(one)))]:
             forward = module.__dict__.get("forward")
+            before.append((module, type(module), forward))
             if isinstance(forward, Forward) and not isinstance(forward, Runs):
-                changed.append((module, type(module), forward))
-                del module.forward
-                if forward.previous is not None:
-                    module.forward = forward.previous
-            if ORIGINAL_CLASS in module.__dict__:
-                changed.append((module, type(module), None))
-                module.__class__ = module.__dict__[ORIGINAL_CLASS]
+                forward.unbind()
+            module.__class__ = module.__dict__.get(ORIGINAL_CLASS, type(module))
         yield
     finally:
-        for module, kind, forward in changed:
+        for module, kind, forward in reversed(before):
             module.__class__ = kind
             if forward is not None:
                 module.forward = forward

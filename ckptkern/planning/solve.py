@@ -104,36 +104,35 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
         return [] if room is None or room >= 0 else None
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import lil_array
 
+    if room is not None and room < 0:
+        return None
     sizes = {name: n for group in groups for shared in group.shared for name, n in shared.items()}
     place = {name: i for i, name in enumerate(sizes)}
     starts = np.cumsum([0, *(len(group.strategies) for group in groups)])
-    count = int(starts[-1]) + len(sizes)
-    bytes_ = np.array([n for group in groups for n in group.own] + list(sizes.values())) / KIB
+    count, last = int(starts[-1]) + len(sizes), int(starts[-1])
+    nbytes = np.array([n for group in groups for n in group.own] + list(sizes.values())) / KIB
     cost = np.array([c for group in groups for c in group.costs] + [0.0] * len(sizes))
     members = [len(group.members) for group in groups]
-    upper = np.array([n for group, n in zip(groups, members, strict=True) for _ in group.strategies] + [1] * len(sizes))
-    integral = np.array([1] * int(starts[-1]) + [0] * len(sizes))
-
-    one_each = lil_array((len(groups), count))
-    uses = [(start + w, name) for start, group in zip(starts, groups, strict=False)
-            for w, shared in enumerate(group.shared) for name in shared]  # fmt: skip
-    keeps = lil_array((len(uses), count))  # z[k] - x >= 0
-    for i, (start, stop) in enumerate(itertools.pairwise(starts)):
-        one_each[i, start:stop] = 1
-    for i, (strategy, name) in enumerate(uses):
-        keeps[i, strategy], keeps[i, int(starts[-1]) + place[name]] = -1, 1
-    constraints = [LinearConstraint(one_each.tocsr(), members, members)]
-    if uses:
-        constraints.append(LinearConstraint(keeps.tocsr(), 0, np.inf))
+    upper = np.repeat([*members, *[1] * len(sizes)], [*(len(group.strategies) for group in groups), *[1] * len(sizes)])
+    one_each = np.zeros((len(groups), count))
+    keeps = []  # z[k] - x >= 0
+    for i, group in enumerate(groups):
+        one_each[i, starts[i] : starts[i + 1]] = 1
+        for w, name in [(w, name) for w, shared in enumerate(group.shared) for name in shared]:
+            keeps.append(np.zeros(count))
+            keeps[-1][[starts[i] + w, last + place[name]]] = -1, 1
+    constraints = [LinearConstraint(one_each, members, members)]
+    if keeps:
+        constraints.append(LinearConstraint(np.array(keeps), 0, np.inf))
     if room is not None:
-        if room < 0:
-            return None
-        constraints.append(LinearConstraint(bytes_[None], -np.inf, room / KIB))
-    objective = bytes_ if room is None else cost / max(cost.max(initial=0.0), 1e-30)
+        constraints.append(LinearConstraint(nbytes[None], -np.inf, room / KIB))
     result = milp(
-        objective, integrality=integral, bounds=Bounds(0, upper), constraints=constraints, options={"mip_rel_gap": 0.0}
+        nbytes if room is None else cost / max(cost.max(initial=0.0), 1e-30),
+        integrality=np.arange(count) < last,
+        bounds=Bounds(0, upper),
+        constraints=constraints,
+        options={"mip_rel_gap": 0.0},
     )
     if result.status == 2:
         return None

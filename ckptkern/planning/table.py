@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from .live import Loss, Step
+from ..conversion.recorder import Alive, Loss, Step, step_of
+from ..conversion.report import aligned, name_of
+from ..conversion.trace import Call
+from ..memory import format_size, three_digits
+from .agree import largest_of
 from .segments import Segment, Strategy, Workspaces
 from .timing import Rates
 
-Call = tuple[tuple, dict[str, Any]]
+EAGER = "eager PyTorch"
+SHOWN = 8  # lines of what stands at a peak
 
 
 class Held(NamedTuple):
@@ -53,6 +59,7 @@ class Kind:
 
     first: Segment
     call: Call
+    strategies: list[Strategy | None]
     costs: list[Cost] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
 
@@ -71,12 +78,38 @@ class Measured(NamedTuple):
         """What it saved before convert; None where that was not asked for, or there was no other forward."""
         return self.held[-1] if len(self.held) > len(self.strategies) else None
 
+    def order(self) -> list[int]:
+        """Returns the places of what it holds, the original forward first."""
+        places = list(range(len(self.held)))
+        return places if self.eager is None else [places[-1], *places[:-1]]
+
+    def named(self, place: int) -> str:
+        """Returns the name of a strategy, or of the original forward."""
+        return str(self.strategies[place]) if place < len(self.strategies) else EAGER
+
+
+class Example(NamedTuple):
+    """The training step that a table is of. loss: from what the model returns to what is differentiated. there: parameters and
+    inputs whose gradients are there when it begins."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: dict
+    loss: Loss | None
+    there: list[Tensor]
+
+    def step(self, regions: Sequence[tuple[str, nn.Module]] = (), step: Step | None = None) -> Step:
+        """Records it, with the model as it is."""
+        return step_of(self.model, self.args, self.kwargs, regions, loss=self.loss, there=self.there, step=step)
+
 
 @dataclass
 class Table:
     """What choices are made from. rest, eager_rest: what is saved outside of the regions. workspace: at most so many bytes of
-    each op's; None is what it was given."""
+    each op's; None is what it was given. steps: those that were recorded, by the choice; peaks: theirs, the largest of all
+    ranks."""
 
+    example: Example
     rows: list[Measured]
     kinds: list[Kind]
     rest: Held
@@ -85,13 +118,44 @@ class Table:
     workspaces: Workspaces
     workspace: int | None = None
     rates: Rates | None = None  # of the GPU that a model on the meta device is planned for
-    loss: Loss | None = None  # of what the model returns
-    base: Step | None = None  # with every region at "full", if peaks are asked for
+    group: dist.ProcessGroup | None = None
+    steps: dict[tuple[int, ...], Step] = field(default_factory=dict)
+    peaks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     @property
     def modules(self) -> list[tuple[str, nn.Module]]:
         """The regions' names and modules."""
         return [(row.segment.name, row.segment.module) for row in self.rows]
+
+    def step(self, chosen: Sequence[int]) -> Step:
+        """Records a step with the regions in these strategies and the table's workspace, which are afterwards as before. Of a
+        choice that was recorded returns that."""
+        if tuple(chosen) not in self.steps:
+            before = [row.segment.strategy for row in self.rows]
+            try:
+                self.apply(chosen)
+                with self.workspaces.at(self.workspace):
+                    self.steps[tuple(chosen)] = self.example.step(self.modules)
+            finally:
+                for row, strategy in zip(self.rows, before, strict=True):
+                    row.segment.set(strategy)
+        return self.steps[tuple(chosen)]
+
+    def measured(self, chosen: Sequence[int]) -> int:
+        """Returns the peak of a step in these strategies, which is recorded once."""
+        key = tuple(chosen)
+        if key not in self.peaks:
+            self.peaks[key] = largest_of(self.step(key).peak, self.device, self.group)
+        return self.peaks[key]
+
+    def apply(self, chosen: Sequence[int]) -> None:
+        for row, strategy in zip(self.rows, chosen, strict=True):
+            row.segment.set(row.strategies[strategy])
+
+    @property
+    def base(self) -> Step:
+        """The step with every region at "full"."""
+        return self.step(self.uniform("full"))
 
     @property
     def outside(self) -> int:
@@ -99,17 +163,18 @@ class Table:
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
-    def transients(self, chosen: Sequence[int]) -> list[int]:
-        return [
-            self.kinds[row.kinds[0]].costs[strategy].transient for row, strategy in zip(self.rows, chosen, strict=True)
-        ]
+    def costs(self, chosen: Sequence[int]) -> list[Cost]:
+        """The cost of a call of each region."""
+        return [self.kinds[row.kinds[0]].costs[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
+
+    def transient(self, chosen: Sequence[int]) -> int:
+        """The most that the backward of one region rises above what is saved, besides gradients."""
+        return max((cost.transient for cost in self.costs(chosen)), default=0)
 
     def rise(self, chosen: Sequence[int]) -> int:
         """The most that a smaller workspace could take from the peak."""
-        assert self.base is not None
-        outside = [one.highest - one.start for one in self.base.stretches if one.segment is None]
-        forward = [self.kinds[row.kinds[0]].costs[w].forward for row, w in zip(self.rows, chosen, strict=True)]
-        return max(*outside, *forward, *self.transients(chosen))
+        outside = [one.highest - one.start for one in self.base.stretches if one.region is None]
+        return max(*outside, *(max(cost.forward, cost.transient) for cost in self.costs(chosen)))
 
     def saved(self, chosen: Sequence[int]) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
@@ -136,38 +201,79 @@ class Table:
         return sum(self.cost(row, strategy) for row, strategy in zip(self.rows, chosen, strict=True))
 
     def peak(self, chosen: Sequence[int]) -> int:
-        """What the step is predicted to allocate at its peak if the regions run in these strategies: the step that was
-        recorded, with what its regions save and their rises in place of what they were.
+        """What the step is predicted to allocate at its peak if the regions run in these strategies: the step at "full" that
+        was recorded, with what its regions save and their rises in place of what they were.
 
         In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had."""
         base, highest = self.uniform("full"), 0
-        assert self.base is not None
+        were, are = self.costs(base), self.costs(chosen)
         for stretch in self.base.stretches:
-            mode = self._moved(stretch.done, base, chosen)
-            if stretch.segment is None:
-                highest = max(highest, stretch.highest + mode)
-                continue
-            costs = self.kinds[self.rows[stretch.segment].kinds[0]].costs
-            was, now = (costs[strategies[stretch.segment]] for strategies in (base, chosen))
-            if stretch.backward:
-                mode = self._moved(stretch.done | {stretch.segment}, base, chosen)
-            rise = now.backward - was.backward if stretch.backward else now.forward - was.forward
-            highest = max(highest, stretch.highest + mode + rise)
+            moved, rise, i = self._moved(stretch.done, base, chosen), 0, stretch.region
+            if i is not None and stretch.backward:
+                moved = self._moved(stretch.done | {i}, base, chosen)
+                rise = are[i].backward - were[i].backward
+            elif i is not None:
+                rise = are[i].forward - were[i].forward
+            highest = max(highest, stretch.highest + moved + rise)
         return highest
 
-    def _moved(self, segments: frozenset[int], base: Sequence[int], chosen: Sequence[int]) -> int:
+    def _moved(self, regions: frozenset[int], base: Sequence[int], chosen: Sequence[int]) -> int:
         """How many bytes more these regions save as chosen."""
-        now, was = ([self.rest, *(self.rows[i].held[which[i]] for i in segments)] for which in (chosen, base))
+        now, was = ([self.rest, *(self.rows[i].held[which[i]] for i in regions)] for which in (chosen, base))
         return total(now) - total(was)
 
     def uniform(self, mode: str) -> list[int]:
-        """Every region in one mode."""
+        """Every region in one mode, or "full" where it does not have it."""
         return [
-            row.strategies.index(Strategy(mode))
-            if Strategy(mode) in row.strategies
-            else row.strategies.index(Strategy("full"))
-            for row in self.rows
+            row.strategies.index(Strategy(mode if Strategy(mode) in row.strategies else "full")) for row in self.rows
         ]
+
+    # -- as text
+
+    def text(self, chosen: Sequence[int] | None = None) -> list[str]:
+        """Returns the lines of a table: each strategy of the regions, those that are alike in one. chosen: with how many of
+        them run in it."""
+        head = ("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")
+        lines = [head]
+        for number, kind in enumerate(self.kinds):
+            places = [i for i, row in enumerate(self.rows) if row.kinds[0] == number]
+            if not places:
+                continue
+            row = self.rows[places[0]]
+            names = name_of([self.rows[i].segment.name for i in places]), row.segment.replaced_by
+            for w in row.order():
+                cost, held = kind.costs[w], row.held[w].bytes
+                lines.append(
+                    (
+                        *names,
+                        row.named(w),
+                        str(sum(chosen[i] == w for i in places) or "") if chosen else "",
+                        format_size(held),
+                        f"{held / row.eager.bytes:.1%}" if row.eager and row.eager.bytes else "",
+                        time_of(cost.seconds),
+                        three_digits(cost.flops / 1e9),
+                        format_size(cost.transient),
+                    )
+                )
+                names = "", ""
+        shown = [
+            i for i, name in enumerate(head) if any(line[i] for line in lines[1:]) or name in ("region", "strategy")
+        ]
+        return aligned([tuple(line[i] for i in shown) for line in lines])
+
+
+def time_of(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return f"{three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
+
+
+def standing_lines(standing: Sequence[Alive]) -> list[str]:
+    """The largest of what stands at a peak, and the rest in one line."""
+    rows = [(f"  {format_size(one.bytes)}", one.what, one.place) for one in standing[:SHOWN]]
+    if rest := sum(one.bytes for one in standing[SHOWN:]):
+        rows.append((f"  {format_size(rest)}", f"{len(standing) - SHOWN} others", ""))
+    return aligned(rows)
 
 
 def total(held: Sequence[Held]) -> int:

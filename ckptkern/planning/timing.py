@@ -115,12 +115,13 @@ RATES = {
 
 
 class Roofline(TorchDispatchMode):
-    """seconds: of the ops inside, if each takes as long as its matmuls or as the bytes that it reads and writes, whichever is
-    longer. A library op of ours counts as one: its kernels hold on the chip what is between."""
+    """flops: of the matmuls of the ops inside. seconds: of the ops, if each takes as long as its matmuls or as the bytes that
+    it reads and writes, whichever is longer; 0 without rates. A library op of ours counts as one: its kernels hold on the chip
+    what is between."""
 
-    def __init__(self, rates: Rates):
+    def __init__(self, rates: Rates | None):
         super().__init__()
-        self.rates, self.seconds = rates, 0.0
+        self.rates, self.flops, self.seconds = rates, 0, 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -129,11 +130,13 @@ class Roofline(TorchDispatchMode):
             return result
         formula = FLOPS.get(func._overloadpacket) or flop_registry.get(func._overloadpacket)
         flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
-        # of an op of ours the first may be the gradient of a loss, in float32
-        is_wide = all(t.dtype == torch.float32 for t in read if t.is_floating_point())
-        rate = self.rates.float32 if is_wide else self.rates.matmuls
-        nbytes = sum(t.nbytes for t in (*read, *written))
-        self.seconds += max(flops / rate, nbytes / self.rates.bandwidth)
+        self.flops += flops
+        if self.rates is not None:
+            # of an op of ours the first may be the gradient of a loss, in float32
+            is_wide = all(t.dtype == torch.float32 for t in read if t.is_floating_point())
+            nbytes = sum(t.nbytes for t in (*read, *written))
+            rate = self.rates.float32 if is_wide else self.rates.matmuls
+            self.seconds += max(flops / rate, nbytes / self.rates.bandwidth)
         return result
 
 

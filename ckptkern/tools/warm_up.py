@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.protection import no_trace
+from ..conversion.recorder import differentiated
 from ..conversion.refused import check_tensors
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
-from ..planning.live import differentiated
-from ..planning.measure import no_main_grad
 
 
 class Kernel(NamedTuple):
@@ -115,6 +114,19 @@ def as_leaf(tensor: Tensor) -> Tensor:
     """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
     leaf = tensor.detach().requires_grad_(tensor.requires_grad)
     return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
+
+
+@contextlib.contextmanager
+def no_main_grad(module: nn.Module) -> Iterator[None]:
+    """Megatron-LM's sums of gradients are out of the way for a while, so that backward adds nothing to them."""
+    taken = [(p, p.main_grad) for p in module.parameters() if hasattr(p, "main_grad")]
+    try:
+        for p, _ in taken:
+            del p.main_grad
+        yield
+    finally:
+        for p, main_grad in taken:
+            p.main_grad = main_grad
 
 
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

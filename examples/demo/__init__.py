@@ -54,7 +54,7 @@ def main(args: Namespace) -> int:
         )
         runs = train(args, corpus.ids)
     rows = summarize(args, runs)
-    write_results(args, corpus, runs, rows, warning)
+    write_results(args, runs, rows, warning)
     draw_figure(args, runs, rows)
     print(page(args, rows, warning))
     print(f"demo.png, report.md and results.json are in {args.out}; {time.perf_counter() - begin:.0f} s in all.")

@@ -13,7 +13,6 @@ from ckptkern.memory import format_size, three_digits
 from ckptkern.tools.env import collect
 
 from .config import VARIANTS, label, title
-from .data import Corpus
 from .training import Run, measured_step
 
 AGREEMENT = 1e-3  # largest relative difference between two losses of a step that differ only in rounding
@@ -131,17 +130,14 @@ def page(config: Namespace, rows: list[Row], warning: str | None) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def write_results(config: Namespace, corpus: Corpus, runs: list[Run], rows: list[Row], warning: str | None) -> None:
+def write_results(config: Namespace, runs: list[Run], rows: list[Row], warning: str | None) -> None:
     """Writes ``report.md``, and ``results.json``: settings, environment, table, and of each step its losses and times."""
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "settings": vars(config),
-        "text": {"bytes": corpus.bytes, "files": corpus.files, "tokens": len(corpus.ids)},
         "table": [row._asdict() for row in rows],
         "losses": {run.variant: run.losses for run in runs},
         "milliseconds": {run.variant: run.milliseconds for run in runs},
-        "gain": gain(rows),
-        "warning": warning,
         "environment": collect(),
     }
     (config.out / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n")

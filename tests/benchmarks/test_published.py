@@ -13,7 +13,7 @@ CASE = micro.case("linear_act", "cpu", features=8, tokens=4)
 
 
 def test_published_figures_stand_beside_ours(bench, tmp_path):
-    """They are rows of the same case, which a resumed run keeps, and which a comparison and a calibration do not read."""
+    """They are rows of the same case, which a resumed run keeps, and which a comparison does not read."""
     figure = cases.Figure("published: Liger, H100", "where#1; setting", 192.0, 2**30)
     case = dataclasses.replace(CASE, figures=[figure])
     results = tmp_path / "out" / "results.csv"

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import ckptkern
 from ckptkern.conversion.binding import General
 from ckptkern.conversion.protection import unmoved
+from ckptkern.conversion.recorder import loss_of, step_of
 from ckptkern.memory import saved_tensors
-from ckptkern.planning.live import loss_of, step_of
 
 TOLERANCE = dict(rtol=1e-3, atol=1e-5)
 
@@ -26,7 +26,7 @@ def memory_of(model, call):
     model.train()
     with saved_tensors(model) as saved, unmoved(model):
         model(**call)
-    return saved.bytes, step_of(model, (), call, [], torch.device("cpu"), all_there=True).live.peak
+    return saved.bytes, step_of(model, (), call, there=list(model.parameters())).peak
 
 
 def checkpointed(model, blocks):
@@ -59,6 +59,7 @@ def test_it_takes_no_more_than_gradient_checkpointing_of_each_block(name):
     assert conversion.calls["original"] == 0
     checkpoints = [m for m in ours.modules() if type(m.__dict__.get("forward")) is General]
     assert not any(m in outer.modules() for outer in checkpoints for m in checkpoints if m is not outer)
+    assert {name for name, m in ours.named_modules() if m in checkpoints} <= {row.name for row in conversion.converted}
     assert list(ours.state_dict()) == keys
     for other in (copy.deepcopy(ours), ours):
         torch.testing.assert_close(step(other, call), step(copy.deepcopy(eager), call), **TOLERANCE)

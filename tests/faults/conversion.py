@@ -216,7 +216,7 @@ CONVERSION = [
     ),
     Fault(
         "a step's loss: the first of the results",
-        "ckptkern/planning/live.py",
+        "ckptkern/conversion/recorder.py",
         "return «[one for one in tensors if one.dim() == 0] or» tensors",
         "",
         ("tests/planning/test_loss.py",),

@@ -7,9 +7,9 @@ import torch
 from support.planned import layers, model_of, peak_of, sequence
 
 import ckptkern
+from ckptkern.conversion.recorder import step_of
 from ckptkern.errors import BudgetError
 from ckptkern.planning.frontier import CLOSE, search
-from ckptkern.planning.live import step_of
 
 pytest.importorskip("scipy")
 
@@ -58,7 +58,7 @@ def test_the_longest_sequence(device):
         layer.recompute = "full"
         layer.zero_grad()
     beyond = found.size + max(16, found.size // CLOSE)
-    assert step_of(model, (sequence(beyond, device, 1),), {}, [], torch.device(device)).peak > 2**20
+    assert step_of(model, (sequence(beyond, device, 1),), {}).peak > 2**20
     assert f"largest size within 1 MiB: {found.size}" in str(found)
 
 

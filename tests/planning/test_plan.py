@@ -16,7 +16,7 @@ import ckptkern
 from ckptkern import memory
 from ckptkern.errors import BudgetError
 from ckptkern.planning import agree, measure
-from ckptkern.planning.measure import record
+from ckptkern.planning.measure import example_of, record
 from ckptkern.planning.segments import Strategy, segments_of
 
 pytest.importorskip("scipy")
@@ -60,8 +60,8 @@ def test_measuring_holds_nothing():
     seen, alive = [], []
     model[0].register_forward_hook(lambda module, args, output: seen.append(StorageWeakRef(output.untyped_storage())))
     model[2].register_forward_hook(lambda module, args, output: alive.append(not seen[-1].expired()))
-    found = record(model, (torch.randn(4, 8, requires_grad=True),), {}, [])
-    assert found.rest.bytes == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
+    found = record(example_of(model, (torch.randn(4, 8, requires_grad=True),), {}, None), [])
+    assert found.saved == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
     y = model(torch.randn(4, 8, requires_grad=True))
     assert y.requires_grad
     assert alive == [False, True]
@@ -87,8 +87,8 @@ def test_the_least_that_would_fit(llama):
 def test_a_plan_is_shown(llama):
     llama.replan("1GiB")
     lines = str(llama).splitlines()
-    assert lines[0].split() == ["region", "strategy", "chosen", "saved", "time", "GFLOP", "transient"]
-    assert lines[1].startswith("layers.* (2)  none")
+    assert lines[0].split() == ["region", "replaced", "by", "strategy", "chosen", "saved", "time", "GFLOP", "transient"]
+    assert lines[1].startswith("layers.* (2)  transformer_layer  none")
     assert any(line.split()[0] == "selective/none" for line in lines)
     assert lines[-1].startswith("saved: ")
     assert "of a budget of 1 GiB" in lines[-1]
@@ -178,7 +178,7 @@ def test_the_plan_follows_the_room_on_the_device(monkeypatch):
     with pytest.warns(UserWarning, match="may not fit"):
         least = step_with(10)
     assert least <= tight
-    plan.stop()
+    plan.adapting.remove()
     free[0] = 2**40
     counted(model, x)
     assert plan.saved == least
@@ -190,7 +190,7 @@ def test_without_a_budget_it_is_what_is_free(monkeypatch):
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     monkeypatch.setattr(memory, "free_memory", lambda device: 10**6 + trained)
     plan = ckptkern.plan(model, x)
-    assert plan.budget == 10**6 - max(plan.table.transients(plan.table.uniform("full"))) < 10**6
+    assert plan.budget == 10**6 - plan.table.transient(plan.table.uniform("full")) < 10**6
 
 
 # -- what callers get wrong
@@ -256,8 +256,7 @@ def _check_ranks(rank):
         ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), saved=10)
     with pytest.raises(RuntimeError, match="has other regions"):
         ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), saved="1GiB")
-    # the room of the rank that has least
-    assert agree.least_of(10 + rank, torch.device("cpu"), None) == 10
+    assert agree.largest_of(10 + rank, torch.device("cpu"), None) == 11
 
     model = model_of("llama")
     fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (2,)))

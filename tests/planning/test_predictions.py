@@ -50,7 +50,7 @@ def test_a_model_in_every_strategy(name, there):
     for chosen in itertools.chain(uniform, mixtures(plan, 4)):
         assert plan.table.saved(chosen) == counted(model, *inputs), chosen
         torch.testing.assert_close(gradients(model, inputs), expected, rtol=1e-4, atol=1e-5)
-        measured = plan.choices.measured(chosen)
+        measured = plan.table.measured(chosen)
         allowed = SCALARS + measured * WRONG_BY.get(name, 0.01)
         assert abs(plan.table.peak(chosen) - measured) <= allowed, (
             f"{chosen}: predicted {plan.table.peak(chosen)} bytes, measured {measured}"

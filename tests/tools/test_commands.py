@@ -56,7 +56,7 @@ def test_convert(file, tmp_path, capsys):
     assert main(["convert", f"{file}:build", "--recompute", "full", "--csv", str(out)]) == 0
     text = capsys.readouterr().out
     assert "mlp_block" in text
-    assert "a training step of the whole model saves 128 B instead of 1.12 KiB, besides parameters" in text
+    assert "the whole model saves 128 B for backward instead of 1.12 KiB, and a step peaks at " in text
     (row,) = csv.DictReader(out.open())
     columns = ("name", "replaced_by", "saved_before", "saved_after")
     assert [row[name] for name in columns] == ["", "mlp_block", "1152", "128"]

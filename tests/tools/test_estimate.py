@@ -15,11 +15,10 @@ import torch
 
 import ckptkern
 from ckptkern.__main__ import main
+from ckptkern.conversion.recorder import set_gradients
 from ckptkern.memory import peak_memory, saved_tensors
-from ckptkern.planning.live import gradients_as_there
 
 pytest.importorskip("transformers")
-pytest.importorskip("rich")
 
 from transformers import CONFIG_MAPPING
 
@@ -111,7 +110,7 @@ def test_counted_peaks_are_measured_ones(key, lora, config, on_meta, monkeypatch
         stack.enter_context(models.one_thread())  # each has buffers of its own in the attention of a CPU
         step = stack.enter_context(as_liger(real, monkeypatch)) if variant.liger else None
         training = stack.enter_context(variants.prepared(real, variant._replace(liger=False)))
-        stack.enter_context(gradients_as_there(training, all_there=True))
+        set_gradients(training.parameters(), {id(p) for p in training.parameters() if p.requires_grad})
         stack.enter_context(ckptkern.workspace(WORKSPACE))
         step = step or training
         step(ids).backward()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
+import functools
 import math
 import sys
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...conversion.report import aligned, write_rows
 from ...extras import missing
 from ...memory import format_size, parse_size
 from ...planning.timing import RATES
@@ -49,7 +50,6 @@ autocast computes in 16 bits all the same.
     python -m ckptkern estimate config.json --tokens 16384 --lora 16
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
-MARKERS = "osD^vP*"  # of the variants of PyTorch, and again of ours
 BASES = ("checkpoint", "checkpoint-liger")
 EVIDENCE = """\
 counted: bytes and matmuls of every op, on tensors without memory
@@ -171,15 +171,17 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
             continue
         told(name)
         model, size = ours if variant.is_ours else eager, bound if variant.bounded else default_workspace(args.gpu)
-
-        def peak_of(tokens: int, variant=variant, model=model, size=size) -> float:
-            return count_all(model, first, variant, args.batch, tokens, size, args.gpu).peak
-
-        found = count_all(model, first, variant, args.batch, args.tokens, size, args.gpu)
-        most, is_more = longest(peak_of, args.tokens, found.peak, memory - states.all)
-        if variant.is_ours:  # matmuls inside a kernel of ours are not seen: PyTorch's ops have them too
-            found = found._replace(flops=count_all(model, first, variant, args.batch, args.tokens, size).flops)
-        lines.append(Line(key, name, int(found.peak), int(found.saved), found.flops, most, is_more))
+        counted = functools.partial(count_all, model, first, variant, args.batch, size=size)
+        step = counted(args.tokens, gpu=args.gpu)
+        most, is_more = longest(
+            lambda tokens, counted=counted: counted(tokens, gpu=args.gpu).peak,
+            args.tokens,
+            step.peak,
+            memory - states.all,
+        )
+        # matmuls inside a kernel of ours are not seen: PyTorch's ops have them too
+        flops = counted(args.tokens).flops if variant.is_ours else step.flops
+        lines.append(Line(key, name, int(step.peak), int(step.saved), flops, most, is_more))
     count, trained = (sum(p.numel() for p in eager.parameters() if p.requires_grad >= only) for only in (False, True))
     adapters = f"LoRA of rank {lora.rank} in {str(lora.dtype)[6:]}: {trained / 1e6:.1f} million train" if lora else ""
     title = [
@@ -205,15 +207,13 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
 
 def set_layers(config: Any, layers: str) -> None:
     """Raises ValueError for a number that is none."""
+    from .model import pick_layers
+
     if layers == "auto":
         return
     if not layers.isdigit() or int(layers) < 1:
         raise ValueError(f"--layers: wanted auto or a positive number but got {layers!r}")
-    count = config.num_hidden_layers
-    for name, value in list(vars(config).items()):
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            setattr(config, name, [value[i % count] for i in range(int(layers))])
-    config.num_hidden_layers = int(layers)
+    pick_layers(config, [i % config.num_hidden_layers for i in range(int(layers))])
 
 
 def default_workspace(gpu: str) -> int:
@@ -243,65 +243,33 @@ def compared(found: Estimate, today: str | None) -> list[str]:
 
 
 def show(found: Estimate, today: str | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
     states = found.states
     parts = ", ".join(f"{name} {format_size(value)}" for name, value in states._asdict().items())
-    console.print("\n".join(found.title))
-    console.print(f"each GPU: {parts}\n{format_size(states.all)} of {format_size(found.memory)} before the step\n")
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for name in ("peak", "all", "saved", "PFLOP", "longest"):
-        table.add_column(name, justify="right", no_wrap=True)
+    before = f"{format_size(states.all)} of {format_size(found.memory)} before the step"
+    table = [("", "peak", "all", "saved", "PFLOP", "longest")]
     for line in found.lines:
+        sizes = map(format_size, (line.peak, line.peak + states.all, line.saved))
         more = "> " if line.is_more else ""
-        table.add_row(
-            line.name, format_size(line.peak), format_size(line.peak + states.all), format_size(line.saved),
-            f"{line.flops / 1e15:.3f}", f"{more}{line.longest:,}" if line.longest else "none",
-        )  # fmt: skip
-    console.print(table)
-    lines = ["", *compared(found, today), ""]
+        table.append(
+            (line.name, *sizes, f"{line.flops / 1e15:.3f}", f"{more}{line.longest:,}" if line.longest else "none")
+        )
+    lines = [
+        *found.title,
+        f"each GPU: {parts}",
+        before,
+        "",
+        *aligned(table, numbers=1),
+        "",
+        *compared(found, today),
+        "",
+    ]
     lines += [f"ckptkern replaces {kind} by {by}" for kind, by in found.replaced]
     lines += [f"{kind} runs its original forward, unfused" for kind in found.original]
     if hint := found.replaced and missing("triton"):
         lines.append(f"ckptkern's ops allocate as with PyTorch's ops, not as their kernels: {hint}")
     if found.positions and any(line.longest > found.positions for line in found.lines):
         lines.append(f"the configuration has {found.positions:,} positions: longer sequences need another one")
-    console.print("\n".join([*lines, "", EVIDENCE]), soft_wrap=True)
-
-
-def write(found: Estimate, path: Path) -> None:
-    fields = [*Line._fields[:3], *(f"{name}_bytes" for name in States._fields), *Line._fields[3:]]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fields, lineterminator="\n")
-        writer.writeheader()
-        states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
-        writer.writerows(line._asdict() | states for line in found.lines)
-
-
-def draw(found: Estimate, path: Path) -> None:
-    """Matmuls against peak, both counted; below and left is better."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axes = figure.subplots()
-    count = {True: 0, False: 0}
-    for line in found.lines:
-        is_ours = line.key.startswith("ckptkern")
-        marker, colour = MARKERS[count[is_ours]], "#0b6e7f" if is_ours else "#e08214"
-        axes.plot(line.peak / 2**30, line.flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=line.name)
-        count[is_ours] += 1
-    axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set_title("\n".join(found.title), loc="left", fontsize=9)
-    axes.margins(x=0.1, y=0.15)
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120, metadata={"Software": None} if path.suffix == ".png" else None)
+    print("\n".join([*lines, "", EVIDENCE]))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -324,9 +292,13 @@ def main(args: argparse.Namespace) -> int:
         return 2
     show(found, args.today)
     if args.csv:
-        write(found, args.csv)
+        states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
+        write_rows(args.csv, (line._asdict() | states for line in found.lines))
     if args.picture:
-        draw(found, args.picture)
+        from ...planning.figure import draw_points
+
+        points = [(one.name, one.key.startswith("ckptkern"), one.peak, one.flops) for one in found.lines]
+        draw_points(points, found.title, args.picture)
     return 0
 
 

@@ -138,13 +138,20 @@ def kinds_of(model: nn.Module) -> list[int]:
     return first
 
 
+def pick_layers(config: Any, places: Sequence[int]) -> None:
+    """Leaves a configuration these layers, in this order, and their values in its lists of a value for each layer."""
+    for name, value in list(vars(config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers:
+            setattr(config, name, [value[i] for i in places])
+    config.num_hidden_layers = len(places)
+
+
 def narrow_config(config: Any, layers: int) -> Any:
     """The same with so many layers, narrow, and with a small vocabulary."""
     narrow = copy.deepcopy(config)
-    count, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
+    width, heads = config.hidden_size, config.num_attention_heads
+    pick_layers(narrow, range(layers))
     for name, value in list(vars(narrow).items()):
-        if isinstance(value, (list, tuple)) and len(value) == count:
-            value = value[:layers]
         if name.endswith(MLP_WIDTHS):
             value = [min(one, NARROW) for one in value] if isinstance(value, list) else value and min(value, NARROW)
         if name.endswith("token_id") and isinstance(value, int) and value >= CLASSES:
@@ -152,7 +159,7 @@ def narrow_config(config: Any, layers: int) -> Any:
         setattr(narrow, name, value)
     if getattr(config, "head_dim", None) is None:
         narrow.head_dim = width // heads
-    narrow.num_hidden_layers, narrow.hidden_size, narrow.vocab_size = layers, min(width, HEAD * heads), CLASSES
+    narrow.hidden_size, narrow.vocab_size = min(width, HEAD * heads), CLASSES
     return narrow
 
 
@@ -238,21 +245,14 @@ def original_of(model: nn.Module) -> list[str]:
 def only(model: nn.Module, picks: Sequence[int]) -> Iterator[None]:
     """The model with these of its layers alone, in this order. Its configuration's lists of a value for each layer follow."""
     name, layers = layers_of(model)
-    config, count = model.config, len(layers)
-    before = {
-        key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == count
-    }
+    before = dict(vars(model.config))
     parent = model.get_submodule(name.rpartition(".")[0])
     try:
         setattr(parent, name.rpartition(".")[2], nn.ModuleList([layers[i] for i in picks]))
-        for key, value in before.items():
-            setattr(config, key, [value[i] for i in picks])
-        config.num_hidden_layers = len(picks)
+        pick_layers(model.config, picks)
         watch_anew(model)
         yield
     finally:
         setattr(parent, name.rpartition(".")[2], layers)
-        for key, value in before.items():
-            setattr(config, key, value)
-        config.num_hidden_layers = count
+        vars(model.config).update(before)
         watch_anew(model)

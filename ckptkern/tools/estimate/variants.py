@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ... import ops
 from ...conversion.binding import group_layers
+from ...conversion.recorder import Step, step_of
 from ...conversion.report import Row
 from ...extras import missing
 from ...ops.dispatch.choices import workspace
-from ...planning.live import Step, step_of
 from ...planning.timing import RATES
 from ..compiling import Chip, meta_as_on
 from . import liger
@@ -202,18 +202,18 @@ def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int
         warnings.simplefilter("ignore")
         layers = layers_of(model)[1]
         ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
-        step = step_of(training, (ids,), {}, ends, META, all_there=True)
+        step = step_of(training, (ids,), {}, ends, there=training.parameters())
     saved = next(one.start for one in step.stretches if one.backward)
-    return Counted(*peaks_of(step, len(ends) - 1), saved, step.live.flops)
+    return Counted(*peaks_of(step, len(ends) - 1), saved, step.flops)
 
 
 def peaks_of(step: Step, last: int) -> tuple[int, int, int]:
     """Returns the peaks before, in and after the backward of layers. last: the place of the last layer; 0: of the first, which
     may have none."""
     heights = [one.highest for one in step.stretches]
-    backward = [i for i, one in enumerate(step.stretches) if one.backward and one.segment is not None]
-    begin = next(i for i in backward if step.stretches[i].segment == last)
-    end = max((i + 1 for i in backward if step.stretches[i].segment == 0), default=len(heights))
+    backward = [i for i, one in enumerate(step.stretches) if one.backward and one.region is not None]
+    begin = next(i for i in backward if step.stretches[i].region == last)
+    end = max((i + 1 for i in backward if step.stretches[i].region == 0), default=len(heights))
     return max(heights[:begin]), max(heights[begin:end]), max(heights[end:], default=0)
 
 

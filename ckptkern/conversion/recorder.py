@@ -1,0 +1,371 @@
+"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region.
+
+A dispatch mode sees each tensor that an op returns, ours as their bodies call torch's, and a weak reference tells when its
+storage is gone. So the figures need no allocator and are there on the meta device too. What a kernel of a library takes for
+itself while it runs is in the allocator's timeline alone, which is recorded beside it where there is one.
+
+The peak of a step is counted above what is there when it begins: parameters, buffers, inputs, and the gradients that there are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .. import memory
+from ..ops.dispatch.choices import RECOMPUTING
+from ..ops.registration.functions import bodies_seen
+from ..ops.registration.library import FLOPS
+from .protection import gradients_unmoved, seeded, unmoved
+from .trace import Call, leaves_of, mapped
+
+Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
+Saved = dict[StorageWeakRef, int]  # bytes of storages
+Names = dict[StorageWeakRef, "tuple | None"]  # of storages; None: of a parameter or buffer
+Place = tuple[str, int, int]  # "in" or "out", the tensor among the leaves, and the storage among its parts
+SELDOM = 16  # ops, after which it is looked for what is gone
+
+
+class Alive(NamedTuple):
+    """A tensor that stands at the peak. place: the region in whose forward or backward it was made, "" outside of all."""
+
+    bytes: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: str
+
+    @property
+    def what(self) -> str:
+        return f"{self.op} {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Stretch(NamedTuple):
+    """A part of the step: in the forward or backward of a region, or outside of all.
+
+    region: its place, None outside. done: the regions that have run forward and not yet ended their backward, this one left
+    out. start, highest: bytes.
+    """
+
+    region: int | None
+    backward: bool
+    done: frozenset[int]
+    start: int
+    highest: int
+
+
+class Called(NamedTuple):
+    """A call of a region. call: its arguments, of a forward alone. names: of the storages of its inputs and outputs, by their
+    place: their name in the model, None for a parameter's, and their bytes. hidden: it is inside a checkpoint of the model's
+    own, for which nothing that it saves is saved. saved: the storages that it saves."""
+
+    call: Call | None
+    names: dict[Place, tuple[tuple | None, int]]
+    hidden: bool
+    saved: Saved
+
+
+class Step(TorchDispatchMode):
+    """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
+    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows."""
+
+    def __init__(self, backs: bool = True):
+        super().__init__()
+        self.backs, self.backward, self.has_output = backs, False, False
+        self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
+        self.at_peak: list[Alive] = []
+        self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
+        self.flops = self.ops = self.ops_of_forward = self.gradients = 0
+        self.heights: list[int] = []  # after ops that may have reached a new one, and every SELDOM-th
+        self.seconds = 0.0
+        self.timeline = memory.Timeline()
+        self.region: int | None = None
+        self.place = ""
+        self.done: set[int] = set()
+        self.stretches: list[Stretch] = []
+        self.calls: dict[int, list[Called]] = {}
+        self.count = 0  # calls
+        self.names: Names = {}
+        self.outside: Saved = {}
+
+    # -- tensors
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if memory.are_placeholders():
+            return result
+        self.note(result, (args, kwargs), func.name().partition("::")[2])
+        if formula := FLOPS.get(func._overloadpacket):
+            self.flops += formula(*args, **(kwargs or {}), out_val=result)
+        self.ops += 1
+        if self.bytes > self.highest or self.ops % SELDOM == 0:  # with what is gone by now: it may be no new height
+            self.heights.append(self.now())
+            self.highest = max(self.highest, self.bytes)
+            if self.bytes > self.peak:
+                self.peak, self.at_peak = self.bytes, [alive for _, alive in self.alive.values()]
+        return result
+
+    def note(self, result: Any, arguments: Any, op: str) -> None:
+        """Adds the storages of an op's result. Those of its arguments that are not alive were there before."""
+        new = {}
+        for part in parts_of(result):
+            if (key := part.untyped_storage()._cdata) not in self.alive:
+                new[key] = part
+        if new:
+            for part in parts_of(arguments):
+                new.pop(part.untyped_storage()._cdata, None)
+        for key, part in new.items():
+            storage = part.untyped_storage()
+            alive = Alive(storage.nbytes(), op, tuple(part.shape), part.dtype, self.place)
+            self.alive[key] = StorageWeakRef(storage), alive
+            self.bytes += alive.bytes
+
+    def now(self) -> int:
+        """Returns the bytes of what is not gone."""
+        for key in [key for key in self.alive if torch.UntypedStorage._expired(key)]:
+            self.bytes -= self.alive.pop(key)[1].bytes
+        return self.bytes
+
+    # -- regions
+
+    def watch(self, i: int, name: str, module: nn.Module) -> list:
+        """Registers the hooks that cut the step where the region's forward and backward begin and end."""
+
+        def begin_backward(grad: Tensor) -> None:
+            self.cut(i, name)
+            self.done.discard(i)
+
+        def end_backward(grad: Tensor) -> None:
+            if self.region == i:
+                self.cut()
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            if self.backward or self.region is not None:
+                return
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            hidden = not torch.is_grad_enabled() or getattr(hooks and hooks[1], "__module__", "") in RECOMPUTING
+            call = None if self.backs else mapped(as_input, (args, kwargs))  # which would live on until backward
+            self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
+            self.count += 1
+            self.name(i, "in", (args, kwargs))
+            for tensor in leaves_of((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(end_backward)
+            self.cut(i, name)
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            if self.backward or self.region != i:
+                return
+            self.name(i, "out", output)
+            self.cut()
+            self.done.add(i)
+            for tensor in leaves_of(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(begin_backward)
+                    break
+
+        return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+
+    def name(self, i: int, role: str, values: Any) -> None:
+        """Names the storages of a region's inputs or outputs that have no name yet."""
+        for place, storage in storages_of(role, values):
+            name = self.names.setdefault(StorageWeakRef(storage), (self.count, *place))
+            self.calls[i][-1].names[place] = name, storage.nbytes()
+
+    def save(self, tensor: Tensor) -> None:
+        """Notes a tensor that forward saves for backward."""
+        saved = self.outside if self.region is None else self.calls[self.region][-1].saved
+        saved.update({StorageWeakRef(storage): storage.nbytes() for _, storage in storages_of("", tensor)})
+
+    def cut(self, region: int | None = None, name: str = "") -> None:
+        """Ends a stretch, and begins another."""
+        self.timeline.mark(f"stretch {len(self.stretches)}")
+        highest, self.highest = self.highest, self.now()
+        done = frozenset(self.done - {self.region})
+        self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
+        self.region, self.place, self.start = region, name, self.bytes
+
+    def end_forward(self) -> None:
+        self.cut()
+        self.backward, self.ops_of_forward = True, len(self.heights)
+        self.timeline.mark("backward")
+
+    def see_allocator(self) -> None:
+        """Raises stretches and the peak to what they are in the timeline, which has what kernels of libraries take."""
+        self.peak = max(self.peak, self.timeline.peak)
+        for i, stretch in enumerate(self.stretches if self.timeline.bytes else ()):
+            heights = self.timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
+            start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
+            self.stretches[i] = stretch._replace(start=start, highest=highest)
+
+    # -- what it says
+
+    @property
+    def saved(self) -> int:
+        """Bytes that forward saved for backward, besides parameters and buffers."""
+        saved = dict(self.outside)
+        for called in [one for calls in self.calls.values() for one in calls]:
+            saved |= called.saved
+        return sum(nbytes for key, nbytes in saved.items() if self.names.get(key, key) is not None)
+
+    def over_time(self) -> memory.Timeline:
+        """Returns the allocator's timeline, or one by the count of ops."""
+        if self.timeline.bytes:
+            return self.timeline
+        marks = {"backward": float(self.ops_of_forward)}
+        return memory.Timeline([float(i) for i in range(len(self.heights))], list(self.heights), marks)
+
+    def standing(self) -> list[Alive]:
+        """Returns what stood at the peak, the largest first; tensors that differ in nothing but their bytes are added up."""
+        added: dict[Alive, int] = {}
+        for alive in self.at_peak:
+            key = alive._replace(bytes=0)
+            added[key] = added.get(key, 0) + alive.bytes
+        return sorted((key._replace(bytes=n) for key, n in added.items()), key=lambda alive: -alive.bytes)
+
+
+def parts_of(values: Any) -> list[Tensor]:
+    """Returns the tensors with a storage of their own of all tensors inside."""
+    return [part for one in tree_leaves(values) if isinstance(one, Tensor) for part in memory.dense_parts(one)]
+
+
+def storages_of(role: str, values: Any) -> list[tuple[Place, torch.UntypedStorage]]:
+    """Returns (place, storage) of all tensors inside."""
+    return [
+        ((role, i, j), part.untyped_storage())
+        for i, value in enumerate(leaves_of(values))
+        if isinstance(value, Tensor)
+        for j, part in enumerate(memory.dense_parts(value))
+    ]
+
+
+def owned_by(model: nn.Module) -> Names:
+    """Returns the storages of parameters and buffers."""
+    return {StorageWeakRef(one): None for _, one in storages_of("", [*model.parameters(), *model.buffers()])}
+
+
+def as_input(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def device_of(model: nn.Module, call: Call) -> torch.device:
+    tensors = [*model.parameters(), *(one for one in leaves_of(call) if isinstance(one, Tensor))]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def step_of(
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    regions: Sequence[tuple[str, nn.Module]] = (),
+    *,
+    loss: Loss | None = None,
+    there: Iterable[Tensor] | None = None,
+    trains: bool = True,
+    step: Step | None = None,
+    ended: Callable[[Tensor], None] | None = None,
+) -> Step:
+    """Runs one training step of the model, forward and backward, and records it. Nothing of it is left.
+
+    regions: their names and modules. loss: from the output to what is differentiated; None: `loss_of`, and a forward alone
+    has none. there: parameters and inputs whose gradients are there when the step begins; None: those that have one. trains:
+    in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
+    with the loss, before gradients are given back.
+    """
+    step = step or Step()
+    inputs = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]
+    leaves = [one for one in (*model.parameters(), *inputs) if one.requires_grad and one.is_leaf]
+    before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
+    step.names |= owned_by(model)
+    with ExitStack() as stack:
+        for context in (seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves)):
+            stack.enter_context(context)
+        set_gradients(leaves, before)
+        for i, (name, module) in enumerate(regions):
+            for handle in step.watch(i, name, module):
+                stack.callback(handle.remove)
+        model.train(trains)
+        if step.backs and (device := device_of(model, (args, kwargs))).type != "meta":
+            step.timeline = stack.enter_context(memory.memory_timeline(device))
+        stack.enter_context(bodies_seen())
+        stack.enter_context(step)
+        begin = time.perf_counter()
+        with memory.counting(step.save, hold=step.backs):
+            output = model(*args, **kwargs)  # a training loop holds it while backward runs
+            step.has_output = True
+            value = (loss or loss_of)(output) if step.backs or loss else None
+        step.end_forward()
+        if step.backs:
+            value.backward()
+            del output
+            step.seconds = time.perf_counter() - begin
+            step.cut()
+            if ended is not None:
+                ended(value.detach())
+        step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
+    step.see_allocator()
+    return step
+
+
+def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None:
+    """Gives zeros as gradients to those of these ids, none to others, and Megatron-LM's sums of gradients other memory, until
+    `gradients_unmoved` and `unmoved` end."""
+    for one in leaves:
+        one.grad = torch.zeros_like(one) if id(one) in there else None
+        if hasattr(one, "main_grad"):
+            one.main_grad = torch.zeros_like(one.main_grad)
+
+
+def by_place(standing: Sequence[Alive]) -> dict[str, int]:
+    """Returns the bytes of each region, in the order of the first of each."""
+    added: dict[str, int] = {}
+    for alive in standing:
+        added[alive.place] = added.get(alive.place, 0) + alive.bytes
+    return added
+
+
+def differentiated(output: Any) -> list[Tensor]:
+    """Returns what a step differentiates of what a model returned: its `loss`, or its scalars, or else all its tensors; those
+    that have a gradient, if any has one."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return [loss]
+    leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
+    tensors = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [one for one in tensors if one.requires_grad] or tensors
+    return [one for one in tensors if one.dim() == 0] or tensors
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([one.float().sum() for one in tensors]).sum()
+
+
+def loss_of(
+    output: Any,
+    loss: Loss | None = None,
+    summed: Callable[[Sequence[Tensor]], Tensor] = sum_of,
+    op: str = "loss",
+) -> Tensor:
+    """Returns the scalar that a step differentiates: loss(output), or else the output's `loss`, its one scalar, or `summed` of
+    its tensors. Raises ValueError for several scalars, and for what has no gradient; TypeError for a loss that is no scalar."""
+    results = differentiated(output) if loss is None else [loss(output)]
+    if len(results) > 1 and results[0].dim() == 0:
+        raise ValueError(
+            f"{op}: the model returns {len(results)} scalars, and a training step differentiates one. Pass loss=, a function "
+            "of what the model returns, such as loss=lambda output: output[0]"
+        )
+    value = summed(results) if loss is None and results and results[0].dim() else next(iter(results), None)
+    if loss is not None and (not isinstance(value, Tensor) or value.dim()):
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{op}: loss must return a scalar tensor, not {kind}")
+    if value is None or not value.requires_grad:
+        raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
+    return value

@@ -1,0 +1,170 @@
+"""``python -m ckptkern convert``, ``report`` and ``frontier``, each of FILE:FUNCTION: a model of yours."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..conversion import convert
+from ..conversion.convert import OTHERWISE
+from ..conversion.report import write_rows
+from ..extras import missing
+from ..ops.dispatch.checks import MODES
+from ..planning import frontier, plan, report
+
+OF_A_MODEL = """\
+FUNCTION takes no arguments and returns the model, or (model, inputs): a
+tensor, a tuple of positional arguments, or a dict of keyword arguments,
+{size}:
+
+    def build():
+        model = LlamaForCausalLM(LlamaConfig(...))
+        ids = torch.randint(0, 100, (2, 16))
+        return model, {{"input_ids": ids, "labels": ids, "use_cache": False}}
+
+With labels the call computes the loss, which can then be fused with the head.
+"""
+HELP = {
+    "convert": OF_A_MODEL.format(size="as small as the model accepts"),
+    "report": OF_A_MODEL.format(size="of the size that training has"),
+    "frontier": """\
+FUNCTION takes no arguments and returns (model, make_inputs): make_inputs takes
+a size, such as a number of tokens, and returns the inputs of a step of that
+size: a tensor, a tuple of positional arguments, or a dict of keyword arguments:
+
+    def build():
+        def inputs(tokens):
+            ids = torch.randint(0, 100, (1, tokens))
+            return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+        return LlamaForCausalLM(LlamaConfig(...)), inputs
+
+With labels the LM head and loss are in the step.
+""",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the command that the parser is of."""
+    command, add = parser.prog.rpartition(" ")[2], parser.add_argument
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, HELP[command]
+    add("target", metavar="FILE:FUNCTION", help="a file or an importable module, and a function in it")
+    if command == "frontier":
+        add("--budget", required=True, metavar="SIZE", help="bytes that a step may allocate at its peak, such as 24GiB")
+        add("--multiple", type=int, default=64, metavar="N", help="try multiples of this size (default: %(default)s)")
+        add("--limit", type=int, metavar="N", help="try no larger size")
+        return
+    add("--csv", type=Path, metavar="FILE", help="write a row for each module, or region and mode, to this file")
+    if command == "report":
+        add("--figure", type=Path, metavar="FILE", help="draw memory over the step into this file (needs matplotlib)")
+        bound = parser.add_mutually_exclusive_group()
+        for name, what in (("budget", "peak"), ("saved", "number of saved bytes")):
+            text = f"show what ckptkern.plan chooses for this {what}, such as 20GiB (needs scipy)"
+            bound.add_argument(f"--{name}", metavar="SIZE", help=text)
+        return
+    add("--recompute", choices=MODES, default="selective", help="the mode (default: %(default)s)")
+    add("--workspace", metavar="SIZE", help="transient memory of each region, such as 16MiB (default: the device's)")
+    for name, what in (("include", "only"), ("exclude", "no")):
+        text = f"{what} modules of this name, wildcards allowed; may be repeated"
+        add(f"--{name}", action="append", metavar="NAME", help=text)
+    add(
+        "--otherwise",
+        choices=OTHERWISE,
+        default="checkpoint",
+        help="what becomes of a layer that is not one fused op: an activation checkpoint where that saves less, or left "
+        "(default: %(default)s)",
+    )
+
+
+def load(target: str, again: bool = True) -> Callable[..., Any]:
+    """The function that FILE:FUNCTION names. again=False: a file that this process has loaded is not run a second time, so
+    its classes stay the same. Raises ValueError with what is wrong."""
+    name, colon, function = target.rpartition(":")
+    if not colon or not function.isidentifier():
+        raise ValueError(f"wanted FILE:FUNCTION but got {target!r}")
+    if name.endswith(".py") or Path(name).exists():
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise ValueError(f"there is no file {name}")
+        module = sys.modules.get(path.stem)
+        if again or getattr(module, "__file__", None) != str(path):
+            sys.path.insert(0, str(path.parent))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module  # classes of it are found when they are pickled
+            spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, "")
+        try:
+            module = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name != name.partition(".")[0]:
+                raise
+            raise ValueError(f"there is no file or module {name}") from None
+    target = getattr(module, function, None)
+    if not callable(target):
+        raise ValueError(f"{name} has no function {function}")
+    return target
+
+
+def model_and_inputs(built: Any) -> tuple[nn.Module, tuple, dict[str, Any]]:
+    """(model, positional, keyword arguments) of what the function returned."""
+    model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"FUNCTION must return a torch.nn.Module, or (model, inputs), not {type(model).__name__}")
+    if isinstance(inputs, Tensor):
+        return model, (inputs,), {}
+    if isinstance(inputs, dict):
+        return model, (), inputs
+    return model, tuple(inputs), {}
+
+
+def run_convert(args: argparse.Namespace) -> None:
+    model, inputs, named = model_and_inputs(load(args.target)())
+    options = {name: getattr(args, name) for name in ("recompute", "workspace", "include", "exclude", "otherwise")}
+    conversion = convert(model, *inputs, **options, **named)
+    print(conversion)
+    if args.csv:
+        write_rows(args.csv, map(asdict, conversion))
+
+
+def run_report(args: argparse.Namespace) -> None:
+    needed = [*(["matplotlib"] if args.figure else []), *(["scipy"] if args.budget or args.saved else [])]
+    if hint := missing(*needed):
+        raise ValueError(hint)
+    model, inputs, named = model_and_inputs(load(args.target)())
+    if not (inputs or named):
+        raise ValueError("FUNCTION must return (model, inputs), to measure with")
+    measured = report(model, *inputs, **named)
+    print(measured)
+    if args.csv:
+        measured.csv(args.csv)
+    if args.figure:
+        measured.figure(args.figure)
+    if args.budget or args.saved:
+        print(f"\n{plan(model, *inputs, budget=args.budget, saved=args.saved, **named)}")
+
+
+def run_frontier(args: argparse.Namespace) -> None:
+    built = load(args.target)()
+    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module) and callable(built[1])):
+        raise ValueError("FUNCTION must return (model, make_inputs), a torch.nn.Module and a function of a size")
+    largest = frontier(*built, args.budget, multiple=args.multiple, limit=args.limit)
+    print(f"{largest.plan}\n\n{largest}")
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        {"convert": run_convert, "report": run_report, "frontier": run_frontier}[args.command](args)
+    except ValueError as error:
+        print(f"ckptkern {args.command}: {error}", file=sys.stderr)
+        return 2
+    return 0
