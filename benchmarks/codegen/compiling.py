@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptkern.tools.compiling import instead_of_launches
+from ckptkern.benchmarks.compiling import instead_of_launches
 
 PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
 
