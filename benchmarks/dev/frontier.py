@@ -47,15 +47,18 @@ MODELS: dict[str, dict[str, Any]] = {
 Row = dict[str, Any]
 
 
+def with_gradients(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
 def build(name: str) -> nn.Module:
-    """Returns the model with gradients of zeros."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
+    return with_gradients(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train())
 
 
 def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
