@@ -55,12 +55,10 @@ def with_gradients(model: nn.Module) -> nn.Module:
 
 
 def build(name: str) -> nn.Module:
-    """Returns the model with gradients of zeros."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train()
-    return with_gradients(model)
+    return with_gradients(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train())
 
 
 def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -212,7 +210,7 @@ def picture(rows: list[Row], path: Path) -> None:
     axes.set(xlabel="tokens", ylabel="peak of a step, MiB", yscale="log", title=LLAMA)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -224,9 +222,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the CSV to write")
     parser.add_argument("--picture", type=Path, help="the picture of the Llama's peaks to write")
     args = parser.parse_args()
-    for needed in ("transformers", "scipy", "liger_kernel"):
-        if hint := missing(needed):
-            parser.error(hint)
+    if hint := missing("transformers", "scipy", "liger_kernel"):
+        parser.error(hint)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name, tokens in [*((LLAMA, n) for n in args.tokens), *((name, TIMED) for name in MODELS if name != LLAMA)]:
@@ -235,7 +232,7 @@ def main() -> None:
         rows += [
             {"model": name, "tokens": tokens} | row for row in measured(variants(name, ids), rounds, CHECKPOINTING)
         ]
-        print(f"{name}, {tokens} tokens: done", file=sys.stderr, flush=True)
+        print(f"{name}, {tokens} tokens: done", file=sys.stderr)
     if args.out:
         with args.out.open("w", newline="") as file:
             fields = ["model", "variant", "tokens", "peak_bytes", "seconds", "ratio"]
@@ -244,8 +241,7 @@ def main() -> None:
             writer.writerows(rows)
     if args.picture:
         picture(rows, args.picture)
-    print(f"torch {torch.__version__}, float32")
-    print(table(rows))
+    print(f"torch {torch.__version__}, float32\n{table(rows)}")
 
 
 if __name__ == "__main__":

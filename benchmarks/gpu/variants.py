@@ -27,11 +27,11 @@ from ckptkern.extras import missing
 from ckptkern.memory import format_size
 
 from ..dev.frontier import checkpointed, chunked_loss, whole_loss, with_gradients
-from ..dev.qlora import TARGETS, to_nf4
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WORKSPACE = {"cuda": 256 * 2**20, "cpu": 256 * 2**10}  # the small one, in bytes
 CHUNK = 1024  # tokens of which the chunked loss has logits at a time
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of LoRA
 MXFP4_SCALE = 120  # 2 ** (120 - 127): random codes of MXFP4 are then weights of a standard deviation of 0.02
 MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
 
@@ -83,6 +83,24 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
         if model.rank is not None:
             whole = with_lora(whole, model.rank, dtype)
     return with_gradients(whole)
+
+
+def to_nf4(model: nn.Module) -> nn.Module:
+    """Quantises the linear layers of the model's layers in place, and returns the model."""
+    import bitsandbytes
+
+    for path, linear in list(model.model.layers.named_modules()):
+        if isinstance(linear, nn.Linear) and path.endswith("proj"):
+            weight = linear.weight.data
+            with torch.device("meta"):
+                quantised = bitsandbytes.nn.Linear4bit(
+                    linear.in_features, linear.out_features, False, compute_dtype=weight.dtype, quant_type="nf4"
+                )
+            nf4 = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+            quantised.weight = nf4.to(weight.device)
+            model.model.layers.set_submodule(path, quantised)
+    model.is_loaded_in_4bit = True
+    return model
 
 
 def to_mxfp4(model: nn.Module) -> nn.Module:
