@@ -77,15 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of all (default: %(default)s)")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank alone")
     parser.add_argument(
-        "--lora-targets", metavar="NAMES", help="by commas, of the linear layers that get one, such as q_proj,v_proj "
+        "--lora-targets",
+        metavar="NAMES",
+        help="by commas, of the linear layers that get one, such as q_proj,v_proj "
         '(default: all linear layers of the decoder layers, as peft\'s "all-linear")',
-    )  # fmt: skip
+    )
     parser.add_argument("--lora-dtype", choices=DTYPES, help="of the adapters (default: --dtype's)")
     parser.add_argument(
-        "--optimizer", choices=STATES, default="adamw", metavar="NAME",
+        "--optimizer",
+        choices=STATES,
+        default="adamw",
+        metavar="NAME",
         help="adamw: two states in the parameters' dtype; adamw-8bit: two of a byte; adamw-float32: two and a copy of the "
         "parameters, of 4 bytes; sgd: none (default: %(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--ranks", type=int, default=1, help="GPUs that shard parameters, gradients and states, as FSDP (default: 1)"
     )

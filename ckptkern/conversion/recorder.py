@@ -326,14 +326,6 @@ def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None
             one.main_grad = torch.zeros_like(one.main_grad)
 
 
-def by_place(standing: Sequence[Alive]) -> dict[str, int]:
-    """Returns the bytes of each region, in the order of the first of each."""
-    added: dict[str, int] = {}
-    for alive in standing:
-        added[alive.place] = added.get(alive.place, 0) + alive.bytes
-    return added
-
-
 def differentiated(output: Any) -> list[Tensor]:
     """Returns what a step differentiates of what a model returned: its `loss`, or its scalars, or else all its tensors; those
     that have a gradient, if any has one."""
