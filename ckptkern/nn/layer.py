@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from ..ops.dispatch.checks import check_count, check_options, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Own = TypeVar("Own", bound="Layer")
 
 
 def check_counts(op: str, least: int = 1, **counts: int | None) -> None:
@@ -62,7 +61,7 @@ class Layer(torch.nn.Module):
         return {"recompute": self.recompute, "workspace": self.workspace}
 
     @classmethod
-    def from_torch(cls, module: torch.nn.Module, *options: Any, **named: Any) -> Self:
+    def from_torch(cls: type[Own], module: torch.nn.Module, *options: Any, **named: Any) -> Own:
         """Returns a drop-in replacement of torch's `module` that shares its parameters, buffers, hooks and settings.
 
         options: those of this class that torch's has not, such as recompute. Raises TypeError for another class and for a

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .store import Chained
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .store import ChainOptions
+from .store import MIN_BYTES, Chained, Store
 
 CHUNK = 1 << 20  # elements that are compressed at a time, so that the scratch memory is bounded
 _TINY = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal
@@ -61,7 +56,7 @@ class compress(Chained):
     also compress sensitive tensors, such as the logsumexp that attention saves in float32: in a model that computes in
     bfloat16, ``select=lambda t: t.dtype == torch.bfloat16`` leaves it out.
 
-    block: elements per scale, at least 1. options: then, min_bytes, exclude and select, as in ``Store``.
+    block: elements per scale, at least 1. then: a store of the codes. min_bytes, exclude, select: as in ``Store``.
 
     Raises ValueError for an unknown method and a block out of range, TypeError for a `then` that is not a store.
     """
@@ -71,9 +66,12 @@ class compress(Chained):
         method: str,
         *,
         block: int = 128,
-        **options: Unpack[ChainOptions],
+        then: Store | None = None,
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
     ):
-        super().__init__(**options)
+        super().__init__(then, min_bytes, exclude, select)
         if method not in _CODES:
             raise ValueError(f"compress: method must be one of 'fp8', 'int8', not {method!r}")
         if not isinstance(block, int) or block < 1:

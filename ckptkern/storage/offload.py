@@ -8,18 +8,12 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from .store import Store, changed_in_place
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .store import StoreOptions
+from .store import MIN_BYTES, Store, changed_in_place
 
 
 class Flight:
@@ -215,7 +209,7 @@ class offload(Store):
     directory: of these files, by default ``tempfile.gettempdir()``, which may itself be in memory (a tmpfs). prefetch:
     the number of tensors that are copied back ahead of backward, in reverse order of saving. in_flight: the number of
     tensors that may wait for their copies; beyond that, the stream that saved the oldest waits for its copy (the host
-    never waits). options: min_bytes, exclude and select, as in ``Store``.
+    never waits). min_bytes, exclude, select: as in ``Store``.
 
     Buffers have sizes of powers of two, return to the store when their tensor was used or freed, and are freed with the
     store: create one store and enter it in every step. ``host_bytes`` is the size of all buffers.
@@ -233,9 +227,11 @@ class offload(Store):
         directory: str | os.PathLike | None = None,
         prefetch: int = 2,
         in_flight: int = 4,
-        **options: Unpack[StoreOptions],
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
     ):
-        super().__init__(**options)
+        super().__init__(min_bytes, exclude, select)
         for name, value in (("prefetch", prefetch), ("in_flight", in_flight)):
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"offload: {name} must be an int of at least 0, not {value!r}")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..bits import checksum
-from .store import Chained
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .store import ChainOptions
+from .store import MIN_BYTES, Chained, Store
 
 
 class partition(Chained):
@@ -32,8 +26,8 @@ class partition(Chained):
     same backward, which holds for the same model with the same `select`; if a rank stops, the others wait until the
     group's timeout. Sizes need not be multiples of n: the last shares are padded with zeros.
 
-    group: a ProcessGroup of which this rank is a member; None is the default group. options: then, min_bytes, exclude and
-    select, as in ``Store``; sizes are those of the whole tensor.
+    group: a ProcessGroup of which this rank is a member; None is the default group. then: a store of the
+    shares. min_bytes, exclude, select: as in ``Store``, of the whole tensor.
 
     Raises RuntimeError if torch.distributed is not initialized, ValueError if this rank is not in the group.
     """
@@ -41,9 +35,13 @@ class partition(Chained):
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        **options: Unpack[ChainOptions],
+        *,
+        then: Store | None = None,
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
     ):
-        super().__init__(**options)
+        super().__init__(then, min_bytes, exclude, select)
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("partition: torch.distributed is not initialized; call init_process_group first")
         self._group = dist.group.WORLD if group is None else group
