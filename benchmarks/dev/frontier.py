@@ -198,7 +198,7 @@ def table(rows: list[Row]) -> str:
 
 
 def picture(rows: list[Row], path: Path) -> None:
-    """Draws the peak of each variant of the Llama over the length of the sequence."""
+    """Plots the peak of each variant of the Llama over the length of the sequence."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
