@@ -27,11 +27,11 @@ from ckptkern.extras import missing
 from ckptkern.memory import format_size
 
 from ..dev.frontier import checkpointed, chunked_loss, whole_loss, with_gradients
-from ..dev.qlora import TARGETS, to_nf4
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WORKSPACE = {"cuda": 256 * 2**20, "cpu": 256 * 2**10}  # the small one, in bytes
 CHUNK = 1024  # tokens of which the chunked loss has logits at a time
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of LoRA
 MXFP4_SCALE = 120  # 2 ** (120 - 127): random codes of MXFP4 are then weights of a standard deviation of 0.02
 MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
 
@@ -79,21 +79,33 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
     with torch.device(device):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         if model.quantised:
-            whole = to_mxfp4(whole) if missing("bitsandbytes") else to_nf4(whole)
+            whole = quantised(whole)
         if model.rank is not None:
             whole = with_lora(whole, model.rank, dtype)
     return with_gradients(whole)
 
 
-def to_mxfp4(model: nn.Module) -> nn.Module:
-    """Puts random MXFP4 codes in place of the linear weights of the layers: `Frozen` dequantises them where they are read."""
-    for path, linear in model.model.layers.named_modules():
-        if isinstance(linear, nn.Linear) and path.endswith("proj"):
-            n, k = linear.weight.shape
+def quantised(model: nn.Module) -> nn.Module:
+    """Puts 4 bits in place of the linear weights of the layers: NF4 or, without bitsandbytes, random codes of MXFP4, which
+    `Frozen` dequantises where they are read."""
+    has_nf4 = not missing("bitsandbytes")
+    for path, linear in list(model.model.layers.named_modules()):
+        if not (isinstance(linear, nn.Linear) and path.endswith("proj")):
+            continue
+        n, k = linear.weight.shape
+        if has_nf4:
+            bits = importlib.import_module("bitsandbytes").nn
+            with torch.device("meta"):
+                layer = bits.Linear4bit(k, n, False, compute_dtype=linear.weight.dtype, quant_type="nf4")
+            weight = bits.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            layer.weight = weight.to(linear.weight.device)
+            model.model.layers.set_submodule(path, layer)
+        else:
             codes = torch.randint(256, (n, k // 32, 16), dtype=torch.uint8)
             scales = torch.full((n, k // 32), MXFP4_SCALE, dtype=torch.uint8)
             weight = Frozen(codes, scales, kind="mxfp4", dtype=linear.weight.dtype)
             linear.weight = nn.Parameter(weight, requires_grad=False)
+    model.is_loaded_in_4bit = has_nf4
     return model
 
 
