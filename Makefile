@@ -73,9 +73,8 @@ emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_8
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)
 
-bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, and of a kernel's launch to torch.add's
+bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's
 	$(PY) -m benchmarks.dev.host $(ARGS)
-	$(PY) -m benchmarks.dev.launches
 
 bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
 	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)

@@ -28,7 +28,7 @@ __all__ = [
     "parse_size",
     "peak_memory",
     "saved_tensors",
-]  # fmt: skip
+]
 
 _UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

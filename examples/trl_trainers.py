@@ -30,9 +30,16 @@ def text(first: int, step: int, length: int) -> str:
 def build() -> LlamaForCausalLM:
     set_seed(0)
     config = LlamaConfig(
-        vocab_size=2048, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        tie_word_embeddings=True, pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
     return LlamaForCausalLM(config)
 
 
@@ -67,9 +74,14 @@ def even(completions: list[str], **_) -> list[float]:
 def grpo(model: LlamaForCausalLM, **options) -> Trainer:
     data = Dataset.from_dict({"prompt": [text(5 * i, 1, 8) for i in range(64)]})
     settings = GRPOConfig(
-        per_device_train_batch_size=8, num_generations=8, max_completion_length=24, temperature=0.9, max_steps=12,
-        learning_rate=2.5e-2, **options,
-    )  # fmt: skip
+        per_device_train_batch_size=8,
+        num_generations=8,
+        max_completion_length=24,
+        temperature=0.9,
+        max_steps=12,
+        learning_rate=2.5e-2,
+        **options,
+    )
     return GRPOTrainer(model, even, settings, data, processing_class=tokenizer)
 
 
@@ -78,9 +90,14 @@ def train(
 ) -> list[dict]:  # TRL's default is True
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(
-            model, output_dir=folder, lr_scheduler_type="constant", gradient_checkpointing=gradient_checkpointing,
-            use_cpu=True, bf16=False, **quiet,
-        )  # fmt: skip
+            model,
+            output_dir=folder,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=gradient_checkpointing,
+            use_cpu=True,
+            bf16=False,
+            **quiet,
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -18,7 +18,6 @@ import csv
 import signal
 import traceback
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +253,6 @@ def swept(name: str, model_class: type) -> measure.Result:
     return result
 
 
-def rows(names: list[str]) -> Iterator[measure.Result]:
-    for name in names:
-        try:
-            yield compare(name)
-        except ModuleNotFoundError as error:
-            print(f"{name}: left out: {error}", flush=True)
-        except Exception as error:  # is printed and counted as CRASHED, and the other families still run
-            traceback.print_exc()
-            yield measure.Result(name, "CRASHED", reasons=[f"{type(error).__name__}: {error}"])
-
-
 def draw(rows: list[dict[str, str]], path: Path) -> None:
     """Draws what each family saves: eager, with torch.utils.checkpoint round each layer, converted."""
     from matplotlib.figure import Figure
@@ -309,7 +297,15 @@ def main() -> None:
     everything = classes(args.all) if args.all else FAMILIES
     names = [name for name in everything if args.only.lower() in name.lower()]
     results = []
-    for result in (swept(name, everything[name]) for name in names) if args.all else rows(names):
+    for name in names:
+        try:
+            result = swept(name, everything[name]) if args.all else compare(name)
+        except ModuleNotFoundError as error:
+            print(f"{name}: left out: {error}", flush=True)
+            continue
+        except Exception as error:  # is printed and counted as CRASHED, and the other families still run
+            traceback.print_exc()
+            result = measure.Result(name, "CRASHED", reasons=[f"{type(error).__name__}: {error}"])
         results.append(result)
         sizes = "  ".join(
             f"{n / 1024:6.0f}" for n in (result.saved_eager, result.saved_checkpoint, result.saved_converted)

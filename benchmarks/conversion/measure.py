@@ -52,11 +52,8 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor):
         return loss.float() if loss.dtype.itemsize < 4 else loss
-    values = output.values() if isinstance(output, dict) else output
-    tensors = [
-        t for t in tree_leaves(list(values) if not isinstance(values, Tensor) else values) if isinstance(t, Tensor)
-    ]
-    wanted = [t for t in tensors if t.requires_grad]
+    leaves = tree_leaves(list(output.values()) if isinstance(output, dict) else output)
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     if not wanted:
         raise RuntimeError("no output has a gradient")
     return sum((t.double() if t.dtype == torch.float64 else t.float()).square().mean() for t in wanted)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ckptkern.tools.compiling import Chip, meta_as_on
+from ckptkern.benchmarks.compiling import Chip, meta_as_on
 
 
 class Launch(NamedTuple):

@@ -293,7 +293,9 @@ def step_of(
             for handle in step.watch(i, name, module):
                 stack.callback(handle.remove)
         model.train(trains)
-        if step.backs and (device := device_of(model, (args, kwargs))).type != "meta":
+        device = device_of(model, (args, kwargs))
+        # a profiler of the user's would end with ours
+        if step.backs and device.type in ("cpu", "cuda") and not torch.autograd._profiler_enabled():
             step.timeline = stack.enter_context(memory.memory_timeline(device))
         stack.enter_context(bodies_seen())
         stack.enter_context(step)
@@ -322,14 +324,6 @@ def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None
         one.grad = torch.zeros_like(one) if id(one) in there else None
         if hasattr(one, "main_grad"):
             one.main_grad = torch.zeros_like(one.main_grad)
-
-
-def by_place(standing: Sequence[Alive]) -> dict[str, int]:
-    """Returns the bytes of each region, in the order of the first of each."""
-    added: dict[str, int] = {}
-    for alive in standing:
-        added[alive.place] = added.get(alive.place, 0) + alive.bytes
-    return added
 
 
 def differentiated(output: Any) -> list[Tensor]:

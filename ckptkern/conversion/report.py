@@ -84,9 +84,7 @@ class Conversion:
     @property
     def calls(self) -> dict[str, int]:
         """Returns the sums of all rows' `calls`: {"fused": ..., "checkpointed": ..., "original": ...}."""
-        return {
-            kind: sum(row.calls.get(kind, 0) for row in self.rows) for kind in ("fused", "checkpointed", "original")
-        }
+        return {kind: sum(row.calls.get(kind, 0) for row in self.rows) for kind in RAN}
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -159,7 +157,10 @@ def _line(rows: list[Row]) -> tuple[str, ...]:
     after = [row.saved_after for row in rows if row.saved_after is not None]
     errors = [row.error for row in rows if row.error is not None]
     return (
-        name_of([row.name for row in rows]), rows[0].kind, rows[0].replaced_by or "left",
-        memory.format_size(sum(before)) if before else "", memory.format_size(sum(after)) if after else "",
+        name_of([row.name for row in rows]),
+        rows[0].kind,
+        rows[0].replaced_by or "left",
+        memory.format_size(sum(before)) if before else "",
+        memory.format_size(sum(after)) if after else "",
         f"{max(errors):.1e}" if errors else "",
-    )  # fmt: skip
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.attention.core import check_whole_sequence
 from ..ops.attention.masks import diagonal_of
 from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import ranks_of_rows
@@ -171,6 +172,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         if not need_weights and key is value and self.covers(query, key, *masks):
             arguments = self.block_arguments(query, key, *masks)
             return self.swapped(ops.attention_block(self.swapped(query), **arguments, **self.modes)), None
+        check_whole_sequence(type(self).__name__)
         if _is_causal_bias(attn_mask):  # becomes a mask [L, S], True = hidden
             rows = 1 if self.batch_first and query.dim() == 3 else 0
             L, S = (x.shape[rows] for x in (query, key))

@@ -168,7 +168,6 @@ class LlamaAttention(Layer):
                 if cu is not None
                 else merged_mask(options["attn_mask"], options["key_padding_mask"])
             )
-            mask = mask.view(torch.bool) if mask is not None and mask.dtype == torch.int8 else mask
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
             o = ops.scaled_dot_product_attention(q, k, v, mask, options["dropout_p"], **how).transpose(1, 2)
         y = self.o_proj(o.flatten(2))

@@ -284,7 +284,7 @@ def weighted(wanted: Sequence[Tensor]) -> Tensor:
 
 def compared(
     eager: Ran, ours: Ran, exact: Ran, replaced: dict[str, str], unused: list[str], dropout: bool, tolerance: float
-) -> Certificate:  # fmt: skip
+) -> Certificate:
     floor = 1e-2 * max((rms(one) for one in exact.gradients.values()), default=0.0)
 
     def error(of: Tensor, to: Tensor, floor: float) -> float:
@@ -298,5 +298,13 @@ def compared(
     least = max(eps, statistics.median(one.eager for one in gradients))
     losses = tuple(error(of.loss, exact.loss, 0.0) for of in (eager, ours))
     return Certificate(
-        gradients, losses, (eager.saved, ours.saved), (eager.peak, ours.peak), replaced, unused, dropout, tolerance, least
-    )  # fmt: skip
+        gradients,
+        losses,
+        (eager.saved, ours.saved),
+        (eager.peak, ours.peak),
+        replaced,
+        unused,
+        dropout,
+        tolerance,
+        least,
+    )

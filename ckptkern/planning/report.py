@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import memory
-from ..conversion.recorder import Alive, Loss, Step, by_place
+from ..conversion.recorder import Alive, Loss, Step
 from ..conversion.report import aligned, write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
@@ -81,7 +81,10 @@ class Report:
 
     def by_place(self, mode: str) -> dict[str, int]:
         """Bytes that stand at the peak, by the region in whose forward or backward they were made; "" is outside of all."""
-        return by_place(self.standing[mode])
+        places: dict[str, int] = {}
+        for alive in self.standing[mode]:
+            places[alive.place] = places.get(alive.place, 0) + alive.bytes
+        return places
 
 
 def lines_of(table: Table) -> list[Line]:

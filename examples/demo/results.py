@@ -37,13 +37,6 @@ class Row(NamedTuple):
     limited: bool
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """Texts for the table."""
-        saved, peak = format_size(self.saved_bytes), format_size(self.peak_bytes)
-        spread = f"{self.p20_ratio:.2f}–{self.p80_ratio:.2f}"
-        return self.label, f"{self.loss:.4f}", saved, peak, f"{self.ms:.0f}", f"{self.ratio:.2f}", spread
-
-    @property
     def failed(self) -> bool:
         return self.limited and not self.difference <= AGREEMENT  # a NaN fails
 
@@ -115,7 +108,11 @@ def verdict(config: Namespace, row: Row, first: Row) -> str:
 
 def page(config: Namespace, rows: list[Row], warning: str | None) -> str:
     """Returns the results as Markdown, which is also what is printed."""
-    table = [HEADINGS, *(row.cells for row in rows)]
+    table = [HEADINGS]
+    for row in rows:
+        saved, peak = format_size(row.saved_bytes), format_size(row.peak_bytes)
+        spread = f"{row.p20_ratio:.2f}–{row.p80_ratio:.2f}"
+        table.append((row.label, f"{row.loss:.4f}", saved, peak, f"{row.ms:.0f}", f"{row.ratio:.2f}", spread))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = [" | ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in table]

@@ -10,8 +10,8 @@ from ckptkern.memory import format_size, peak_memory
 pytest.importorskip("scipy")
 pytest.importorskip("transformers")
 
-from ckptkern.tools.estimate import model as models
-from ckptkern.tools.estimate import variants
+from ckptkern.benchmarks import estimate_model as models
+from ckptkern.benchmarks import estimate_variants as variants
 
 TOKENS, WORKSPACE = 256, 2**20
 
@@ -59,6 +59,15 @@ def test_they_say_what_a_step_takes(config):
         assert peaks_of(model, "cpu") == (said, said, said)
     assert said == pytest.approx(peak.bytes, rel=0.05)
     assert said < 0.5 * conversion.peak_before
+
+
+def test_a_profiler_of_the_user_s_goes_on():
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)), torch.randn(4, 8)
+    with peak_memory("cpu") as peak:
+        conversion = ckptkern.convert(model, x)
+        assert torch.zeros(2**20).numel()
+    assert conversion.peak_before > conversion.saved_before > 0
+    assert peak.bytes >= 4 * 2**20
 
 
 def test_what_is_counted_without_memory_is_the_same(config):

@@ -26,9 +26,9 @@ from benchmarks.codegen import cases, sass
 from benchmarks.codegen.compiling import catch_launches, compile_launch
 from benchmarks.dev import trace
 from ckptkern import triton_kernels
+from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.eager import AttentionCore
 from ckptkern.ops import backend
-from ckptkern.tools.compiling import instead_of_launches
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.tile import Tile
 

@@ -281,7 +281,8 @@ class AttentionSublayer(AttentionForward):
 
     def backward(self, dy, saved, needs, f=None):
         t, o, need = self.t, self.o, needed_names(AttentionTensors, needs)
-        dy, df, grads, saved = self.around_branch(dy, saved, need, f)
+        f, saved = self.recomputed_branch(saved, need, f)
+        dy, df, grads = self.branch_gradients(dy, f, need)
         f, inner = None, self.behind_core(need)
         recomputes = reads_core(need) and (saved.get("out") is None or (self.gated and saved.get("qkv") is None))
         h = self.held_inputs() if inner or recomputes else None

@@ -93,15 +93,16 @@ class CoreSublayer(Sublayer):
         """Returns the inputs whose gradients come through the core."""
         return set(need) - OF_OUTPUT - AFTER_BRANCH - (LAST if self.trailing else set())
 
-    def around_branch(
-        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], f: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None], dict[str, Tensor | None]]:
-        """Returns (`branch_gradients`; what was saved, with what of it had to be recomputed)."""
+    def recomputed_branch(
+        self, saved: dict[str, Tensor | None], need: Collection[str], f: Tensor | None
+    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+        """Returns (the branch's result, where backward reads it; what was saved, with what it had to be recomputed from). f:
+        the result, if it is at hand."""
         if f is None and reads_branch(self.o, need):
             # what a norm after the branch read comes before the gradient that delta is made of
             saved = self.attend(self.group_count == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
-        return *self.branch_gradients(dy, f, need), saved
+        return f, saved
 
 
 def reads_core(need: Collection[str]) -> bool:

@@ -191,7 +191,8 @@ class LatentSublayer(CoreSublayer):
 
     def backward(self, dy, saved, needs, f=None):
         need = needed_names(LatentTensors, needs)
-        dy, df, grads, saved = self.around_branch(dy, saved, need, f)
+        f, saved = self.recomputed_branch(saved, need, f)
+        dy, df, grads = self.branch_gradients(dy, f, need)
         f, inner = None, self.behind_core(need)
         through_h = bool(inner) and self.needs_dh(need)
         q_latent, kv_latent = (through_h or not of.isdisjoint(need) for of in (OF_Q_LATENT, OF_KV_LATENT))

@@ -13,11 +13,13 @@ class NotSharded(Exception):
 
 class _Active:
     """Holds the shard (`sharded.Shard`) that the ops run on, or None, and the group over which a sequence is split
-    (`attention.context.Context`), or None. Attributes of an object, as the backend in _choices."""
+    (`attention.context.Context`), or None. gathered: are parameters there for this call alone, so that no recompute finds
+    them? Attributes of an object, as the backend in `choices`."""
 
     def __init__(self):
         self.shard: Any = None
         self.context: Any = None
+        self.gathered = False
 
 
 ACTIVE = _Active()
