@@ -79,39 +79,33 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
     with torch.device(device):
         whole = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
         if model.quantised:
-            whole = to_mxfp4(whole) if missing("bitsandbytes") else to_nf4(whole)
+            whole = quantised(whole)
         if model.rank is not None:
             whole = with_lora(whole, model.rank, dtype)
     return with_gradients(whole)
 
 
-def to_nf4(model: nn.Module) -> nn.Module:
-    """Quantises the linear layers of the model's layers in place, and returns the model."""
-    import bitsandbytes
-
+def quantised(model: nn.Module) -> nn.Module:
+    """Puts 4 bits in place of the linear weights of the layers: NF4 or, without bitsandbytes, random codes of MXFP4, which
+    `Frozen` dequantises where they are read."""
+    has_nf4 = not missing("bitsandbytes")
     for path, linear in list(model.model.layers.named_modules()):
-        if isinstance(linear, nn.Linear) and path.endswith("proj"):
-            weight = linear.weight.data
+        if not (isinstance(linear, nn.Linear) and path.endswith("proj")):
+            continue
+        n, k = linear.weight.shape
+        if has_nf4:
+            bits = importlib.import_module("bitsandbytes").nn
             with torch.device("meta"):
-                quantised = bitsandbytes.nn.Linear4bit(
-                    linear.in_features, linear.out_features, False, compute_dtype=weight.dtype, quant_type="nf4"
-                )
-            nf4 = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
-            quantised.weight = nf4.to(weight.device)
-            model.model.layers.set_submodule(path, quantised)
-    model.is_loaded_in_4bit = True
-    return model
-
-
-def to_mxfp4(model: nn.Module) -> nn.Module:
-    """Puts random MXFP4 codes in place of the linear weights of the layers: `Frozen` dequantises them where they are read."""
-    for path, linear in model.model.layers.named_modules():
-        if isinstance(linear, nn.Linear) and path.endswith("proj"):
-            n, k = linear.weight.shape
+                layer = bits.Linear4bit(k, n, False, compute_dtype=linear.weight.dtype, quant_type="nf4")
+            weight = bits.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+            layer.weight = weight.to(linear.weight.device)
+            model.model.layers.set_submodule(path, layer)
+        else:
             codes = torch.randint(256, (n, k // 32, 16), dtype=torch.uint8)
             scales = torch.full((n, k // 32), MXFP4_SCALE, dtype=torch.uint8)
             weight = Frozen(codes, scales, kind="mxfp4", dtype=linear.weight.dtype)
             linear.weight = nn.Parameter(weight, requires_grad=False)
+    model.is_loaded_in_4bit = has_nf4
     return model
 
 
