@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_map
 
-if TYPE_CHECKING:
-    from .table import Table
 
-
-def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
-    """Returns this rank's table with the largest bytes and times of all ranks. If one fails, all raise its error."""
+def agreed(measure: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Returns this rank's `Table` with the largest bytes and times of all ranks. If one fails, all raise its error."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return measure()
     table, error = None, None
@@ -43,7 +40,7 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
     return table
 
 
-def figures(table: Table) -> tuple[Any, Any]:
+def figures(table: Any) -> tuple[Any, Any]:
     """Returns (what must be equal, bytes and costs), to be sent."""
     names = [
         (row.segment.name, type(row.segment.module).__name__, tuple(row.kinds), *map(str, row.strategies))
