@@ -73,9 +73,8 @@ emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_8
 bench: $(STAMP) ## run the benchmark cases on what is here. ARGS="--out DIR --cases mlp"
 	$(PY) -m ckptkern bench $(ARGS)
 
-bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's, and of a kernel's launch to torch.add's
+bench-host: $(STAMP) ## the host time of a segment as a ratio to torch.utils.checkpoint's
 	$(PY) -m benchmarks.dev.host $(ARGS)
-	$(PY) -m benchmarks.dev.launches
 
 bench-frontier: $(STAMP) ## peak and time of a step over the length of the sequence, beside checkpointing and chunked losses. ARGS="--tokens 1024 2048"
 	$(PY) -m benchmarks.dev.frontier --out benchmarks/results/cpu/frontier.csv --picture docs/concepts/frontier.png $(ARGS)
@@ -86,11 +85,11 @@ bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, be
 exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
 	$(PY) -m benchmarks.dev.exits $(ARGS)
 
-convert-families: $(STAMP) ## convert on 40 families of models of transformers and timm, which it needs. ARGS="--only llama"
+convert-families: $(STAMP) ## convert on 50 families of models of transformers, timm and diffusers, of those that are installed. ARGS="--only llama"
 	$(PY) -m benchmarks.conversion.families $(ARGS)
 
-convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv"
-	$(PY) -m benchmarks.conversion.sweep $(ARGS)
+convert-sweep: $(STAMP) ## convert on every class of transformers that builds small. ARGS="--out sweep.csv", ARGS="--all MODEL_FOR_CAUSAL_LM_MAPPING"
+	$(PY) -m benchmarks.conversion.families --all MODEL_MAPPING $(ARGS)
 
 docs: $(STAMP) ## write signatures and docstrings into docs/reference, and build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
 	$(PY) -m benchmarks.dev.reference

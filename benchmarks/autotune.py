@@ -80,20 +80,22 @@ class Matmuls(nn.Module):
                 catalog.OPS[self.problem.op], inputs_of(self.problem), {"x": x, **self.weights}, **options
             )
 
+    def by(self, impl: str) -> Function:
+        """Returns the op by an implementation."""
+        return functools.partial(self, impl=impl)
+
 
 def inputs_of(problem: Problem) -> dict[str, Any]:
+    """Returns the op's arguments, without the numbers of what is trained."""
     sizes = catalog.Sizes((problem.tokens,), problem.features, problem.hidden, problem.out)
     return catalog.OPS[problem.op].inputs(sizes)
 
 
 def build(problem: Problem, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """Returns the op with random weights, and x."""
     weights = catalog.random_leaves(inputs_of(problem), dtype, device)
     x = weights.pop("x")
     return Matmuls(problem, weights), x
-
-
-def in_impl(model: nn.Module, impl: str) -> Function:
-    return functools.partial(model, impl=impl)
 
 
 def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, measure.Row]:
@@ -103,9 +105,8 @@ def timed(problem: Problem, device: torch.device, seconds: float) -> dict[str, m
     def emit(row: measure.Row) -> None:
         rows[row.variant.removeprefix(OURS)] = row
 
-    case = Case(
-        str(problem), functools.partial(build, problem), in_impl, modes=[*_impls.OF_KERNELS], dtype=problem.dtype
-    )
+    given, modes = functools.partial(build, problem), [*_impls.OF_KERNELS]
+    case = Case(str(problem), given, Matmuls.by, modes=modes, dtype=problem.dtype)
     ours = {name: make for name, make in variants(case).items() if name.startswith(OURS)}
     measure.measure(case, ours, device, emit, seconds=seconds)
     return rows
@@ -133,8 +134,8 @@ def choice(outcomes: Sequence[Outcome]) -> str:
     """Returns the implementation that the table gets for the problems of one row."""
     medians, late, default = summed(outcomes, "ms"), summed(outcomes, "p80_ms"), outcomes[0].default
     limit = medians.get(default, float("inf"))
-    surely = [impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit]
-    return min(surely, key=medians.__getitem__, default=default)
+    surely = (impl for impl, ms in medians.items() if ms < (1 - MARGIN) * limit and late[impl] < limit)
+    return next(surely, default)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
@@ -143,24 +144,16 @@ def rows_of(outcomes: Sequence[Outcome]) -> dict[_tuned.Key, _tuned.Row]:
     for one in outcomes:
         groups.setdefault(one.problem.key, []).append(one)
     rows = {}
-    for key, group in groups.items():
+    for (op, dtype, features), group in groups.items():
         if ms := summed(group, "ms"):
-            row = dict(
-                zip(("op", "dtype", "features"), key, strict=True), measured=[one.problem.sizes for one in group]
-            )
-            rows[key] = row | {"impl": choice(group), "ms": {impl: round(one, 4) for impl, one in ms.items()}}
+            row = {"op": op, "dtype": dtype, "features": features, "measured": [one.problem.sizes for one in group]}
+            row |= {"impl": choice(group), "ms": {impl: round(total, 4) for impl, total in ms.items()}}
+            rows[op, dtype, features] = row
     return rows
-
-
-def finished(rows: dict[_tuned.Key, _tuned.Row], todo: Sequence[Problem]) -> set[Problem]:
-    """Returns the problems whose rows of the file are whole: all that the row is to be measured with was."""
-    missing = {one.key for one in todo if one.sizes not in rows.get(one.key, {}).get("measured", [])}
-    return {one for one in todo if one.key not in missing}
 
 
 def write(file: Path, machine: dict[str, str], rows: Iterable[_tuned.Row]) -> None:
     """Writes a file for `_tuned.read`, all at once, so that no other process reads half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps({"format": _tuned.FORMAT, "machine": machine, "impls": [*rows]}, indent=1) + "\n")
     draft.replace(file)
@@ -283,17 +276,13 @@ def main(args: argparse.Namespace) -> int:
         file.unlink(missing_ok=True)
         print(f"removed {file}" if known else f"there is no table of this machine: {file}")
         return 0
-    before: dict[_tuned.Key, _tuned.Row] = {}
-    try:
-        before = _tuned.read(file, machine)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        print(f"{file} is made anew, because {error}")
+    before, why = _tuned.read(file, machine)
+    if why:
+        print(f"{file} is made anew, because {why}")
     try:
         with ops.backend("auto"):  # whatever CKPTKERN_BACKEND says: kernel implementations are what a table is for
             todo = problems(args, device)
-        todo.sort(key=finished(before, todo).__contains__)
+        todo.sort(key=lambda one: one.sizes in before.get(one.key, {}).get("measured", []))  # what is left comes first
         if not args.dry_run:
             file.parent.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=file.parent).close()  # before minutes of measuring

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from .. import ops
-from .models import MLP, Distillation, GatedMLP, LlamaLayer, LMHeadLoss, MoE, attend
+from .heads import Distillation, LMHeadLoss
+from .models import MLP, GatedMLP, LlamaLayer, MoE, attend
 
 Function = Callable[[Tensor], Tensor]
 Maker = Callable[[nn.Module, Tensor], Function]
@@ -63,14 +64,14 @@ def liger_tiled(model: nn.Module, x: Tensor) -> Function:
 def liger_layer(model: LlamaLayer, x: Tensor) -> Function:
     """A Llama layer as Liger patches it: its RMSNorm, rotary embedding and SwiGLU, and torch's matmuls and attention."""
     rms_norm, rope = _liger("rms_norm", "LigerRMSNormFunction", x), _liger("rope", "LigerRopeFunction", x)
-    swiglu = liger_swiglu(model.mlp, x)
+    attention, block = model.attention, model.block
+    swiglu = liger_swiglu(block.mlp, x)
 
     def function(x: Tensor) -> Tensor:
-        h = rms_norm.apply(x, model.norm.weight, model.norm.eps)
-        q, k, v = (part(h).unflatten(-1, (-1, model.head_dim)).transpose(1, 2) for part in (model.q, model.k, model.v))
-        q, k = rope.apply(q, k, model.cos[: x.shape[1]], model.sin[: x.shape[1]])
-        x = x + model.out(attend(q, k, v).transpose(1, 2).flatten(2))
-        return x + swiglu(rms_norm.apply(x, model.mlp_norm.weight, model.mlp_norm.eps))
+        q, k, v = attention.split(rms_norm.apply(x, attention.norm.weight, attention.norm.eps))
+        q, k = rope.apply(q, k, *attention.tables(x))
+        x = x + attention.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + swiglu(rms_norm.apply(x, block.norm.weight, block.norm.eps))
 
     return function
 
@@ -157,31 +158,6 @@ def in_chunks(rows: int) -> Maker:
     return lambda model, x: lambda x: model.reduced(model.chunked(x, rows))
 
 
-class _Matmuls(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        z = x @ weight.T
-        ctx.save_for_backward(x, weight, z)
-        return z[:, 0].float()
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, dz = ctx.saved_tensors
-        return dz @ weight, dz.T @ x
-
-
-class HeadMatmuls:
-    """The three matmuls of a head's step and nothing else, a bound of what a loss with saved logits may take."""
-
-    unchecked = "not a result: the matmuls alone"
-
-    def __init__(self, model: LMHeadLoss, x: Tensor):
-        self.model = model
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.model.reduced(_Matmuls.apply(x, self.model.linear.weight))
-
-
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -197,15 +173,14 @@ def sdpa_flash(model: nn.Module, x: Tensor) -> Function:
     return function
 
 
-def own_core(ours: Callable[[nn.Module, str], Function], model: nn.Module, x: Tensor) -> Function:
+def own_core(model: nn.Module, x: Tensor) -> Function:
     """Ours at "selective" with Triton kernels only, also where the table prefers torch's own kernel for core attention."""
     if not x.is_cuda:
         raise ImportError("the core is one of several on CUDA only")
-    inner = ours(model, "selective")
 
     def function(x: Tensor) -> Tensor:
         with ops.backend("triton"):
-            return inner(x)
+            return model.ours(x, "selective")
 
     return function
 

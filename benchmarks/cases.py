@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +40,11 @@ class Figure(NamedTuple):
     note: str = ""
 
 
+def ours(model: nn.Module, mode: str) -> Function:
+    """A model of `models` by ckptkern."""
+    return functools.partial(model.ours, mode=mode)
+
+
 @dataclass(frozen=True)
 class Case:
     """What is measured.
@@ -49,8 +54,6 @@ class Case:
     priority lower runs first, up to HEADLINE apart from the others
     baselines   further variants; a maker that raises ImportError is reported as missing
     drops    has dropout: checked with the model in evaluation, timed in training
-    exact    (float64 model, float64 x, a variant's y) -> float64 y; None: the model itself
-    host     time the host alone: tiny tensors, one thread, no device synchronisation between steps
     dtype    None: the device's own, of DTYPES
     workspace   bytes, in which variants of ckptkern run that have none of their own; their names then say it
     figures  what others published of it
@@ -58,13 +61,11 @@ class Case:
 
     name: str
     given: Callable[[torch.device, torch.dtype | None], tuple[nn.Module, Tensor]]
-    ours: Callable[[nn.Module, str], Function]
+    ours: Callable[[nn.Module, str], Function] = ours
     priority: int = 0
     modes: Sequence[str] = MODES
     baselines: dict[str, Maker] = field(default_factory=dict)
     drops: bool = False
-    exact: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None
-    host: bool = False
     dtype: torch.dtype | None = None
     workspace: int | None = None
     figures: Sequence[Figure] = ()
@@ -161,8 +162,3 @@ def _within(size: int, name: str, make: Maker) -> tuple[str, Maker]:
         return name, make
     text = format_size(size)
     return f"{name}, {text if parse_size(text) == size else f'{size} bytes'}", Within(size, make)
-
-
-def compiled_variants(case: Case, names: Collection[str]) -> dict[str, Maker]:
-    """Returns these variants of torch.compile; none for host cases."""
-    return {name: make for name, make in COMPILED.items() if name in names and not case.host}

@@ -66,13 +66,15 @@ def span(row: dict[str, str], eager: dict[str, str] | None) -> tuple[float, floa
     return ms / base, low / base_high, high / base_low
 
 
-def _time(old: tuple[float, float, float] | None, new: tuple[float, float, float] | None) -> tuple[str, str, str]:
-    cells = tuple("–" if one is None else f"{one[0]:.3g}" for one in (old, new))
+def _time(
+    old: tuple[float, float, float] | None, new: tuple[float, float, float] | None, unit: str
+) -> tuple[str, str, str]:
+    before, now = ("–" if one is None else f"{one[0]:.3g}{unit}" for one in (old, new))
     if old is None or new is None:
-        return *cells, ""
+        return before, now, ""
     if old[1] <= new[2] and new[1] <= old[2]:
-        return *cells, "within noise"
-    return *cells, f"{'slower' if new[0] > old[0] else 'quicker'}, {new[0] / old[0]:.2f}x"
+        return before, now, "within noise"
+    return before, now, f"{'slower' if new[0] > old[0] else 'quicker'}, {new[0] / old[0]:.2f}x"
 
 
 def _bytes(text: str) -> str:
@@ -91,35 +93,31 @@ def changed_bytes(old: dict[str, str], new: dict[str, str]) -> list[str]:
 def compare(old: Run, new: Run) -> str:
     """A Markdown table with a line per (case, variant) of both runs. Times are left out if the runs had another device
     or torch."""
-    other = [f"{name}: {value}, now {new.setting[name]}" for name, value in old.setting.items()
-             if "unknown" in (value, new.setting[name]) or value != new.setting[name]]  # fmt: skip
+    other = [
+        f"{name}: {value}, now {new.setting[name]}"
+        for name, value in old.setting.items()
+        if "unknown" in (value, new.setting[name]) or value != new.setting[name]
+    ]
     lines, notes = [], []
-    for key, row in new.rows.items():
-        before = old.rows.get(key)
+    for (case, variant, dtype), row in new.rows.items():
+        before = old.rows.get((case, variant, dtype))
         if before is None:
-            notes.append(f"- {key[0]} {key[1]}: not in the old file")
+            notes.append(f"- {case} {variant}: not in the old file")
             continue
-        now_status, old_status = row.get("status", "ok"), before.get("status", "ok")
-        if now_status != old_status:
-            notes.append(
-                f"- {key[0]} {key[1]}: {old_status}, now {now_status}: {row.get('note') or before.get('note')}"
-            )
-        moved = changed_bytes(before, row)
+        old_status, now = before.get("status", "ok"), row.get("status", "ok")
+        if now != old_status:
+            notes.append(f"- {case} {variant}: {old_status}, now {now}: {row.get('note') or before.get('note')}")
+        times = "", "", ""
         if not other:
-            eager = [run.rows.get((key[0], EAGER, key[2])) for run in (old, new)]
-            times = _time(span(before, eager[0]), span(row, eager[1]))
-            if key[1] == EAGER:
-                times = *(cell if cell == "–" else f"{cell} ms" for cell in times[:2]), times[2]
-            lines.append([key[0], key[1], *times, ", ".join(moved)])
-        elif moved:
-            lines.append([key[0], key[1], ", ".join(moved)])
-    notes += [f"- {case} {variant}: only in the old file" for case, variant, dtype in old.rows.keys() - new.rows.keys()
-              if case in {one[0] for one in new.rows}]  # fmt: skip
-    if other:
-        text = f"WARNING: times are not compared, because these differ: {'; '.join(other)}"
-        heading = ["case", "variant", "bytes"]
-        return "\n\n".join(
-            filter(None, (text, table(heading, lines) if lines else "No bytes changed.", "\n".join(notes)))
-        )
-    heading = ["case", "variant", "old", "new", "time", "bytes"]
-    return "\n\n".join(filter(None, (table(heading, lines), "\n".join(sorted(notes)), RULE)))
+            old_eager, eager = (run.rows.get((case, EAGER, dtype)) for run in (old, new))
+            times = _time(span(before, old_eager), span(row, eager), " ms" if variant == EAGER else "")
+        lines.append([case, variant, *times, ", ".join(changed_bytes(before, row))])
+    cases = {case for case, *_ in new.rows}
+    gone = [
+        f"- {case} {variant}: only in the old file"
+        for case, variant, _ in old.rows.keys() - new.rows.keys()
+        if case in cases
+    ]
+    warning = f"WARNING: times are not compared, because these differ: {'; '.join(other)}" if other else ""
+    shown = table(["case", "variant", "old", "new", "time", "bytes"], lines)
+    return "\n\n".join(filter(None, (warning, shown, "\n".join(sorted(notes + gone)), "" if other else RULE)))

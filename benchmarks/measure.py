@@ -27,7 +27,7 @@ from ..tools.selftest import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, EAGER, Case, Figure, Function, Maker, build
 
 # Steps per round, of which the quickest counts, because whatever else runs on the CPU only adds time.
-HOST_BATCH, CPU_BATCH = 20, 3
+CPU_BATCH = 3
 AHEAD = 2_000_000  # cycles of the GPU, a millisecond, in which the host gets ahead of it
 GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
@@ -72,6 +72,7 @@ def row_of_figure(case: str, device: str, figure: Figure) -> Row:
     return dataclasses.replace(row, peak_bytes=peak, saved_bytes=saved)
 
 
+OVER_TIME, OUT_OF_MEMORY = "over the budget of time", "out of memory"
 LOST = "the GPU was lost: "  # begins the note of a variant that broke the process's CUDA context, or that did not end
 LOST_STATUS = 75  # exit status of a process that goes on with --resume, in another process
 HANGS = 150.0  # seconds in which a variant is checked, or timed, at most
@@ -141,78 +142,60 @@ def poisoned() -> Iterator[None]:
 
 
 class Checker:
-    """Compares a variant's output and gradients with float64, in units of eager's own error."""
+    """Compares a variant's output and gradients with float64, in units of eager's own error.
 
-    def __init__(self, case: Case, model: nn.Module, x: Tensor, dy: Tensor):
-        self.case, self.dy = case, dy
-        self.x, self.leaves = x, self.leaves_of(x, model)
-        self.double = copy.deepcopy(model).double()
-        self.x64 = x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
-        self.exact = None if self.case.exact else self._exact(self.double)
-        if self.exact:
-            del self.double, self.x64  # gigabytes that variants may need
-        self.eager = self._errors(model)
-        if not dy.dim():  # of one number eager's error is luck: the gradients' stand for it
+    Where float64 raises, out of memory or for want of an operation, it compares them with eager's own. A tensor may then be off
+    by half of its dtype's digits: ||found - eager|| <= sqrt(eps) ||eager||, 0.09 for bfloat16.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, dy: Tensor):
+        self.x, self.dy, self.reason = x, dy, ""
+        self.leaves = self.leaves_of(x, model)
+        try:
+            self.exact = self._exact(model)
+            self.eager = self._errors(model)
+        except Exception as error:  # whatever float64 raises
+            self.reason = f"checked against eager: float64: {one_line(error, 120)}"
+        if self.reason:
+            if x.is_cuda:
+                torch.cuda.empty_cache()
+            self.exact = self.known(gradients(lambda: model(x), self.leaves, dy))
+        elif not dy.dim():  # of one number eager's error is luck: the gradients' stand for it
             self.eager["y"] = max(self.eager.values())
 
     @staticmethod
     def leaves_of(x: Tensor, model: nn.Module) -> dict[str, Tensor]:
         return {name: one for name, one in [("x", x), *model.named_parameters()] if one.requires_grad}
 
-    def _exact(self, function: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        found = gradients(lambda: function(self.x64), self.leaves_of(self.x64, self.double), self.dy.double())
-        return {name: one for name, one in found.items() if one is not None}  # y does not depend on some parameters
+    @staticmethod
+    def known(found: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        """Leaves out the gradients of parameters on which y does not depend."""
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _exact(self, model: nn.Module) -> dict[str, Tensor]:
+        double, x = copy.deepcopy(model).double(), self.x.detach()
+        x = x.double().requires_grad_(self.x.requires_grad) if x.is_floating_point() else x
+        return self.known(gradients(lambda: double(x), self.leaves_of(x, double), self.dy.double()))
 
     def _errors(self, function: Function) -> dict[str, float]:
-        found = gradients(lambda: function(self.x), self.leaves, self.dy)
-        exact = self.exact or self._exact(lambda x: self.case.exact(self.double, x, found["y"]))
-        return relative_errors(found, exact)
+        return relative_errors(gradients(lambda: function(self.x), self.leaves, self.dy), self.exact)
 
     def ratio(self, function: Function) -> tuple[float, str]:
         """(error in eager's own, name of the worst tensor)."""
         return error_ratio(self._errors(function), self.eager, self.dy.dtype)
 
     def verdict(self, function: Function, row: Row) -> str:
-        """What is wrong with a variant's results; "" if nothing. The row gets its error, the largest of its checks."""
-        error, worst = self.ratio(function)
-        row.error_ratio = max(error, row.error_ratio or 0.0)
-        right = error <= (OURS_AT_MOST if row.variant.startswith("ckptkern") else BASELINES_AT_MOST)
-        return "" if right else f"error of {worst} is {error:.3g} times eager's"
-
-
-class EagerChecker:
-    """Compares a variant's output and gradients with eager's own, because there is no float64 reference.
-
-    A tensor may be off by half of its dtype's digits: ||found - eager|| <= sqrt(eps) ||eager||, 0.09 for bfloat16.
-    """
-
-    def __init__(self, model: nn.Module, x: Tensor, dy: Tensor, reason: str):
-        self.x, self.dy, self.reason = x, dy, reason
-        self.leaves = Checker.leaves_of(x, model)
-        found = gradients(lambda: model(x), self.leaves, dy)
-        self.eager = {name: one for name, one in found.items() if one is not None}
-        self.bound = torch.finfo(dy.dtype).eps ** 0.5
-
-    def verdict(self, function: Function, row: Row) -> str:
-        """What is wrong with a variant's results; "" if nothing. The row's note gets the distance."""
-        distances = relative_errors(gradients(lambda: function(self.x), self.leaves, self.dy), self.eager)
+        """What is wrong with a variant's results; "" if nothing. The row gets its error, the largest of its checks, or a note
+        of the distance from eager's."""
+        if not self.reason:
+            error, worst = self.ratio(function)
+            row.error_ratio = max(error, row.error_ratio or 0.0)
+            right = error <= (OURS_AT_MOST if row.variant.startswith("ckptkern") else BASELINES_AT_MOST)
+            return "" if right else f"error of {worst} is {error:.3g} times eager's"
+        distances, bound = self._errors(function), torch.finfo(self.dy.dtype).eps ** 0.5
         worst = max(distances, key=lambda name: distances[name])
-        text = f"{worst} is {distances[worst]:.2g} of its norm from eager's, at most {self.bound:.2g}"
-        row.note = f"checked against eager: {self.reason}; {text}"
-        return "" if distances[worst] <= self.bound else row.note
-
-
-def checker_of(case: Case, model: nn.Module, x: Tensor, dy: Tensor) -> Checker | EagerChecker:
-    """A check against float64, or against eager where float64 raises."""
-    try:
-        return Checker(case, model, x, dy)
-    except Exception as error:  # out of memory, or an operation that has no float64
-        if case.exact is not None:
-            raise
-        reason = f"float64: {one_line(error, 120)}"
-    if x.is_cuda:
-        torch.cuda.empty_cache()
-    return EagerChecker(model, x, dy, reason)
+        row.note = f"{self.reason}; {worst} is {distances[worst]:.2g} of its norm from eager's, at most {bound:.2g}"
+        return "" if distances[worst] <= bound else row.note
 
 
 # -- fast -------------------------------------------------------------------------------------------------------------
@@ -221,7 +204,7 @@ Step = Callable[[int], None]
 Clock = Callable[[Step, int], Callable[[], float]]  # runs a step; what it returns gives ms once the round is over
 
 
-def _quickest(batch: int, now: Callable[[], float], step: Step, index: int) -> Callable[[], float]:
+def quickest(batch: int, now: Callable[[], float], step: Step, index: int) -> Callable[[], float]:
     seconds = float("inf")
     for _ in range(batch):
         begin = now()
@@ -232,10 +215,7 @@ def _quickest(batch: int, now: Callable[[], float], step: Step, index: int) -> C
 
 def cpu_clock(step: Step, index: int) -> Callable[[], float]:
     """The CPU time of a single thread: on a busy machine half of the wall time may be another process's."""
-    return _quickest(CPU_BATCH, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, step, index)
-
-
-host_clock: Clock = functools.partial(_quickest, HOST_BATCH, time.perf_counter)
+    return quickest(CPU_BATCH, time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, step, index)
 
 
 def cuda_clock(step: Step, index: int) -> Callable[[], float]:
@@ -313,17 +293,6 @@ def stepper(function: Function, model: nn.Module, inputs: list[tuple[Tensor, Ten
     return step
 
 
-@contextlib.contextmanager
-def threads(count: int | None) -> Iterator[None]:
-    """Sets the number of torch's CPU threads inside the block; None leaves it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # -- a case -----------------------------------------------------------------------------------------------------------
 
 
@@ -343,12 +312,10 @@ def measure(
     """
     torch._dynamo.reset()  # a new size would make the shapes of an old graph dynamic
     cuda = device.type == "cuda"
-    clock = host_clock if case.host else cuda_clock if cuda else cpu_clock
-    with threads(1 if case.host else None):
-        rows, steps = _ready_all(case, makers, device, emit, deadline)
-        times = time_rows(rows, steps, clock, rounds, seconds, emit, cuda)
-        if cuda and not case.host and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
-            _time_graphs({name: steps[name] for name in times}, rows, rounds, emit)
+    rows, steps = _ready_all(case, makers, device, emit, deadline)
+    times = time_rows(rows, steps, cuda_clock if cuda else cpu_clock, rounds, seconds, emit, cuda)
+    if cuda and EAGER in times and statistics.median(times[EAGER]) < GRAPH_BELOW_MS:
+        _time_graphs({name: steps[name] for name in times}, rows, rounds, emit)
 
 
 def _ready_all(
@@ -357,7 +324,7 @@ def _ready_all(
     """Returns the rows and the warm steps of the variants whose results are right, and emits all rows."""
     cuda = device.type == "cuda"
     model, x, dy = build(case, device)
-    checker = checker_of(case, model, x, dy)
+    checker = Checker(model, x, dy)
     inputs = rotation(x, dy)
     dtype = str((x if x.is_floating_point() else dy).dtype).removeprefix("torch.")  # a loss is float32 in any model
     rows: dict[str, Row] = {}
@@ -365,7 +332,7 @@ def _ready_all(
     for name, make in makers.items():
         row = Row(case.name, name, device.type, dtype)
         if steps and time.monotonic() > deadline:
-            row.status, row.note = "dropped", "over the budget of time"
+            row.status, row.note = "dropped", OVER_TIME
             emit(row)
             continue
         watch = watched([row], emit) if cuda else contextlib.nullcontext()
@@ -427,38 +394,34 @@ def _ready(
     case: Case,
     model: nn.Module,
     make: Maker,
-    checker: Checker | EagerChecker,
+    checker: Checker,
     inputs: list[tuple[Tensor, Tensor]],
     device: torch.device,
     row: Row,
 ) -> Step | None:
     """A variant's step, warm, if its results are right; None if its row says what is wrong."""
-    x, ours = checker.x, row.variant.startswith("ckptkern")
+    x = checker.x
     try:
         model.train(not case.drops)
         function = make(model, x)
-        if reason := getattr(function, "unchecked", ""):
-            row.add_note(reason)
-        else:
-            wrong = checker.verdict(function, row)
-            if ours:
-                with poisoned():
-                    wrong = checker.verdict(function, row) or wrong
-            if wrong:
-                row.status, row.note = "wrong", wrong
-                return None
+        wrong = checker.verdict(function, row)
+        if row.variant.startswith("ckptkern"):
+            with poisoned():
+                wrong = checker.verdict(function, row) or wrong
+        if wrong:
+            row.status, row.note = "wrong", wrong
+            return None
         model.train()
         row.add_note(DROPS if case.drops else "")
         step = stepper(function, model, inputs)
         with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
             function(x)
         row.saved_bytes = saved.bytes + (function.unseen_bytes() if hasattr(function, "unseen_bytes") else 0)
-        if not case.host:
-            for one in (*model.parameters(), *(x for x, _ in inputs)):
-                one.grad = None  # of the variant before, which this one's step would free
-            with peak_memory(device) as peak:
-                step(0)
-            row.peak_bytes = peak.bytes
+        for one in (*model.parameters(), *(x for x, _ in inputs)):
+            one.grad = None  # of the variant before, which this one's step would free
+        with peak_memory(device) as peak:
+            step(0)
+        row.peak_bytes = peak.bytes
         for index in range(3):
             step(index)
         return step

@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
-
 from .. import ops
-from .cases import HEADLINE, Case, Function, random_case
+from .cases import HEADLINE, Case, random_case
 from .models import GatedMLP
-from .table import OPS, Op, dropout_exact
+from .table import OPS, Op
 
 NORMS = ("layer", "rms", "none")
 
@@ -162,7 +159,6 @@ def case(
     op: str,
     kind: str,
     modes: Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
     *,
     entry: Op | None = None,
     title: str | None = None,
@@ -176,25 +172,19 @@ def case(
     if modes and entry.modes == ("",):
         raise ValueError(f"--modes does not apply to --op {op}, which has only one mode")
 
-    def ours(model: nn.Module, mode: str) -> Function:
-        return lambda x: entry.run(v, model, x, mode)
-
     size = f"d{v.features}x{v.tokens}" + (f"-s{v.length}" if v.length else "")
     shape = (v.tokens // v.length, v.length, v.features) if v.length else (v.tokens, v.features)
     return Case(
         f"{title or _name(op, entry.defaults, v)}/{size}",
         functools.partial(random_case, lambda: entry.model(v), shape),
-        ours,
-        priority,
-        modes or entry.modes,
-        entry.baselines(v, ours),
-        drops=v.dropout > 0 and op != "dropout",
-        exact=functools.partial(dropout_exact, v.dropout) if op == "dropout" else None,
-        dtype=dtype,
+        priority=priority,
+        modes=modes or entry.modes,
+        baselines=entry.baselines(v),
+        drops=v.dropout > 0,
     )
 
 
-def case_of(args: argparse.Namespace, kind: str, modes: Sequence[str] | None, dtype: torch.dtype | None) -> Case:
+def case_of(args: argparse.Namespace, kind: str, modes: Sequence[str] | None) -> Case:
     """The case of --op and its options. Raises ValueError with what is wrong with them."""
     given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
-    return case(args.op, kind, modes, dtype, **given)
+    return case(args.op, kind, modes, **given)

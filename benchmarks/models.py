@@ -1,8 +1,10 @@
-"""The models that are measured, in eager PyTorch: MLPs, attention, and whole layers."""
+"""The models that are measured, in eager PyTorch, and `ours`: the same on their parameters by ckptkern."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,29 +12,75 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .. import eager, ops
 from .. import nn as nn_modules
+
+
+def act(name: str, z: Tensor) -> Tensor:
+    """An activation by its name, in torch's ops."""
+    return eager.ACTIVATIONS[name].act(z)
+
+
+class Stack(nn.Module):
+    """Layers of act(x @ w.T + b). widths: of x and behind each layer."""
+
+    def __init__(self, widths: Sequence[int], activation: str, bias: bool = True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias) for k, n in itertools.pairwise(widths))
+        for layer in self.layers:
+            nn.init.kaiming_normal_(layer.weight)  # keeps the size of activations over the depth
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = act(self.activation, layer(x))
+        return x
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        weights, biases = [layer.weight for layer in self.layers], [layer.bias for layer in self.layers]
+        return ops.linear_stack(x, weights, None if biases[0] is None else biases, self.activation, recompute=mode)
+
+
+class Linear(Stack):
+    """A stack of one layer, as an op of its own."""
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        (layer,) = self.layers
+        return ops.linear_act(x, layer.weight, layer.bias, self.activation, recompute=mode)
+
+
+class Dropout(nn.Dropout):
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.dropout(x, self.p, self.training)
 
 
 class MLP(nn.Module):
     """fc2(dropout(act(fc1(x)))), hidden width 4 d unless given."""
 
     def __init__(
-        self, width: int, act: nn.Module, bias: bool = True, hidden: int | None = None, dropout_p: float = 0.0
+        self, width: int, activation: str, bias: bool = True, hidden: int | None = None, dropout_p: float = 0.0
     ):
         super().__init__()
         hidden = hidden or 4 * width
-        self.fc1, self.act, self.fc2 = nn.Linear(width, hidden, bias), act, nn.Linear(hidden, width, bias)
-        self.dropout_p = dropout_p
+        self.fc1, self.fc2 = nn.Linear(width, hidden, bias), nn.Linear(hidden, width, bias)
+        self.activation, self.dropout_p = activation, dropout_p
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.dropout(self.act(self.fc1(x)), self.dropout_p, self.training))
+        return self.fc2(F.dropout(act(self.activation, self.fc1(x)), self.dropout_p, self.training))
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ckptkern.mlp_block, without the activation."""
+        """Those of ckptkern.mlp_block."""
         return dict(
-            up_weight=self.fc1.weight, up_bias=self.fc1.bias, down_weight=self.fc2.weight, down_bias=self.fc2.bias,
+            up_weight=self.fc1.weight,
+            up_bias=self.fc1.bias,
+            down_weight=self.fc2.weight,
+            down_bias=self.fc2.bias,
+            activation=self.activation,
             dropout_p=self.dropout_p,
-        )  # fmt: skip
+        )
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.mlp(x, *self.arguments().values(), training=self.training, recompute=mode)
 
 
 class GatedMLP(nn.Module):
@@ -40,12 +88,17 @@ class GatedMLP(nn.Module):
     8 in narrow models)."""
 
     def __init__(
-        self, width: int, act: nn.Module | None = None, bias: bool = False, hidden: int | None = None, dropout_p: float = 0.0
-    ):  # fmt: skip
+        self,
+        width: int,
+        activation: str = "silu",
+        bias: bool = False,
+        hidden: int | None = None,
+        dropout_p: float = 0.0,
+    ):
         super().__init__()
         hidden = hidden or self.hidden_of(width)
         self.gate, self.up = nn.Linear(width, hidden, bias), nn.Linear(width, hidden, bias)
-        self.down, self.act, self.dropout_p = nn.Linear(hidden, width, bias), act or nn.SiLU(), dropout_p
+        self.down, self.activation, self.dropout_p = nn.Linear(hidden, width, bias), activation, dropout_p
 
     @staticmethod
     def hidden_of(width: int) -> int:
@@ -53,14 +106,19 @@ class GatedMLP(nn.Module):
         return -(-8 * width // 3 // step) * step
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.act(self.gate(x)) * self.up(x), self.dropout_p, self.training))
+        h = act(self.activation, self.gate(x)) * self.up(x)
+        return self.down(F.dropout(h, self.dropout_p, self.training))
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ckptkern.mlp_block, without the activation."""
-        return dict(
-            gate_weight=self.gate.weight, gate_bias=self.gate.bias, up_weight=self.up.weight, up_bias=self.up.bias,
-            down_weight=self.down.weight, down_bias=self.down.bias, dropout_p=self.dropout_p,
-        )  # fmt: skip
+        """Those of ckptkern.gated_mlp and mlp_block."""
+        layers = {"gate": self.gate, "up": self.up, "down": self.down}
+        found = {
+            f"{name}_{kind}": getattr(layer, kind) for name, layer in layers.items() for kind in ("weight", "bias")
+        }
+        return found | {"activation": self.activation, "dropout_p": self.dropout_p}
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.gated_mlp(x, **self.arguments(), training=self.training, recompute=mode)
 
 
 def grouped_experts(
@@ -91,9 +149,9 @@ class MoE(nn.Module):
     float64, and rows of no whole 16 bytes.
     """
 
-    def __init__(self, width: int, act: nn.Module, hidden: int, experts: int, top_k: int):
+    def __init__(self, width: int, activation: str, hidden: int, experts: int, top_k: int):
         super().__init__()
-        self.act, self.experts, self.top_k = act, experts, top_k
+        self.activation, self.experts, self.top_k = activation, experts, top_k
         self.gate_up = nn.Parameter(torch.randn(experts, 2 * hidden, width) * width**-0.5)
         self.down = nn.Parameter(torch.randn(experts, width, hidden) * hidden**-0.5)
         self.router = nn.Linear(width, top_k, bias=False)
@@ -109,7 +167,7 @@ class MoE(nn.Module):
 
     def expert(self, e: int, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up[e]).chunk(2, -1)
-        return F.linear(self.act(gate) * up, self.down[e])
+        return F.linear(act(self.activation, gate) * up, self.down[e])
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float64 or any(side * x.itemsize % 16 for side in self.gate_up.shape[1:]):
@@ -117,7 +175,10 @@ class MoE(nn.Module):
         return self.grouped(x)
 
     def grouped(self, x: Tensor) -> Tensor:
-        return grouped_experts(x, *self.routing(x), self.gate_up, self.down, self.act)
+        return grouped_experts(x, *self.routing(x), self.gate_up, self.down, functools.partial(act, self.activation))
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.moe_mlp(x, *self.routing(x), self.gate_up, self.down, self.activation, recompute=mode)
 
     def interleaved(self, x: Tensor) -> Tensor:
         index, (_, weights) = self.chosen(x.shape[0], "cpu"), self.routing(x)
@@ -132,8 +193,8 @@ class RoutedMoE(MoE):
     """An MoE layer with its router and a residual. A bias of the choice alone sends every row to the first experts, so that
     rounding changes none."""
 
-    def __init__(self, width: int, act: nn.Module, hidden: int, experts: int, top_k: int):
-        super().__init__(width, act, hidden, experts, top_k)
+    def __init__(self, width: int, activation: str, hidden: int, experts: int, top_k: int):
+        super().__init__(width, activation, hidden, experts, top_k)
         self.router = nn.Linear(width, self.experts, bias=False)
         self.register_buffer("score_bias", torch.where(torch.arange(self.experts) < self.top_k, 2.0, 0.0))
 
@@ -148,30 +209,36 @@ class RoutedMoE(MoE):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        weights = self.router.weight, self.gate_up, self.down
+        options = dict(top_k=self.top_k, score_bias=self.score_bias, recompute=mode)
+        return ops.moe_block(x, *weights, self.activation, **options)[0]
+
 
 class GroupedRows(MoE):
-    """The experts of an MoE layer on rows in their order, each of which has one; an eighth of the rows is nobody's."""
+    """The experts of an MoE layer on rows in their order, each of which has one; every other expert has twice as many, and an
+    eighth of the rows is nobody's."""
 
-    def __init__(self, width: int, act: nn.Module, hidden: int, experts: int):
-        super().__init__(width, act, hidden, experts, 1)
+    def __init__(self, width: int, activation: str, hidden: int, experts: int):
+        super().__init__(width, activation, hidden, experts, 1)
         del self.router
-        self.register_buffer("parts", torch.tensor([1 + e % 2 for e in range(self.experts)]).cumsum(0))
+
+    def end(self, rows: int, expert: int | Tensor) -> int | Tensor:
+        """Where the rows of an expert end."""
+        return rows * 7 * (3 * (expert + 1) // 2) // (8 * (3 * self.experts // 2))
 
     def ends(self, x: Tensor) -> list[int]:
-        """Where the rows of each expert end: every other one has twice as many."""
-        shares = [1 + e % 2 for e in range(self.experts)]
-        return [x.shape[0] * 7 * sum(shares[: e + 1]) // (8 * sum(shares)) for e in range(self.experts)]
+        return [self.end(x.shape[0], expert) for expert in range(self.experts)]
 
     def ends_there(self, x: Tensor) -> Tensor:
         """The same as int32 on the device of x, without a copy from the host."""
-        total = sum(1 + e % 2 for e in range(self.experts))
-        return (x.shape[0] * 7 * self.parts // (8 * total)).to(torch.int32)
+        return self.end(x.shape[0], torch.arange(self.experts, device=x.device)).to(torch.int32)
 
     def grouped(self, x: Tensor) -> Tensor:
         ends = self.ends(x)
         used, offs = x[: ends[-1]], self.ends_there(x)
         gate, up = F.grouped_mm(used, self.gate_up.mT, offs=offs).chunk(2, -1)
-        y = F.grouped_mm(self.act(gate) * up, self.down.mT, offs=offs)
+        y = F.grouped_mm(act(self.activation, gate) * up, self.down.mT, offs=offs)
         return torch.cat([y, torch.zeros_like(x[ends[-1] :])])
 
     def interleaved(self, x: Tensor) -> Tensor:
@@ -180,6 +247,10 @@ class GroupedRows(MoE):
         return torch.cat(
             [*(self.expert(e, x[slice(*part)]) for e, part in enumerate(rows)), torch.zeros_like(x[ends[-1] :])]
         )
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        ends = self.ends_there(x)
+        return ops.grouped_gated_mlp(x, ends, self.gate_up, self.down, self.activation, recompute=mode)
 
 
 def norm_of(kind: str | None, width: int) -> nn.Module:
@@ -195,18 +266,21 @@ def norm_arguments(kind: str | None, norm: nn.Module) -> dict[str, Any]:
 
 
 class MLPBlock(nn.Module):
-    """x + mlp(norm(x)). activation: the name of the MLP's."""
+    """x + mlp(norm(x))."""
 
-    def __init__(self, width: int, mlp: MLP | GatedMLP, activation: str, norm: str | None = "layer"):
+    def __init__(self, width: int, mlp: MLP | GatedMLP, norm: str | None = "layer"):
         super().__init__()
-        self.kind, self.activation, self.norm, self.mlp = norm, activation, norm_of(norm, width), mlp
+        self.kind, self.norm, self.mlp = norm, norm_of(norm, width), mlp
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
 
     def arguments(self) -> dict[str, Any]:
         """Those of ckptkern.mlp_block."""
-        return self.mlp.arguments() | norm_arguments(self.kind, self.norm) | {"activation": self.activation}
+        return self.mlp.arguments() | norm_arguments(self.kind, self.norm)
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.mlp_block(x, **self.arguments(), training=self.training, recompute=mode)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool = True) -> Tensor:
@@ -235,46 +309,105 @@ class Core(nn.Module):
 
     def __init__(self, heads: int, kv_heads: int, dropout_p: float = 0.0, causal: bool = True):
         super().__init__()
-        self.heads, self.kv_heads, self.dropout_p, self.causal = heads, kv_heads, dropout_p, causal
+        self.heads, self.dropout_p, self.causal = [heads, kv_heads, kv_heads], dropout_p, causal
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, S, D], k and v [B, H_kv, S, D], views of x."""
-        parts = [self.heads, self.kv_heads, self.kv_heads]
-        return x.unflatten(-1, (sum(parts), -1)).transpose(1, 2).split(parts, 1)
+        return x.unflatten(-1, (sum(self.heads), -1)).transpose(1, 2).split(self.heads, 1)
+
+    def attended(self, core: Callable[..., Tensor], x: Tensor, *options: Any, **more: Any) -> Tensor:
+        o = core(*self.split(x), *options, self.dropout_p if self.training else 0.0, self.causal, **more)
+        return o.transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        o = attend(*self.split(x), self.dropout_p if self.training else 0.0, self.causal)
-        return o.transpose(1, 2).flatten(2)
+        return self.attended(attend, x)
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        shared = self.heads[0] != self.heads[1]
+        return self.attended(ops.scaled_dot_product_attention, x, None, enable_gqa=shared)
+
+
+class PackedCore(Core):
+    """The same on packed sequences, of one length."""
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = (part.transpose(1, 2).flatten(0, 1) for part in self.split(x))
+        bounds = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
+        options = dict(is_causal=self.causal, enable_gqa=self.heads[0] != self.heads[1])
+        return ops.varlen_attn(*qkv, bounds, bounds, length, length, **options).reshape(batch, length, -1)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [B, H, S, R] by halves, as Hugging Face does; cos and sin [S, R]."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
 class Attention(nn.Module):
     """x + out(attention(norm(x))), heads of 128 (16 in narrow models) unless given: half of a GPT layer.
 
-    share: query heads per key and value head. dropout_p: of the attention weights.
+    share: query heads per key and value head. dropout_p: of the attention weights. positions: of rotary embeddings, with
+    weights of their own for q, k and v; 0 for none of both.
     """
 
     def __init__(
-        self, width: int, share: int = 1, dropout_p: float = 0.0, heads: int | None = None, bias: bool = True,
-        norm: str | None = "layer", causal: bool = True,
-    ):  # fmt: skip
+        self,
+        width: int,
+        share: int = 1,
+        dropout_p: float = 0.0,
+        heads: int | None = None,
+        bias: bool = True,
+        norm: str | None = "layer",
+        causal: bool = True,
+        positions: int = 0,
+    ):
         super().__init__()
-        self.heads = heads or width // (128 if width >= 512 else 16)
-        self.head_dim, self.kind = width // self.heads, norm
-        self.kv_heads = max(1, self.heads // share)
+        heads = heads or width // (128 if width >= 512 else 16)
+        self.heads, self.head_dim = [heads, *[max(1, heads // share)] * 2], width // heads
+        self.dropout_p, self.causal, self.kind = dropout_p, causal, norm
         self.norm, self.out = norm_of(norm, width), nn.Linear(width, width, bias)
-        self.qkv = nn.Linear(width, (self.heads + 2 * self.kv_heads) * self.head_dim, bias)
-        self.core = Core(self.heads, self.kv_heads, dropout_p, causal)
+        parts = self.heads if positions else [sum(self.heads)]
+        self.qkv = nn.ModuleList(nn.Linear(width, n * self.head_dim, bias) for n in parts)
+        tables = nn_modules.rotary_tables(torch.arange(positions), self.head_dim) if positions else (None, None)
+        for name, table in zip(("cos", "sin"), tables, strict=True):
+            self.register_buffer(name, table, persistent=False)
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [S, D] of the positions of x."""
+        return self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+
+    def split(self, h: Tensor) -> list[Tensor]:
+        """q [B, H, S, D], k and v [B, H_kv, S, D] of normalized h, not rotated."""
+        parts = [part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.qkv]
+        return parts if len(parts) > 1 else parts[0].split(self.heads, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(self.core(self.qkv(self.norm(x))))
+        q, k, v = self.split(self.norm(x))
+        if self.cos is not None:
+            q, k = (rotated(one, *self.tables(x)) for one in (q, k))
+        o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
+        return x + self.out(o.transpose(1, 2).flatten(2))
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, x: Tensor) -> dict[str, Any]:
         """The arguments of ckptkern.attention_block."""
+        weights = [part.weight for part in self.qkv]
         return dict(
-            qkv_weight=self.qkv.weight, qkv_bias=self.qkv.bias, out_weight=self.out.weight, out_bias=self.out.bias,
-            num_heads=self.heads, num_kv_heads=self.kv_heads, is_causal=self.core.causal, dropout_p=self.core.dropout_p,
-            residual=True, **norm_arguments(self.kind, self.norm),
-        )  # fmt: skip
+            qkv_weight=weights if len(weights) > 1 else weights[0],
+            qkv_bias=self.qkv[0].bias,
+            out_weight=self.out.weight,
+            out_bias=self.out.bias,
+            num_heads=self.heads[0],
+            num_kv_heads=self.heads[1],
+            is_causal=self.causal,
+            dropout_p=self.dropout_p,
+            residual=True,
+            rotary=None if self.cos is None else self.tables(x),
+            **norm_arguments(self.kind, self.norm),
+        )
+
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.attention_block(x, **self.arguments(x), training=self.training, recompute=mode)
 
 
 class LatentAttention(nn.Module):
@@ -297,19 +430,14 @@ class LatentAttention(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates x [B, H, S, R] by halves."""
-        crossed = torch.cat((-x[..., self.rope // 2 :], x[..., : self.rope // 2]), -1)
-        return x * self.cos + crossed * self.sin
-
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         q, q_r = self.q(h).unflatten(-1, (self.heads, -1)).transpose(1, 2).split([self.v, self.rope], -1)
         c, shared = self.kv_a(h).split([self.rank, self.rope], -1)
         kv = self.kv_b(self.latent_norm(c)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = kv.split([self.v, self.v], -1)
-        shared = self.rotate(shared[:, None]).expand(-1, self.heads, -1, -1)
-        q, k = torch.cat((q, self.rotate(q_r)), -1).to(x.dtype), torch.cat((k, shared), -1).to(x.dtype)
+        shared = rotated(shared[:, None], self.cos, self.sin).expand(-1, self.heads, -1, -1)
+        q, k = torch.cat((q, rotated(q_r, self.cos, self.sin)), -1).to(x.dtype), torch.cat((k, shared), -1).to(x.dtype)
         o = attend(q, k, v, self.dropout_p if self.training else 0.0, self.causal)
         return x + self.out(o.transpose(1, 2).flatten(2))
 
@@ -322,6 +450,9 @@ class LatentAttention(nn.Module):
             is_causal=self.causal, dropout_p=self.dropout_p, residual=True, **norm_arguments(self.kind, self.norm),
         )  # fmt: skip
 
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        return ops.latent_attention_block(x, **self.arguments(), training=self.training, recompute=mode)
+
 
 class Layer(nn.Module):
     """Attention, and an MLP block."""
@@ -333,129 +464,16 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.block(self.attention(x))
 
-    def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments of ckptkern.transformer_layer."""
-        return self.attention.arguments(), self.block.arguments()
+    def ours(self, x: Tensor, mode: str) -> Tensor:
+        """mode: one for both sublayers, or "attention's/MLP's"."""
+        recompute = tuple(mode.split("/")) if "/" in mode else mode
+        sublayers = self.attention.arguments(x), self.block.arguments()
+        return ops.transformer_layer(x, *sublayers, training=self.training, recompute=recompute)
 
 
-class LlamaLayer(nn.Module):
-    """RMSNorm, rotary attention with a quarter as many key and value heads unless given, RMSNorm, SwiGLU, no biases."""
+class LlamaLayer(Layer):
+    """RMSNorm, rotary attention with a quarter as many key and value heads, RMSNorm, SwiGLU, no biases."""
 
-    POSITIONS = 8192
-
-    def __init__(self, width: int, kv_heads: int | None = None, hidden: int | None = None):
-        super().__init__()
-        self.head_dim = 128 if width >= 512 else 16
-        self.heads = width // self.head_dim
-        self.kv_heads = kv_heads or max(1, self.heads // 4)
-        rows = [heads * self.head_dim for heads in (self.heads, self.kv_heads, self.kv_heads)]
-        self.q, self.k, self.v = (nn.Linear(width, n, bias=False) for n in rows)
-        self.out, self.mlp = nn.Linear(width, width, bias=False), GatedMLP(width, hidden=hidden)
-        self.norm, self.mlp_norm = nn.RMSNorm(width, 1e-6), nn.RMSNorm(width, 1e-6)
-        cos, sin = nn_modules.rotary_tables(torch.arange(self.POSITIONS), self.head_dim)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotates x [B, H, S, D] by sublayers, as Hugging Face does."""
-        S, half = x.shape[2], self.head_dim // 2
-        return x * self.cos[:S] + torch.cat((-x[..., half:], x[..., :half]), -1) * self.sin[:S]
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        q, k, v = (layer(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        x = x + self.out(attend(self.rotate(q), self.rotate(k), v).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.mlp_norm(x))
-
-    def arguments(self, x: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments of ckptkern.transformer_layer."""
-        S = x.shape[1]
-        return dict(
-            qkv_weight=[self.q.weight, self.k.weight, self.v.weight],
-            qkv_bias=None,
-            out_weight=self.out.weight,
-            out_bias=None,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            norm="rms",
-            norm_weight=self.norm.weight,
-            norm_eps=self.norm.eps,
-            rotary=(self.cos[:S], self.sin[:S]),
-            is_causal=True,
-        ), self.mlp.arguments() | norm_arguments("rms", self.mlp_norm) | {"activation": "silu"}
-
-
-class LMHeadLoss(nn.Module):
-    """The loss of each row in float32, or their mean: cross-entropy of linear(x), or softcap tanh of that over softcap; a row's
-    place says its target. float64 takes the rows in chunks, because logits of a large vocabulary do not fit a GPU."""
-
-    CHUNK = 2**27  # logits of a chunk in float64: 1 GiB
-    negative = False  # returns losses, or their negatives
-
-    def __init__(
-        self, width: int, classes: int, bias: bool = False, softcap: float | None = None, reduction: str = "none"
-    ):
-        super().__init__()
-        self.linear, self.softcap, self.reduction = nn.Linear(width, classes, bias), softcap, reduction
-
-    def targets(self, x: Tensor) -> Tensor:
-        return torch.arange(x.shape[0], device=x.device) * 40503 % self.linear.out_features
-
-    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each row."""
-        z = _upcast(self.linear(x))
-        z = self.softcap * torch.tanh(z / self.softcap) if self.softcap else z
-        return F.cross_entropy(z, targets, reduction="none")
-
-    def chunked(self, x: Tensor, rows: int) -> Tensor:
-        """The loss of each row, in checkpointed chunks of so many rows."""
-        chunks = zip(x.split(rows), self.targets(x).split(rows), strict=True)
-        return torch.cat([checkpoint(self.losses, *chunk, use_reentrant=False) for chunk in chunks])
-
-    def signed(self, losses: Tensor) -> Tensor:
-        return losses.neg() if self.negative else losses
-
-    def reduced(self, losses: Tensor) -> Tensor:
-        return self.signed(losses.mean() if self.reduction == "mean" else losses)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float64:
-            return self.reduced(self.chunked(x, max(1, self.CHUNK // self.linear.out_features)))
-        return self.reduced(self.losses(x, self.targets(x)))
-
-
-def _upcast(z: Tensor) -> Tensor:
-    """Logits in float32, or in float64 if they are."""
-    return z if z.dtype == torch.float64 else z.float()
-
-
-class Distillation(LMHeadLoss):
-    """The KL divergence of each row's probabilities from those of a teacher, or their mean; the teacher's head has weights of
-    its own and reads the same rows; top_k: from its k largest and the rest as one class."""
-
-    def __init__(self, width: int, classes: int, bias: bool = False, top_k: int = 0, reduction: str = "none"):
-        super().__init__(width, classes, bias, reduction=reduction)
-        self.teacher, self.top_k = nn.Linear(width, classes, bias).requires_grad_(False), top_k
-
-    def likeliest(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The teacher's k largest log-probabilities, and their classes."""
-        return _upcast(self.teacher(x.detach())).log_softmax(-1).topk(self.top_k)
-
-    def losses(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The divergence of each row, which has no target."""
-        log_q = _upcast(self.linear(x)).log_softmax(-1)
-        if not self.top_k:
-            t = self.teacher(x.detach())
-            return F.kl_div(log_q, t.to(log_q.dtype).log_softmax(-1), reduction="none", log_target=True).sum(-1)
-        log_p, tokens = self.likeliest(x)
-        log_p, log_q = (
-            torch.cat([one, torch.log1p(-one.exp().sum(-1, keepdim=True))], -1)
-            for one in (log_p, log_q.gather(-1, tokens))
-        )
-        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-
-class SelectedLogProbs(LMHeadLoss):
-    """The log-probability of each row's target."""
-
-    negative = True
+    def __init__(self, width: int):
+        attention = Attention(width, 4, bias=False, norm="rms", positions=8192)
+        super().__init__(attention, MLPBlock(width, GatedMLP(width), "rms"))

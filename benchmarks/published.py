@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..segments.tiled import tiled
-from . import baselines, micro, table
+from . import baselines, micro
 from .cases import CHECKPOINT, HEADLINE, Case, Figure, Function, Maker, Within
 
 MB, MIB, GIB = 1e6, 2**20, 2**30  # bytes
@@ -84,7 +84,7 @@ def _tiled(model: nn.Module, x: Tensor) -> Function:
 def _head(gpu: str, rows: int, width: int, classes: int, figures: Sequence[Figure], **more: Maker) -> Group:
     """The step of a head and its mean loss, with a workspace for backward that is not a 32nd of the GPU's memory, too."""
     options = dict(features=width, tokens=rows, classes=classes, reduction="mean")
-    bounded = Within(256 * MIB, lambda model, x: lambda x: table.run_lm_head(None, model, x, "full"))
+    bounded = Within(256 * MIB, lambda model, x: lambda x: model.ours(x, "full"))
     return Group(gpu, "linear_cross_entropy", options, figures, more={"ckptkern full, 256 MiB": bounded, **more})
 
 
@@ -92,7 +92,7 @@ GROUPS = (
     _head("H100", 8192, 4096, 151936, [
         TRL_LOSS("eager", 59, 19.9 * GIB), TRL_LOSS("256 rows at a time", 167, 13.1 * GIB),
         TRL_LOSS("Liger", 192, 6.1 * GIB), TRL_LOSS("matmuls alone", 42),
-    ], **{f"{CHECKPOINT}, 256 rows at a time": baselines.in_chunks(256), "matmuls alone": baselines.HeadMatmuls}),
+    ], **{f"{CHECKPOINT}, 256 rows at a time": baselines.in_chunks(256)}),
     _head("A100", 8192, 2304, 256000, [
         CCE_ALL("eager", 207, 28000 * MIB), CCE_ALL("torch.compile", 143, 16000 * MIB), CCE_ALL("8 chunks", 170, 9631 * MIB),
         CCE_ALL("Liger", 303, 1474 * MIB), CCE_ALL("CCE without filter", 362), CCE_FEW("CCE", 135, 1164 * MIB),

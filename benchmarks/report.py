@@ -1,4 +1,4 @@
-"""Tables and figures from results.csv, and the part of a page of the documentation that shows them.
+"""Tables from results.csv, and the part of a page of the documentation that shows them.
 
 python -m ckptkern.benchmarks.report --page docs/figures.md            write that part again
 python -m ckptkern.benchmarks.report --page docs/figures.md --check    exit status 1 if it is not current
@@ -10,10 +10,9 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..extras import missing
 from .cases import CHECKPOINT
 
 SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
@@ -58,25 +57,39 @@ def _spread(row: dict[str, str]) -> float | None:
 
 
 def case_table(rows: Rows, timed: bool) -> str:
-    """All measured variants of a case. timed: with milliseconds, which mean something on a GPU only."""
+    """All measured variants of a case, without columns that are empty. timed: with milliseconds, which mean something on a GPU
+    only."""
     base = next((float(row["ms"]) for row in rows if row["variant"] == CHECKPOINT and row["ms"]), None)
-    graphs = any(row["graph_ms"] for row in rows)
-    sources = any(row.get("source") for row in rows)
-    heading = ["variant", "time / eager", "time / checkpoint", "spread", "saved", "peak", "error / eager's"]
-    heading += ["ms (p20–p80)"] * timed + ["CUDA graph ms"] * graphs + ["source"] * sources
-    lines = []
-    for row in rows:
-        if row["status"] not in SHOWN:
-            continue
-        by_checkpoint = _figure(row, "ms", ".2f", 1 / base) if base and row["status"] == "ok" else "–"
-        line = [row["variant"], _figure(row, "ratio", ".2f"), by_checkpoint]
-        spread = _spread(row)
-        line.append("–" if spread is None else f"{spread:.0%}")
-        line += [_bytes(row, "saved_bytes"), _bytes(row, "peak_bytes"), _figure(row, "error_ratio", ".2f")]
-        if timed:
-            line.append(_time(row))
-        lines.append(line + [_figure(row, "graph_ms", ".3f")] * graphs + [row.get("source") or ""] * sources)
-    return table(heading, lines) if lines else ""
+
+    def by_checkpoint(row: dict[str, str]) -> str:
+        return _figure(row, "ms", ".2f", 1 / base) if base and row["status"] == "ok" else "–"
+
+    columns: dict[str, Callable[[dict[str, str]], str]] = {
+        "time / eager": lambda row: _figure(row, "ratio", ".2f"),
+        "time / checkpoint": by_checkpoint,
+        "spread": lambda row: "–" if (spread := _spread(row)) is None else f"{spread:.0%}",
+        "saved": lambda row: _bytes(row, "saved_bytes"),
+        "peak": lambda row: _bytes(row, "peak_bytes"),
+        "error / eager's": lambda row: _figure(row, "error_ratio", ".2f"),
+        "ms (p20–p80)": lambda row: _time(row) if timed else "–",
+        "CUDA graph ms": lambda row: _figure(row, "graph_ms", ".3f"),
+        "tokens/s": _rate,
+        "longest sequence": lambda row: _figure(row, "longest", ",.0f"),
+        "source": lambda row: row.get("source") or "",
+    }
+    shown = [row for row in rows if row["status"] in SHOWN]
+    cells = {name: [cell(row) for row in shown] for name, cell in columns.items()}
+    cells = {name: column for name, column in cells.items() if set(column) - {"", "–"}}
+    return (
+        table(["variant", *cells], [*zip((row["variant"] for row in shown), *cells.values(), strict=True)])
+        if shown
+        else ""
+    )
+
+
+def _rate(row: dict[str, str]) -> str:
+    """Tokens a second of a step of a whole model."""
+    return f"{1e3 * float(row['tokens']) / float(row['ms']):,.0f}" if row["ms"] and row.get("tokens") else "–"
 
 
 def _time(row: dict[str, str]) -> str:
@@ -106,30 +119,6 @@ def is_model(rows: Rows) -> bool:
     return any(row.get("tokens") or row.get("longest") for row in rows)
 
 
-def model_table(rows: Rows) -> str:
-    """Steps of a whole model."""
-    heading = ["variant", "ms (p20–p80)", "time / eager", "tokens/s", "saved", "peak", "longest sequence"]
-    lines = []
-    for row in rows:
-        if row["status"] not in SHOWN:
-            continue
-        timed = row["ms"] and row["tokens"]
-        rate = f"{1e3 * float(row['tokens']) / float(row['ms']):,.0f}" if timed else "–"
-        saved, peak = _bytes(row, "saved_bytes"), _bytes(row, "peak_bytes")
-        longest = _figure(row, "longest", ",.0f")
-        lines.append([row["variant"], _time(row), _figure(row, "ratio", ".2f"), rate, saved, peak, longest])
-    return table(heading, lines) if lines else ""
-
-
-def faults(by_case: dict[str, Rows]) -> str:
-    """The rows that failed or were wrong, by name; "" if there is none."""
-    found = [
-        f"- {case}, {row['variant'] or 'case'}: {row['status']}: {row['note']}"
-        for case, rows in by_case.items() for row in rows if row["status"] in ("failed", "wrong")
-    ]  # fmt: skip
-    return "\n".join(["Failed or wrong:", "", *found]) if found else ""
-
-
 def preface(env: dict) -> str:
     """Where and with what a folder's figures were measured."""
     versions = env.get("versions", {})
@@ -153,12 +142,10 @@ def report(folder: Path) -> str:
     )
     if env.get("warning"):
         parts.append(f"**{env['warning']}**")
-    if named := faults(by_case):
-        parts.append(named)
     for case, rows in by_case.items():
         if case == "ceiling":
             continue
-        shown = model_table(rows) if is_model(rows) else case_table(rows, "ceilings" in env)
+        shown = case_table(rows, "ceilings" in env or is_model(rows))
         parts += [f"## {case}, {rows[0]['dtype']}".rstrip(", "), *filter(None, (shown, _notes(rows)))]
     return "\n\n".join(parts) + "\n"
 
@@ -188,58 +175,13 @@ def summary(folder: Path) -> str:
     parts = [heading, table(["case", *names, *["others"] * others], lines)]
     for case, rows in models.items():
         if any(row["status"] == "ok" for row in rows):
-            parts += [f"**{env.get('device', folder.name)}**, {case}", model_table(rows)]
+            parts += [f"**{env.get('device', folder.name)}**, {case}", case_table(rows, True)]
     return "\n\n".join(parts)
-
-
-def draw(folder: Path) -> list[Path]:
-    """figures/<case>.png: time against eager's and saved bytes, one bar per variant. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    by_case, env = read(folder)
-    (folder / "figures").mkdir(exist_ok=True)
-    paths = []
-    for case, rows in by_case.items():
-        found = [row for row in rows if row["status"] == "ok" and row["ratio"]]
-        if not found:
-            continue
-        names = [row["variant"] for row in found]
-        colors = [
-            "#0b6e7f" if "ckptkern" in name else "#e38b2c" if "checkpoint" in name else "#a9b4c0" for name in names
-        ]
-        figure = Figure(figsize=(10, 1.2 + 0.34 * len(found)), layout="constrained")
-        figure.suptitle(f"{case}, {rows[0]['dtype']}, {env.get('device', '')}", fontsize=11)
-        time_axes, saved_axes = figure.subplots(1, 2, sharey=True)
-        for axes, title, field, scale in (
-            (time_axes, "time of forward + backward / eager", "ratio", 1.0),
-            (saved_axes, "saved for backward, MiB", "saved_bytes", 1 / MIB),
-        ):
-            bars = axes.barh(names, [float(row[field]) * scale for row in found], color=colors)
-            axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-            axes.set_title(title, loc="left", fontsize=9)
-            axes.margins(x=0.15)
-            axes.spines[["top", "right"]].set_visible(False)
-        time_axes.axvline(1.0, color="#606870", linewidth=0.8, linestyle="--")
-        time_axes.invert_yaxis()
-        paths.append(folder / "figures" / f"{case.replace('/', '-')}.png")
-        figure.savefig(paths[-1], dpi=110)
-    return paths
 
 
 def write(folder: Path) -> None:
     """report.md."""
     (folder / "report.md").write_text(report(folder))
-
-
-def write_all(folder: Path, figures: bool = True) -> None:
-    """Writes report.md and, if asked for and matplotlib is there, the figures."""
-    write(folder)
-    if not figures:
-        return
-    if hint := missing("matplotlib"):
-        print(f"no figures: {hint}", file=sys.stderr)
-    else:
-        draw(folder)
 
 
 def page_part(results: Path) -> str:

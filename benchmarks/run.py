@@ -1,7 +1,6 @@
 """``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
 
-results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
-torch is needed for the measurements; the figures want matplotlib.
+results.csv gets its rows as they come, and report.md is written after each case. Nothing but torch is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -88,12 +87,19 @@ def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
 
 
 class Sheet:
-    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and variant."""
+    """results.csv, each row on the disk when it is known. A row takes the place of an earlier one of its case and variant, but
+    not of one that stood when `keep` was called. bad: what of ours was not right, by case and variant."""
 
     def __init__(self, path: Path, standing: Iterable[dict[str, str]] = (), commit: str | None = None):
         self._path, self._commit = path, commit
-        self.rows = {(row["case"], row["variant"]): row for row in standing}
+        self.rows: dict[tuple[str, str], dict[str, Any]] = {(row["case"], row["variant"]): row for row in standing}
+        self.bad: dict[tuple[str, str], str] = {}
+        self.keep()
         self._write()
+
+    def keep(self) -> None:
+        """Rows that a resumed run would leave as they are stay from now on."""
+        self.final = {key for key, row in self.rows.items() if stands(row)}
 
     def _write(self) -> None:
         new = self._path.with_suffix(".new")  # in the same folder, because another may be on another filesystem
@@ -107,26 +113,44 @@ class Sheet:
             new.unlink(missing_ok=True)
 
     def __call__(self, row: measure.Row) -> None:
-        self.rows[row.case, row.variant] = {
-            name: "" if value is None else f"{value:.5g}" if isinstance(value, float) else value
-            for name, value in dataclasses.asdict(row).items()
-        } | {"commit": self._commit}
-        self._write()
+        key = row.case, row.variant
+        if key in self.final:
+            return  # eager, once more
+        self.update(key, **dataclasses.asdict(row) | {"commit": self._commit})
         measured = f"{row.ms:.4g} ms" if row.ms else row.note
         if row.p20_ms and row.p80_ms:
             measured += f" ({row.p20_ms:.4g} to {row.p80_ms:.4g})"
         measured += f", {row.ratio:.2f} of eager" if row.ratio else ""
         say(f"  {row.variant:30} {row.status:8} {measured}")
+        if row.variant.startswith("ckptkern") and row.status in ("failed", "wrong", "missing"):
+            self.bad[key] = f"{row.status}: {row.note}"
+
+    def update(self, key: tuple[str, str], **cells: Any) -> None:
+        """Writes cells of a row."""
+        self.rows[key] = self.rows.get(key, {}) | {
+            name: "" if value is None else f"{value:.5g}" if isinstance(value, float) else value
+            for name, value in cells.items()
+        }
+        self._write()
+
+    def end(self, resumed: Container[str]) -> int:
+        """Prints what of ours was not right, and returns the exit status: 1 if anything was, UNFINISHED if the time was over
+        before all of the resumed cases was measured, else 0."""
+        for (case, variant), text in self.bad.items():
+            say(f"NOT RIGHT: {case} {variant}: {text}")
+        late = any(OVER in row.get("note", "") for row in self.rows.values() if row["case"] in resumed)
+        return 1 if self.bad else UNFINISHED if late else 0
 
 
 UNFINISHED = 124  # exit status of a resumed run whose time was over before all was measured, as timeout(1) has it
 OVER = "the budget"  # is in the note of what was dropped for it
+INTERRUPTED = "interrupted; --resume measures what is missing"
 STAND = ("ok", "missing", "published")  # a row's status, if a resumed run need not measure it again
 
 
 def stands(row: Mapping[str, Any]) -> bool:
-    """Returns whether a resumed run leaves a row as it is; also one that ended a process, as it would again."""
-    return row.get("status") in STAND or row.get("note", "").startswith(measure.LOST)
+    """Returns whether a resumed run leaves a row as it is; also one that ended a process or the memory, as it would again."""
+    return row.get("status") in STAND or row.get("note", "").startswith((measure.LOST, measure.OUT_OF_MEMORY))
 
 
 def earlier_rows(out: Path, setting: dict[str, str]) -> list[dict[str, str]]:
@@ -155,19 +179,15 @@ def chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
     stray = [name for name in micro.OPTIONS if not args.op and getattr(args, name) is not None]
     if stray:
         raise ValueError(f"{micro.flag(stray[0])} goes with --op, which names one of {', '.join(micro.OPS)}")
-    if args.op:
-        return [micro.case_of(args, device.type, modes, dtype)]
     if args.case:
         return [own.case_of(args.case, device, modes, dtype)]
-    found = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
-    return [
-        dataclasses.replace(
-            case,
-            dtype=dtype,
-            modes=[mode for mode in case.modes if modes is None or mode in modes or not mode],
-        )
-        for case in found
-    ]
+    if args.op:
+        found = [micro.case_of(args, device.type, modes)]
+    else:
+        found = select("--cases", args.cases, suite.cases_of(device.type, args.headline, args.published))
+    if modes is not None:
+        found = [dataclasses.replace(case, modes=[one for one in case.modes if one in (*modes, "")]) for case in found]
+    return [dataclasses.replace(case, dtype=dtype) for case in found]
 
 
 def say(text: str) -> None:
@@ -247,10 +267,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
     )
-    parser.add_argument(
-        "--figures", action=argparse.BooleanOptionalAction, default=True,
-        help="draw figures/CASE.png (default); without them --out holds results.csv, env.json and report.md alone",
-    )  # fmt: skip
     micro.add_arguments(parser)
 
 
@@ -266,7 +282,7 @@ def jobs_of(chosen: list[Case], compilers: Container[str], measured: Container[t
     found, planned = [], set()
     for group, names in ((first, None), (most, two), (rest, None), (first, compiled), (rest, compiled)):
         for case in group:
-            makers = cases.variants(case) if names is None else cases.compiled_variants(case, names)
+            makers = cases.variants(case) if names is None else {name: cases.COMPILED[name] for name in names}
             new = {name: make for name, make in makers.items() if (case.name, name) not in planned}
             planned |= {(case.name, name) for name in new}
             if left := {name: make for name, make in new.items() if (case.name, name) not in measured}:
@@ -308,54 +324,36 @@ def ceilings(device: torch.device, emit: measure.Emit, rounds: int) -> dict[str,
     return found
 
 
-class Outcome(NamedTuple):
-    """bad: what of ours was not right. dropped: cases without the time for them. lost: is the GPU lost to this process?"""
-
-    bad: list[str]
-    dropped: list[str]
-    lost: bool
-
-
 def measure_all(
     jobs: list[Job], sheet: Sheet, device: torch.device, out: Path, found: dict[str, Any], rounds: int, minutes: float
-) -> Outcome:
-    """Writes results.csv, and report.md after each case."""
+) -> bool:
+    """Writes results.csv, and report.md after each case. Returns whether the GPU is lost to this process."""
     kind = device.type
-    deadline = time.monotonic() + 60 * minutes
-    dropped, bad, lost, final = [], [], "", set()
-
-    def emit(row: measure.Row) -> None:
-        if (row.case, row.variant) in final:
-            return  # eager, once more
-        sheet(row)
-        if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked"):
-            bad.append(f"{row.case} {row.variant}: {row.status}: {row.note}")
-
+    deadline, lost = time.monotonic() + 60 * minutes, ""
     if kind == "cuda":
-        found["ceilings"] = ceilings(device, emit, rounds)
+        found["ceilings"] = ceilings(device, sheet, rounds)
         (out / "env.json").write_text(json.dumps(found, indent=2) + "\n")
     for place, (case, makers) in enumerate(jobs, 1):
         compiled = makers.keys() <= {cases.EAGER, *cases.COMPILED}
         for figure in case.figures:
-            emit(measure.row_of_figure(case.name, kind, figure))
-        final = {key for key, row in sheet.rows.items() if stands(row)}
+            sheet(measure.row_of_figure(case.name, kind, figure))
+        sheet.keep()
         left = deadline - time.monotonic()
         if left < 0:
-            dropped.append(f"{case.name}, compiled" if compiled else case.name)
             note = f"over {OVER} of {minutes:.3g} minutes"
-            emit(measure.Row(case.name, "compile" if compiled else "", kind, "", "dropped", note=note))
+            sheet(measure.Row(case.name, "compile" if compiled else "", kind, "", "dropped", note=note))
             continue
         say(f"[{place}/{len(jobs)}] {case.name}{', compiled' * compiled}")
         try:
             seconds = min(SECONDS[kind], left / 2 / (len(jobs) - place + 1))
-            measure.measure(case, makers, device, emit, rounds, seconds, deadline)
+            measure.measure(case, makers, device, sheet, rounds, seconds, deadline)
         except measure.GpuLost as error:
             lost = str(error)
         except Exception as error:  # the reference itself: out of memory, usually
-            bad.append(f"{case.name}: {measure.one_line(error)}")
-            emit(measure.Row(case.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
+            sheet.bad[case.name, cases.EAGER] = measure.one_line(error)
+            sheet(measure.Row(case.name, cases.EAGER, kind, "", "failed", note=measure.one_line(error)))
         except KeyboardInterrupt:  # also of a time limit from outside
-            bad.append(f"{case.name}: interrupted; --resume measures what is missing")
+            sheet.bad[case.name, ""] = INTERRUPTED
             break
         report.write(out)
         if kind == "cuda" and not lost:
@@ -367,7 +365,7 @@ def measure_all(
         if lost:
             say(f"{lost}: --resume goes on in another process")
             break
-    return Outcome(bad, dropped, bool(lost))
+    return bool(lost)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -390,8 +388,7 @@ def main(args: argparse.Namespace) -> int:
         old = compare.read(args.compare) if args.compare else None  # now, because --out may write over it
         if args.list:
             for case in found:
-                variants = cases.variants(case) | cases.compiled_variants(case, compilers)
-                print(f"{case.name:36} {', '.join(variants)}")
+                print(f"{case.name:36} {', '.join([*cases.variants(case), *compilers])}")
             return 0
     except ValueError as error:
         say(f"ckptkern bench: {error}")
@@ -430,16 +427,14 @@ def run(
     count = sum(len(makers) for _, makers in jobs)
     say(f"cases: {len(jobs)}, variants: {count}; the budget is {minutes:.3g} minutes")
     sheet = Sheet(out / "results.csv", earlier, found["commit"])
-    bad, dropped, lost = measure_all(jobs, sheet, device, out, found, args.rounds, minutes)
-    report.write_all(out, args.figures)
-    for line in bad:
-        say(f"NOT RIGHT: {line}")
-    if dropped:
-        say(f"dropped, over the budget: {', '.join(dropped)}")
+    lost = measure_all(jobs, sheet, device, out, found, args.rounds, minutes)
+    report.write(out)
+    status = sheet.end(again if args.resume else ())
+    if dropped := [case for (case, _), row in sheet.rows.items() if row["status"] == "dropped" and case in again]:
+        say(f"dropped, over the budget: {', '.join(dict.fromkeys(dropped))}")
     if args.op or args.case:
         print(report.report(out))
     if old is not None:
         print(compare.compare(old, compare.read(out / "results.csv")))
     say(f"results in {out}")
-    late = args.resume and any(OVER in row.get("note", "") for row in sheet.rows.values() if row["case"] in again)
-    return measure.LOST_STATUS if lost else 1 if bad else UNFINISHED if late else 0
+    return measure.LOST_STATUS if lost else status

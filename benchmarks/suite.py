@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from . import micro, published, table
 from .baselines import liger_layer
 from .cases import BY_SUBLAYER, HEADLINE, MODES, Case
@@ -34,10 +30,9 @@ class Row(NamedTuple):
         """The case of one size."""
         options = self.options(size[0]) if callable(self.options) else self.options or {}
         sizes = dict(zip(("features", "tokens", "length"), size, strict=False))
-        case = micro.case(
+        return micro.case(
             self.op, kind, self.modes, entry=self.entry, title=self.title, priority=priority, **sizes, **options
         )
-        return dataclasses.replace(case, host=self.sizes is _HOST)
 
 
 def _sizes(cuda: Sequence[int], cpu: Sequence[int], rows: int = ROWS_ON_GPU) -> dict[str, list[tuple[int, ...]]]:
@@ -58,7 +53,6 @@ _EXPERTS = {  # Mixtral-8x7B's, Qwen3-30B-A3B's, and smaller ones
     1024: dict(hidden=384, experts=32, top_k=4), 64: dict(hidden=24, experts=8, top_k=2),
 }  # fmt: skip
 _CLASSES = {64: 1000, 1024: 50257}
-_HOST = {"cuda": [(64, 64)], "cpu": [(8, 4)]}  # tiny: nearly all of a step is the host's
 _DROPOUT = {"dropout": 0.125}  # k/65536 exactly, so that torch's scale is ours
 
 
@@ -73,17 +67,10 @@ def _shared_heads(width: int) -> dict[str, Any]:
 LLAMA = table.Op(  # its rotary embeddings, and weights of their own for q, k and v, are no option of the op
     {"features": 0, "tokens": 0, "length": 0},
     lambda v: LlamaLayer(v.features),
-    table.run_layer,
-    lambda v, ours: {"liger-kernel layer": liger_layer, **table.attention_baselines(v, ours)},
+    lambda v: {"liger-kernel layer": liger_layer, **table.attention_baselines(v)},
 )
 # Without Liger's experts, which take half a minute to compile: too long for the first figures.
-EXPERTS = dataclasses.replace(table.OPS["moe_mlp"], baselines=lambda v, ours: table.INTERLEAVED)
-REGION = table.Op(
-    {"features": 0, "tokens": 0},
-    lambda v: nn.Sequential(nn.Linear(v.features, v.features), nn.ReLU()),
-    lambda v, model, x, mode: ckptkern_checkpoint(model, x),
-    modes=("",),
-)
+EXPERTS = table.OPS["moe_mlp"]._replace(baselines=lambda v: table.INTERLEAVED)
 ROWS = [
     Row("gpt_layer", "transformer_layer", 0, _SEQUENCES, modes=MODES + BY_SUBLAYER),
     Row("llama_layer", "transformer_layer", 0, _SEQUENCES, modes=MODES + BY_SUBLAYER, entry=LLAMA),
@@ -109,8 +96,6 @@ ROWS = [
         "cuda": [(1024, ROWS_ON_GPU), (4096, ROWS_ON_GPU), (4096, 128)], "cpu": [(256, CPU_ROWS)],
     }),
     Row("dropout", "dropout", 1, _sizes((4096,), (256,))),
-    Row("host", "mlp", 2, _HOST, modes=("full",)),
-    Row("host-general", "linear_act", 2, _HOST, entry=REGION),
 ]  # fmt: skip
 
 

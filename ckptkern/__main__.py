@@ -32,7 +32,7 @@ COMMANDS = {
         ("scipy",),
     ),
     "estimate": (
-        ".tools.estimate",
+        ".benchmarks.estimate",
         "count what a language model's training step takes in each way to save memory, from its config.json",
         ("transformers",),
     ),

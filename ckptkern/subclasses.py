@@ -22,16 +22,16 @@ from torch import Tensor
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 # By name, because importing the classes would import torch._dynamo or torch.distributed.
-TRANSPARENT = frozenset((
-    "torch._subclasses.fake_tensor.FakeTensor",
-    "torch._subclasses.functional_tensor.FunctionalTensor",
-    "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-    "ckptkern.frozen.tensor.Frozen",
-))  # fmt: skip
+TRANSPARENT = frozenset(
+    (
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "torch._subclasses.functional_tensor.FunctionalTensor",
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor",
+        "ckptkern.frozen.tensor.Frozen",
+    )
+)
 
-_UNCHANGED = (
-    Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl, Tensor.__torch_dispatch__
-)  # fmt: skip
+_UNCHANGED = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl, Tensor.__torch_dispatch__)
 
 
 @functools.cache

@@ -1,20 +1,13 @@
 """torch.compile(fullgraph=True) of a converted model: convert first, then compile.
 
 Run: python examples/compile.py
-With generated code, which takes longer: python examples/compile.py --backend inductor
 """
-
-import argparse
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--backend", default="aot_eager", help="inductor, or aot_eager, which generates no code")
-backend = parser.parse_args().backend
 
 
 class Block(nn.Module):
@@ -35,9 +28,8 @@ model = nn.Sequential(nn.Embedding(64, 64), Block(), nn.Linear(64, 64))
 ids = torch.randint(64, (160, 32))
 labels = (5 * ids + 7) % 64  # each label follows from its token
 print(ckptkern.convert(model, ids[:8]))
-eager = model(ids[:8])
-compiled = torch.compile(model, fullgraph=True, backend=backend)
-torch.testing.assert_close(compiled(ids[:8]), eager)
+compiled = torch.compile(model, fullgraph=True, backend="aot_eager")  # "inductor", the default, takes longer to begin
+torch.testing.assert_close(compiled(ids[:8]), model(ids[:8]))
 
 optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
 for inputs, targets in zip(ids.split(8), labels.split(8), strict=True):
@@ -47,4 +39,3 @@ for inputs, targets in zip(ids.split(8), labels.split(8), strict=True):
     optimizer.zero_grad()
     losses.append(loss.item())
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-assert losses[-1] < losses[0] / 2

@@ -51,13 +51,11 @@ class Experts(nn.Module):
 
 def main() -> None:
     dist.init_process_group("gloo")  # "nccl"
-    torch.manual_seed(0)
-    embed, head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
-    layer = Experts(32, 64, 8, 2)
-    shared = [*embed.parameters(), *head.parameters(), layer.router.weight]
-    torch.manual_seed(1 + dist.get_rank())  # other data on each rank
-    with torch.no_grad():
-        layer.gate_up.copy_(torch.randn_like(layer.gate_up) * 32**-0.5)  # other experts, too
+    torch.manual_seed(dist.get_rank())  # other data and other experts on each rank
+    embed, layer, head = nn.Embedding(64, 32), Experts(32, 64, 8, 2), nn.Linear(32, 64, bias=False)
+    shared = [embed.weight, layer.router.weight, head.weight]
+    for parameter in shared:
+        dist.broadcast(parameter.detach(), 0)
     optimizer, losses = torch.optim.AdamW([*shared, layer.gate_up, layer.down], 1e-2), []
     for ids in torch.randint(64, (60, 128)):
         x = embed(ids)

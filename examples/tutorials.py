@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,9 +30,6 @@ class Example(NamedTuple):
 def example(function: Callable[[], Example]) -> Callable[[], Example]:
     EXAMPLES[function.__name__.replace("_", "-")] = function
     return function
-
-
-# -- the models -------------------------------------------------------------------------------------------------------
 
 
 @example
@@ -104,32 +100,36 @@ def resnet() -> Example:
     return Example(model, lambda model, x: checkpoint_sequential(model, "sqrt", x), torch.randn(4, 3, 32, 32))
 
 
+def convs(inner: int, outer: int) -> nn.Sequential:
+    layers = [nn.Conv2d(inner, outer, 3, padding=1), nn.SiLU(), nn.Conv2d(outer, outer, 3, padding=1), nn.SiLU()]
+    return nn.Sequential(*layers)
+
+
+class Up(nn.Module):
+    """A decoder stage, of a small image and the larger one that its encoder stage was of."""
+
+    def __init__(self, inner: int, outer: int):
+        super().__init__()
+        self.convs = convs(inner, outer)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.convs(torch.cat([F.interpolate(x, scale_factor=2), skip], 1))
+
+
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
-        widths = (8, 16, 32)
-        self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
-        self.down = nn.ModuleList(self.convs(a, b) for a, b in itertools.pairwise(widths))
-        self.up = nn.ModuleList(self.convs(a + b, b) for a, b in zip(widths[:0:-1], widths[-2::-1], strict=True))
-        self.head = nn.Conv2d(widths[0], 1, 1)
+        self.stem, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 1, 1)
+        self.down = nn.ModuleList(nn.Sequential(nn.AvgPool2d(2), convs(width, 2 * width)) for width in (8, 16))
+        self.up = nn.ModuleList(Up(3 * width, width) for width in (16, 8))
 
-    @staticmethod
-    def convs(inner: int, outer: int) -> nn.Sequential:
-        return nn.Sequential(
-            nn.Conv2d(inner, outer, 3, padding=1), nn.SiLU(), nn.Conv2d(outer, outer, 3, padding=1), nn.SiLU()
-        )
-
-    @staticmethod
-    def decode(up: nn.Module, x: Tensor, skip: Tensor) -> Tensor:
-        return up(torch.cat([F.interpolate(x, scale_factor=2), skip], 1))
-
-    def forward(self, x: Tensor, run: Callable = lambda function, *args: function(*args)) -> Tensor:
+    def forward(self, x: Tensor, run: Callable = lambda module, *args: module(*args)) -> Tensor:
         skips = [self.stem(x)]
         for down in self.down:
-            skips.append(run(lambda x, down=down: down(F.avg_pool2d(x, 2)), skips[-1]))
+            skips.append(run(down, skips[-1]))
         x = skips.pop()
         for up in self.up:
-            x = run(self.decode, up, x, skips.pop())
+            x = run(up, x, skips.pop())
         return self.head(x)
 
 
@@ -149,15 +149,11 @@ def nested() -> Example:
         return x
 
     def segmented(model: nn.Module, x: Tensor) -> Tensor:
-        blocks = list(model)
-        for i in range(0, len(blocks), 4):
-            x = checkpoint(four, blocks[i : i + 4], x)
+        for i in range(0, len(model), 4):
+            x = checkpoint(four, [*model[i : i + 4]], x)
         return x
 
     return Example(nn.Sequential(*(Block(64) for _ in range(16))), segmented, torch.randn(256, 64))
-
-
-# -- running them -----------------------------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -170,38 +166,37 @@ def run(name: str, seed: int = 0) -> Outcome:
     """One step of an example, unmodified and checkpointed, from one seed and the same parameters."""
     torch.manual_seed(seed)
     model, segmented, input = EXAMPLES[name]()
-
-    def step(model: nn.Module, function) -> tuple[int, dict[str, Tensor]]:
+    steps = []
+    for one, function in ((model, nn.Module.__call__), (copy.deepcopy(model), segmented)):
         torch.manual_seed(seed + 1)
         x = input.clone().requires_grad_()
-        with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
-            y = function(model, x)
+        with saved_tensors(exclude=[*one.parameters(), *one.buffers()]) as saved:
+            y = function(one, x)
         y.square().mean().backward()
-        found = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
-        found |= {f"gradient of {key}": p.grad for key, p in model.named_parameters()}
-        return saved.bytes, found | {f"buffer {key}": b for key, b in model.named_buffers()}
-
-    ours = copy.deepcopy(model)
-    before, expected = step(model, lambda model, x: model(x))
-    after, found = step(ours, segmented)
-    return Outcome(before, after, [key for key, value in expected.items() if not torch.equal(value, found[key])])
+        tensors = {"output": y.detach(), "gradient of the input": x.grad, "random state": torch.get_rng_state()}
+        tensors |= {f"gradient of {key}": p.grad for key, p in one.named_parameters()}
+        steps.append((saved.bytes, tensors | {f"buffer {key}": b for key, b in one.named_buffers()}))
+    (before, expected), (after, tensors) = steps
+    return Outcome(before, after, [key for key, value in expected.items() if not torch.equal(value, tensors[key])])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern examples``."""
     parser.description = "Runs the tutorials' models with activation checkpoints beside the unmodified models."
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXAMPLES)}; all if none is given")
 
 
 def main(args: argparse.Namespace) -> int:
+    """Prints two lines per example, and returns 1 if a bit differs, 2 for a name that there is not."""
     if unknown := [name for name in args.names if name not in EXAMPLES]:
         print(f"ckptkern examples: no example {', '.join(unknown)}; there are {', '.join(EXAMPLES)}")
         return 2
-    wrong = 0
+    outcomes = []
     print(f"{'example':22} {'saved, eager':>12} {'checkpointed':>12}   ")
     for name in args.names or EXAMPLES:
         outcome = run(name)
+        outcomes.append(outcome)
         verdict = f"DIFFERS: {', '.join(outcome.differ)}" if outcome.differ else "same bits"
-        wrong += bool(outcome.differ)
         print(f"{name:22} {format_size(outcome.unmodified):>12} {format_size(outcome.segmented):>12}   {verdict}")
-        print(f"  {(EXAMPLES[name].__doc__ or '').strip()}")
-    return 1 if wrong else 0
+        print(f"  {EXAMPLES[name].__doc__ or ''}")
+    return int(any(outcome.differ for outcome in outcomes))

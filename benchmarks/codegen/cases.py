@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 from unittest import mock
 
+import torch
+from torch import Tensor
+
+from ckptkern import triton_kernels
+from ckptkern.eager import ACTIVATIONS, AttentionCore, Groups
+from ckptkern.triton_kernels import attention
+
 from . import cross_entropy, experts
-from .launchers import LAUNCHERS
-from .launchers import precision_of as _precision
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from ckptkern.eager import Groups
+from .launchers import LAUNCHERS, precision_of
 
 ARCHS = (80, 90)  # with tiles of their own
 OTHER_ARCHS = (89, 100, 103, 120)  # take those of sm_80
@@ -25,25 +25,14 @@ SHARED_LIMIT = {80: 166912, 90: 232448, 100: 232448, 103: 232448} | dict.fromkey
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One compile: a launcher on meta tensors with one set of flags."""
-
+class _Launch:
     op: str
     arch: int
     dtype: str
-    unaligned: bool
-    activation: str  # or another of VARIANTS
-    dropout: bool
-    extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
-    # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
-    # sizes that are multiples of 16 bytes and not of 16 elements
-    kind: str = ""
 
     @property
     def name(self) -> str:
-        flags = [self.activation, *self.kind.split(), "unaligned" if self.unaligned else "aligned"]
-        flags += ["dropout"] * self.dropout + ["extras"] * self.extras
-        return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
+        return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(self.flags())}"
 
     @property
     def shared(self) -> int:
@@ -52,43 +41,50 @@ class Case:
 
     def launch(self, given: Inputs | None = None):
         """The launcher's results on `given`."""
-        return OPS[self.op](self, given or Inputs())
+        return OPS.get(self.op, _launch_attention)(self, given or Inputs())
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionCase:
+class Case(_Launch):
+    """One compile: a launcher on meta tensors with one set of flags."""
+
+    unaligned: bool
+    activation: str  # or another of VARIANTS
+    dropout: bool
+    extras: bool  # the optional inputs and outputs: z, h, masks, q/k norms, parameters' gradients
+    # "ieee": float32 without tf32, torch's default; "narrow": a chain of at most 32 features, on sm_80; "few": rows; "16B":
+    # sizes that are multiples of 16 bytes and not of 16 elements
+    kind: str = ""
+
+    def flags(self) -> list[str]:
+        flags = [self.activation, *self.kind.split(), "unaligned" if self.unaligned else "aligned"]
+        return flags + ["dropout"] * self.dropout + ["extras"] * self.extras
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase(_Launch):
     """The attention launches of one kind: fwd, fwd_delta (the recompute), bwd (dkdv and dq), or dmask."""
 
-    op: str
-    arch: int
-    dtype: str
     head_dim: int
     causal: bool
     dropout: bool
     kind: str = ""  # one of ATTENTION_KINDS
     unaligned = False
 
-    @property
-    def name(self) -> str:
-        flags = [f"d{self.head_dim}"] + [self.kind] * bool(self.kind)
-        flags += ["causal"] * self.causal + ["dropout"] * self.dropout
-        return f"{self.op}/sm_{self.arch}/{self.dtype}/{'+'.join(flags)}"
+    def flags(self) -> list[str]:
+        return [f"d{self.head_dim}", *filter(None, [self.kind])] + ["causal"] * self.causal + ["dropout"] * self.dropout
 
     @property
     def shared(self) -> int:
-        return SMALL_GPU if self.kind == "small" else SHARED_LIMIT[self.arch]
-
-    def launch(self, given: Inputs | None = None):
-        return _launch_attention(self, given or Inputs())
+        return SMALL_GPU if self.kind == "small" else super().shared
 
 
 def attention_cases(
-    dtypes: dict[str, tuple[int, ...]], kinds: tuple[str, ...] = ("",), ops: tuple[str, ...] = ()
+    dtype: str, head_dims: Sequence[int], kinds: Sequence[str] = ("",), ops: Sequence[str] = ()
 ) -> list[AttentionCase]:
-    """Every attention launch x architecture x {dtype: head dims} x causal x dropout x kind."""
+    """Every attention launch x architecture x head dim x causal x dropout x kind."""
     return [
         AttentionCase(op, arch, dtype, head_dim, causal, dropout, kind)
-        for dtype, head_dims in dtypes.items()
         for op, arch, kind, head_dim, causal, dropout in itertools.product(
             ops or ATTENTION_OPS, ARCHS, kinds, head_dims, (False, True), (False, True)
         )
@@ -101,34 +97,41 @@ def default_attention() -> list[AttentionCase]:
 
     The recompute, which is the forward kernel with delta, stands for forward too.
     """
-    heavy = ("attn_fwd_delta", "attn_bwd")
-    cases = [case for case in attention_cases({"bfloat16": HEAD_DIMS}, ops=(*heavy, "attn_dmask")) if case.causal]
-    others = attention_cases({"bfloat16": (128,)}, ops=("attn_fwd",))
-    others += attention_cases({"bfloat16": (128,)}, ATTENTION_KINDS, heavy)
-    others += attention_cases({"bfloat16": (64, 256)}, ("additive",), heavy)
-    others += attention_cases({"bfloat16": PADDED_DIMS[:1]}, ops=heavy)
-    others += attention_cases({"float32": (128,)}, ("ieee",), heavy)
-    others += attention_cases({"float32": (64, 128, 256)}, ("additive",), heavy)
-    others += attention_cases({"bfloat16": (128,)}, DMASK_KINDS, ("attn_dmask",))
-    others += attention_cases({"float32": (64, 128, 256)}, ops=("attn_dmask",))
-    others += attention_cases({"float32": (128,)}, ("ieee",), ("attn_dmask",))
-    cases += [case for case in others if case.causal and case.dropout]
-    return cases + small_cases()
+    heavy, dmask = ("attn_fwd_delta", "attn_bwd"), ("attn_dmask",)
+    both = attention_cases("bfloat16", HEAD_DIMS, ops=(*heavy, *dmask))
+    heaviest = (
+        ("bfloat16", (128,), ("",), ("attn_fwd",)),
+        ("bfloat16", (128,), ATTENTION_KINDS, heavy),
+        ("bfloat16", (64, 256), ("additive",), heavy),
+        ("bfloat16", PADDED_DIMS[:1], ("",), heavy),
+        ("float32", (128,), ("ieee",), heavy),
+        ("float32", (64, 128, 256), ("additive",), heavy),
+        ("bfloat16", (128,), DMASK_KINDS, dmask),
+        ("float32", (64, 128, 256), ("",), dmask),
+        ("float32", (128,), ("ieee",), dmask),
+    )
+    others = itertools.chain.from_iterable(itertools.starmap(attention_cases, heaviest))
+    return [
+        *(case for case in both if case.causal),
+        *(case for case in others if case.causal and case.dropout),
+        *small_cases(),
+    ]
 
 
 def small_cases() -> list[AttentionCase]:
     """Every tile that only GPUs with less shared memory take, with an additive mask, which needs some of that memory."""
     cases = [("attn_fwd_delta", "bfloat16", 256), ("attn_bwd", "bfloat16", 256), ("attn_fwd_delta", "float32", 128)]
     cases += [("attn_bwd", "float32", 128), ("attn_fwd_delta", "float32", 256)]
-    cases += [("attn_dmask", dtype, head_dim) for dtype, head_dim in SMALL_DMASK]
+    cases += [("attn_dmask", "bfloat16", head_dim) for head_dim in (128, 256)]
+    cases += [("attn_dmask", "float32", head_dim) for head_dim in (64, 128, 256)]
     return [AttentionCase(op, 80, dtype, head_dim, True, True, "small") for op, dtype, head_dim in cases]
 
 
 def kinds_of(op: str, arch: int) -> list[tuple[str, str]]:
     """All (dtype, kind) of a kernel other than attention's."""
     found = [(dtype, "") for dtype in (*DTYPES, "float32")]
-    found += [("float32", "ieee")] * (op in PRODUCT_OPS)
-    if op in PRODUCT_OPS and not op.startswith("stack_"):
+    found += [("float32", "ieee")] * (op in MATMUL_OPS)
+    if op in MATMUL_OPS and not op.startswith("stack_"):
         found += [(dtype, "few") for dtype in DTYPES]
     if op.startswith("stack_") and arch == 80:
         found += [(dtype, f"narrow {kind}".strip()) for dtype, kind in found]
@@ -149,7 +152,7 @@ def default_cases() -> list[Case | AttentionCase]:
         for op, arch in itertools.product(OPS, ARCHS)
         for dtype, kind in kinds_of(op, arch)
         if kind and (dtype != "float16" or kind == "16B") and (dtype, kind) != ("float32", "narrow")
-        if dtype == "bfloat16" or op in PRODUCT_OPS
+        if dtype == "bfloat16" or op in MATMUL_OPS
     ]
     for op, arch in itertools.product(OPS, ARCHS):
         cases += [heaviest(op, arch, "bfloat16", unaligned=unaligned) for unaligned in (False, True)]
@@ -167,7 +170,7 @@ def other_gpus() -> list[Case | AttentionCase]:
     cases: list[Case | AttentionCase] = []
     for arch in OTHER_ARCHS:
         cases += [heaviest(op, arch, "bfloat16") for op in OPS]
-        cases += [heaviest(op, arch, "float32") for op in PRODUCT_OPS]
+        cases += [heaviest(op, arch, "float32") for op in MATMUL_OPS]
         for op, head_dim in itertools.product(("attn_fwd_delta", "attn_bwd", "attn_dmask"), (64, 128, 256)):
             kind = "additive" if head_dim == 256 and op != "attn_dmask" else ""  # needs the most shared memory
             cases.append(AttentionCase(op, arch, "bfloat16", head_dim, True, True, kind))
@@ -187,25 +190,24 @@ def sample_cases() -> list[Case | AttentionCase]:
 
 
 def all_cases() -> list[Case | AttentionCase]:
-    from ckptkern.eager import ACTIVATIONS
-
+    dims, wide_dims = (*HEAD_DIMS, *PADDED_DIMS), (64, 128, 256)
+    attention = [
+        (dtype, dims, ("",), ops) for ops in (ATTENTION_OPS, ("attn_dmask",)) for dtype in (*DTYPES, "float32")
+    ]
+    for kinds, ops in ((ATTENTION_KINDS, ATTENTION_OPS), (DMASK_KINDS, ("attn_dmask",))):
+        attention += [("bfloat16", dims, kinds, ops), ("float32", wide_dims, kinds, ops)]
+        attention += [("float32", HEAD_DIMS, ("ieee",), ops)]
     return [
-        Case(op, arch, dtype, unaligned, activation, full and op in DROPOUT_OPS, full, kind)
-        for op, arch in itertools.product(OPS, ARCHS)
-        for (dtype, kind), unaligned, activation, full in itertools.product(
-            kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
-        )
-        if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z, so there is no matmul to recompute
-        and not (unaligned and kind in ("few", "16B"))  # any number of rows; a contradiction
-    ] + [
-        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *PADDED_DIMS))),
-        *attention_cases({"bfloat16": (*HEAD_DIMS, *PADDED_DIMS), "float32": (64, 128, 256)}, ATTENTION_KINDS),
-        *attention_cases({"float32": HEAD_DIMS}, ("ieee",)),
-        *attention_cases(dict.fromkeys((*DTYPES, "float32"), (*HEAD_DIMS, *PADDED_DIMS)), ops=("attn_dmask",)),
-        *attention_cases(
-            {"bfloat16": (*HEAD_DIMS, *PADDED_DIMS), "float32": (64, 128, 256)}, DMASK_KINDS, ("attn_dmask",)
+        *(
+            Case(op, arch, dtype, unaligned, activation, full and op in DROPOUT_OPS, full, kind)
+            for op, arch in itertools.product(OPS, ARCHS)
+            for (dtype, kind), unaligned, activation, full in itertools.product(
+                kinds_of(op, arch), (False, True), VARIANTS.get(op, ACTIVATIONS), (False, True)
+            )
+            if (op, activation) != ("linear_bwd", "identity")  # its gradient reads no z: no matmul to recompute
+            and not (unaligned and kind in ("few", "16B"))  # any number of rows; a contradiction
         ),
-        *attention_cases({"float32": HEAD_DIMS}, ("ieee",), ("attn_dmask",)),
+        *itertools.chain.from_iterable(itertools.starmap(attention_cases, attention)),
         *small_cases(),
     ]
 
@@ -221,55 +223,47 @@ class Inputs:
     BATCH, LENGTH, HEADS = 2, 4096, 16
     EXPERTS, TOP_K = 8, 2
     first_row = 0  # of the unsharded tensor that dropout's masks, planes of attention and classes are counted in
+    backend = triton_kernels
 
-    @property
-    def backend(self):
-        from ckptkern import triton_kernels
-
-        return triton_kernels
-
-    def __call__(self, *shape: int, dtype, scale: float = 1.0) -> Tensor:
+    def __call__(self, *shape: int, dtype: str | torch.dtype, scale: float = 1.0) -> Tensor:
         """Normal numbers times `scale`; whole ones of an integer type, at most as large as fits."""
-        import torch
+        return self.tensor(shape, self.dtype(dtype) if isinstance(dtype, str) else dtype, scale)
 
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     def dtype(self, name: str) -> torch.dtype:
-        import torch
-
         return getattr(torch, name)
 
     def sizes(self, case: Case) -> dict[str, int]:
         """Of a matmul: rows M, features in K, hidden N, features out D."""
         more = step_of(case)
-        aligned = (
-            64 if case.kind == "few" else self.ROWS,
-            *(n + more for n in (self.FEATURES, self.HIDDEN, self.FEATURES)),
-        )
+        rows = 64 if case.kind == "few" else self.ROWS
+        aligned = (rows, *(n + more for n in (self.FEATURES, self.HIDDEN, self.FEATURES)))
         return dict(zip("MKND", self.UNALIGNED if case.unaligned else aligned, strict=True))
 
-    def dropout(self, wanted: bool) -> tuple:
-        import torch
+    def matrix(self, case: Case) -> Tensor:
+        """[M, N]."""
+        sizes = self.sizes(case)
+        return self(sizes["M"], sizes["N"], dtype=case.dtype)
 
-        return (self(2, dtype=torch.int64), 6554, 1.1111, 0) if wanted else (None, 0, 1.0, 0)
+    def bits(self, rows: int, columns: int) -> Tensor:
+        return self(rows, -(-columns // 8), dtype="uint8")
+
+    def dropout(self, wanted: bool) -> tuple:
+        return (self(2, dtype="int64"), 6554, 1.1111, 0) if wanted else (None, 0, 1.0, 0)
 
     def lengths(self, batch: int, length: int) -> dict:
         """Of packed sequences."""
-        import torch
-
-        return dict.fromkeys(("cu_q", "cu_k"), self(batch + 1, dtype=torch.int32)) | {"max_q": length, "max_k": length}
+        return dict.fromkeys(("cu_q", "cu_k"), self(batch + 1, dtype="int32")) | {"max_q": length, "max_k": length}
 
     def groups(self, tokens: int) -> Groups:
         """Every token-expert pair has an expert."""
-        from ckptkern.eager import Groups
-
         pairs = self.TOP_K * tokens
-        return Groups(*(self(n, dtype=self.dtype("int32")) for n in (pairs, pairs, self.EXPERTS + 1)), self.TOP_K)
+        return Groups(*(self(n, dtype="int32") for n in (pairs, pairs, self.EXPERTS + 1)), self.TOP_K)
 
     def statistics(self, q, k, v, do, core) -> tuple[Tensor, Tensor]:
         """lse and delta, as forward gives them."""
-        import torch
-
         lse = torch.empty_like(do[..., 0], dtype=torch.float32)
         return lse, lse
 
@@ -279,157 +273,125 @@ def step_of(case: Case) -> int:
     return (4 if case.dtype == "float32" else 8) if case.kind == "16B" else 0
 
 
-def launch_gemm(case: Case, given: Inputs):
+def launch_table(case: Case, given: Inputs):
+    """Launches what the table of launchers describes."""
     launcher, sizes, tensors = LAUNCHERS[case.op], given.sizes(case), []
     for name, letters in launcher.inputs.items():
-        shape = [sizes[letter] for letter in letters]
-        weight = name.startswith("w")
-        scale = sizes[letters.replace("N", "")] ** -0.5 if weight else 1.0
-        tensors.append(given(*shape, dtype=given.dtype(case.dtype), scale=scale))
+        scale = sizes[letters.replace("N", "")] ** -0.5 if name.startswith("w") else 1.0
+        tensors.append(given(*(sizes[letter] for letter in letters), dtype=case.dtype, scale=scale))
     options = dict.fromkeys(launcher.wants, case.extras)
     if launcher.dropout:
         options |= {"dropout": given.dropout(case.dropout), "row_base": given.first_row}
     if case.activation != "relu":  # only relu's backward needs no more of z than its sign
         options.pop("save_bits", None)
-    return getattr(given.backend, case.op)(*tensors, case.activation, _precision(case), **options)
-
-
-def _matrix(case: Case, given: Inputs) -> Tensor:
-    sizes = given.sizes(case)
-    return given(sizes["M"], sizes["N"], dtype=given.dtype(case.dtype))
-
-
-def _bits(case: Case, given: Inputs, rows: int, columns: int) -> Tensor:
-    import torch
-
-    return given(rows, -(-columns // 8), dtype=torch.uint8)
+    precision = [precision_of(case)] if launcher.matmul else []
+    return getattr(given.backend, case.op)(*tensors, case.activation, *precision, **options)
 
 
 def _launch_act_fwd(case: Case, given: Inputs):
-    z, u = _matrix(case, given), _matrix(case, given) if case.extras else None
+    z, u = given.matrix(case), given.matrix(case) if case.extras else None
     return given.backend.act_fwd(z, u, case.activation)
 
 
-def _launch_relu_bits(case: Case, given: Inputs):
-    return given.backend.relu_bits(_matrix(case, given))
-
-
 def _launch_act_bwd(case: Case, given: Inputs):
-    dy = _matrix(case, given)
-    if case.activation == "relu":
-        return given.backend.act_bwd(dy, _bits(case, given, *dy.shape), "relu", bits=True, db=case.extras)
-    return given.backend.act_bwd(dy, _matrix(case, given), case.activation, db=case.extras)
-
-
-def _launch_hidden_grad(case: Case, given: Inputs):
-    return given.backend.hidden_grad(
-        *(_matrix(case, given) for _ in "dz"), case.activation, save_h=True, db=case.extras
-    )
-
-
-def _launch_gated_hidden_grad(case: Case, given: Inputs):
-    dh, g, u = (_matrix(case, given) for _ in "dgu")
-    return given.backend.gated_hidden_grad(dh, g, u, case.activation, dbg=case.extras, dbu=case.extras)
-
-
-def _launch_dropout(case: Case, given: Inputs):
-    return given.backend.dropout(_matrix(case, given), *given.dropout(True), row_base=given.first_row)
+    dy, has_bits = given.matrix(case), case.activation == "relu"
+    saved = given.bits(*dy.shape) if has_bits else given.matrix(case)
+    return given.backend.act_bwd(dy, saved, case.activation, **{"bits": True} if has_bits else {}, db=case.extras)
 
 
 def _narrow(case: Case, given: Inputs):
-    M, dtype = given.sizes(case)["M"], given.dtype(case.dtype)
-    width, L = 32 if "narrow" in case.kind else 64, 8
+    M, width, L = given.sizes(case)["M"], 32 if "narrow" in case.kind else 64, 8
     K, N = (width - 3, width - 11) if case.unaligned else (width - step_of(case), width - 3 * step_of(case))
-    weights = given(L, width, width, dtype=dtype, scale=width**-0.5)
-    biases = given(L, width, dtype=dtype) if case.extras else None
-    bits = _bits(case, given, M, N) if case.activation == "relu" else None
-    return given(M, K, dtype=dtype), weights, biases, given(M, N, dtype=dtype), bits
+    weights = given(L, width, width, dtype=case.dtype, scale=width**-0.5)
+    biases = given(L, width, dtype=case.dtype) if case.extras else None
+    bits = given.bits(M, N) if case.activation == "relu" else None
+    return given(M, K, dtype=case.dtype), weights, biases, given(M, N, dtype=case.dtype), bits
 
 
 def _launch_stack_fwd(case: Case, given: Inputs):
     x, w, b, dy, bits = _narrow(case, given)
-    return given.backend.stack_fwd(x, w, b, dy.shape[1], case.activation, _precision(case), save_bits=bits is not None)
+    return given.backend.stack_fwd(
+        x, w, b, dy.shape[1], case.activation, precision_of(case), save_bits=bits is not None
+    )
 
 
 def _launch_stack_bwd(case: Case, given: Inputs):
-    x, w, b, dy, bits = _narrow(case, given)
-    return given.backend.stack_bwd(x, w, b, dy, bits, case.activation, _precision(case))
+    return given.backend.stack_bwd(*_narrow(case, given), case.activation, precision_of(case))
 
 
 def _norm(case: Case, given: Inputs):
-    """(kind, x [M, K], a parameter [K], dtype): "layer-autocast" is a float32 stream of activations round bf16 ops."""
+    """(kind, x [M, K], a parameter [K]): "layer-autocast" is a float32 stream of activations round bf16 ops."""
     kind, _, autocast = case.activation.partition("-")
-    sizes, dtype = given.sizes(case), given.dtype(case.dtype)
-    wide = given.dtype("float32") if autocast else dtype
-    return kind, given(sizes["M"], sizes["K"], dtype=wide), given(sizes["K"], dtype=wide), dtype
+    sizes, dtype = given.sizes(case), "float32" if autocast else case.dtype
+    return kind, given(sizes["M"], sizes["K"], dtype=dtype), given(sizes["K"], dtype=dtype)
 
 
 def _launch_norm_fwd(case: Case, given: Inputs):
-    kind, x, weight, dtype = _norm(case, given)
-    return given.backend.norm_fwd(x, weight, weight if kind == "layer" else None, 1e-5, kind, dtype)
+    kind, x, weight = _norm(case, given)
+    bias = weight if kind == "layer" else None
+    return given.backend.norm_fwd(x, weight, bias, 1e-5, kind, given.dtype(case.dtype))
 
 
 def _launch_norm_bwd(case: Case, given: Inputs):
-    kind, x, weight, dtype = _norm(case, given)
-    dy, residual = given(*x.shape, dtype=dtype), given(*x.shape, dtype=x.dtype)
-    residual = None if kind == "rms" and not case.extras else residual
+    kind, x, weight = _norm(case, given)
+    dy, residual = given(*x.shape, dtype=case.dtype), given(*x.shape, dtype=x.dtype)
     return given.backend.norm_bwd(
-        dy, x, weight, 1e-5, kind, residual=residual, need_dweight=weight.dtype, need_dbias=kind == "layer" and weight.dtype
-    )  # fmt: skip
+        dy,
+        x,
+        weight,
+        1e-5,
+        kind,
+        residual=None if kind == "rms" and not case.extras else residual,
+        need_dweight=weight.dtype,
+        need_dbias=kind == "layer" and weight.dtype,
+    )
 
 
 def _heads(case: Case, given: Inputs):
-    """(q as a view of one projection, its norm's weight and bias, cos and sin): what attention_block hands over, in place."""
+    """(q as a view of one projection, its norm's weight and bias, cos and sin, options): what attention_block hands over, in
+    place."""
     B, S, H, D, R = (3, given.UNALIGNED[0], 5, 75, 50) if case.unaligned else (2, given.LENGTH, 8, 128, 128)
-    dtype, wide = given.dtype(case.dtype), given.dtype("float32")
-    q = given(B, S, 2 * H, D, dtype=dtype)[:, :, :H]
-    rotated = case.activation != "unrotated"
-    angles = (given(S, R, dtype=wide), given(S, R, dtype=wide)) if rotated else (None, None)
-    weight = given(D, dtype=dtype) if case.extras or not rotated else None
-    return q, weight, weight if case.activation == "layer" else None, *angles
+    q = given(B, S, 2 * H, D, dtype=case.dtype)[:, :, :H]
+    rotates, kind = case.activation != "unrotated", "layer" if case.activation == "layer" else "rms"
+    angles = (given(S, R, dtype="float32"), given(S, R, dtype="float32")) if rotates else (None, None)
+    weight = given(D, dtype=case.dtype) if case.extras or not rotates else None
+    bias = weight if kind == "layer" else None
+    return q, weight, bias, (1e-6, *angles, case.activation == "interleaved"), kind
 
 
 def _launch_heads_fwd(case: Case, given: Inputs):
-    q, weight, bias, cos, sin = _heads(case, given)
-    kind = "layer" if case.activation == "layer" else "rms"
-    interleaved = case.activation == "interleaved"
-    return given.backend.heads_fwd(q, weight, 1e-6, cos, sin, interleaved, bias=bias, kind=kind, out=q)
+    q, weight, bias, options, kind = _heads(case, given)
+    return given.backend.heads_fwd(q, weight, *options, bias=bias, kind=kind, out=q)
 
 
 def _launch_heads_bwd(case: Case, given: Inputs):
-    q, weight, bias, cos, sin = _heads(case, given)
+    q, weight, bias, options, kind = _heads(case, given)
     dq = given(*q.shape, dtype=q.dtype)
-    return given.backend.heads_bwd(
-        dq, q, weight, 1e-6, cos, sin, case.activation == "interleaved", kind="layer" if case.activation == "layer" else "rms",
-        out=dq, need_dweight=weight is not None and weight.dtype, need_dbias=bias is not None and bias.dtype,
-    )  # fmt: skip
+    needs = {name: one is not None and one.dtype for name, one in (("need_dweight", weight), ("need_dbias", bias))}
+    return given.backend.heads_bwd(dq, q, weight, *options, kind=kind, out=dq, **needs)
 
 
 def _launch_attention(case: AttentionCase, given: Inputs):
-    from ckptkern.eager import AttentionCore
-    from ckptkern.triton_kernels import attention
-
-    dtype, wide, int8 = given.dtype(case.dtype), given.dtype("float32"), given.dtype("int8")
     B, S, H = given.BATCH, given.LENGTH, given.HEADS
     H_kv = H // 4 if case.kind == "gqa" else H
     rows = 1 if case.kind == "varlen" else B
-    qkv = given(rows, S, H + 2 * H_kv, case.head_dim, dtype=dtype)  # as one packed projection returns it
+    qkv = given(rows, S, H + 2 * H_kv, case.head_dim, dtype=case.dtype)  # as one packed projection returns it
     q, k, v = (part.transpose(1, 2) for part in qkv.split((H, H_kv, H_kv), 2))
-    do = given(rows, H, S, case.head_dim, dtype=dtype)
-    reach = S // 8
-    window = (reach if case.kind == "window" else None, 0 if case.causal else reach if case.kind == "window" else None)
+    do = given(rows, H, S, case.head_dim, dtype=case.dtype)
+    reach = S // 8 if case.kind == "window" else None
     shape = (1, H, 1 if case.kind == "keys" else S, S)  # of a mask that trains
     options = {
-        "bool": lambda: {"mask": given(B, 1, S, S, dtype=int8)},
-        "additive": lambda: {"mask": given(1, H, S, S, dtype=dtype)},
-        "keys": lambda: {"mask": given(B, 1, 1, S, dtype=int8)},
-        "alibi": lambda: {"slopes": given(1, H, dtype=wide)},
+        "bool": lambda: {"mask": given(B, 1, S, S, dtype="int8")},
+        "additive": lambda: {"mask": given(1, H, S, S, dtype=case.dtype)},
+        "keys": lambda: {"mask": given(B, 1, 1, S, dtype="int8")},
+        "alibi": lambda: {"slopes": given(1, H, dtype="float32")},
         "softcap": lambda: {"softcap": 50.0},
         "varlen": lambda: given.lengths(B, S),
     }.get("additive" if case.kind == "small" else case.kind, dict)()
-    options |= {"mask": given(*shape, dtype=dtype)} if case.op == "attn_dmask" else {}
-    options |= {"plane_base": given.first_row, "planes": given.first_row}
-    core = AttentionCore(0.125, _precision(case), window, dropout=given.dropout(case.dropout), **options)
+    if case.op == "attn_dmask":
+        options["mask"] = given(*shape, dtype=case.dtype)
+    options |= {"plane_base": given.first_row, "planes": given.first_row, "dropout": given.dropout(case.dropout)}
+    core = AttentionCore(0.125, precision_of(case), (reach, 0 if case.causal else reach), **options)
     with mock.patch.object(attention, "shared_memory_of", return_value=case.shared):
         if case.op in ("attn_fwd", "attn_fwd_delta"):
             return given.backend.attn_fwd(q, k, v, core, do=do if case.op == "attn_fwd_delta" else None)
@@ -437,10 +399,7 @@ def _launch_attention(case: AttentionCase, given: Inputs):
         if case.op == "attn_dmask":
             return given.backend.attn_dmask(q, k, v, do, lse, delta, core, shape)
         gradients = given.backend.attn_bwd(q, k, v, do, lse, delta, core)
-        if case.kind in (
-            "",
-            "varlen",
-        ):  # delta depends on no other kind, nor on causal nor dropout: compiled once per head dim
+        if case.kind in ("", "varlen"):  # delta depends on no other kind, nor on causal nor dropout
             gradients += (given.backend.attn_delta(do, do, core),)
         return gradients
 
@@ -448,18 +407,15 @@ def _launch_attention(case: AttentionCase, given: Inputs):
 ATTENTION_OPS = ("attn_fwd", "attn_fwd_delta", "attn_bwd")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 PADDED_DIMS = (40, 80)  # not powers of two, yet loads are 16 bytes wide
-MASKS = ("bool", "additive", "keys")
+DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
 ATTENTION_KINDS = (
-    *MASKS,
-    "window",
-    "alibi",
-    "gqa",
+    "bool",
+    "additive",
+    *DMASK_KINDS[:4],
     "varlen",
     "softcap",
-)  # and "ieee", float32 without tf32: torch's default
-DMASK_KINDS = ("keys", "window", "alibi", "gqa", "softcap")
-SMALL_DMASK = (("bfloat16", 128), ("bfloat16", 256), ("float32", 64), ("float32", 128), ("float32", 256))
-PRODUCT_OPS = (
+)  # and "ieee": without tf32, torch's default
+MATMUL_OPS = (
     *("stack_fwd", "stack_bwd"),
     *(launcher.name for launcher in LAUNCHERS.values() if launcher.matmul),
     *experts.MATMULS,
@@ -469,13 +425,15 @@ DROPOUT_OPS = {launcher.name for launcher in LAUNCHERS.values() if launcher.drop
 OPS = {
     "stack_fwd": _launch_stack_fwd,
     "stack_bwd": _launch_stack_bwd,
-    **{launcher.name: launch_gemm for launcher in LAUNCHERS.values() if launcher.matmul},
+    **{launcher.name: launch_table for launcher in LAUNCHERS.values() if launcher.matmul},
     "act_fwd": _launch_act_fwd,
-    "relu_bits": _launch_relu_bits,
+    "relu_bits": lambda case, given: given.backend.relu_bits(given.matrix(case)),
     "act_bwd": _launch_act_bwd,
-    "hidden_grad": _launch_hidden_grad,
-    "gated_hidden_grad": _launch_gated_hidden_grad,
-    "dropout": _launch_dropout,
+    "hidden_grad": launch_table,
+    "gated_hidden_grad": launch_table,
+    "dropout": lambda case, given: given.backend.dropout(
+        given.matrix(case), *given.dropout(True), row_base=given.first_row
+    ),
     "norm_fwd": _launch_norm_fwd,
     "norm_bwd": _launch_norm_bwd,
     "heads_fwd": _launch_heads_fwd,

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptkern.tools.compiling import instead_of_launches
+from ckptkern.benchmarks.compiling import instead_of_launches
 
 PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
 
@@ -96,6 +96,10 @@ def compile_launch(kernel, args, kwargs, arch: int) -> Compiled:
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     arguments = [leaf for name, kind in one.signature.items() for leaf in _leaves(kind, one.bound[name])]
     return Compiled(
-        ptx, metadata.shared, metadata.global_scratch_size, one.bound, arguments,
+        ptx,
+        metadata.shared,
+        metadata.global_scratch_size,
+        one.bound,
+        arguments,
         lambda: one.backend.make_cubin(ptx, {}, one.options, arch),
-    )  # fmt: skip
+    )

@@ -11,11 +11,11 @@ def _head(case, given):
     from ckptkern.eager import Head
     from ckptkern.results import TokenGradients
 
-    everything, wide = case.activation == "everything", given.dtype("float32")
+    everything, wide = case.activation == "everything", "float32"
     M, K, V = (given.sizes(case)[letter] for letter in "MKN")
-    x, w = given(M, K, dtype=given.dtype(case.dtype)), given(V, K, dtype=given.dtype(case.dtype), scale=K**-0.5)
+    x, w = given(M, K, dtype=case.dtype), given(V, K, dtype=case.dtype, scale=K**-0.5)
     bias = None if case.activation == "plain" else given(V, dtype=x.dtype)
-    target, weights = given(M, dtype=given.dtype("int64")), given(V, dtype=wide) if everything else None
+    target, weights = given(M, dtype="int64"), given(V, dtype=wide) if everything else None
     ignored = -100 if case.op == "cross_entropy_fwd" else 3  # forward gives something for ignored tokens, too
     head = Head(0.5, 5.0 * everything, given.first_row + ignored, given.first_row, precision_of(case))
     gradients = TokenGradients(*(given(M, dtype=wide) if one else None for one in (True, True, everything, everything)))
@@ -35,13 +35,13 @@ def _fwd(case, given):
 
 def _bwd(case, given):
     (x, w, *others), head, gradients = _head(case, given)
-    dz, lse = given(len(x), len(w), dtype=x.dtype), given(len(x), dtype=given.dtype("float32"))
+    dz, lse = given(len(x), len(w), dtype=x.dtype), given(len(x), dtype="float32")
     return dz, given.backend.cross_entropy_bwd(x, w, *others, lse, gradients, head, dz, db=case.extras)
 
 
 def _saved_bwd(case, given):
     (x, w, _, *others), head, gradients = _head(case, given)
-    M, V, wide = len(x), len(w), given.dtype("float32")
+    M, V, wide = len(x), len(w), "float32"
     saved, dz = (given(M, V, dtype=x.dtype) for _ in range(2))
     lse, z_t, part = (given(M, dtype=wide) for _ in range(3))
     parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()

@@ -8,10 +8,10 @@ from .launchers import precision_of
 def _given(case, given):
     """(groups, x [T, K], w [E, 2 N, K], b or None, wd [E, K, N], s [T, k]) of as many rows as other matmuls have."""
     M, K, N = (given.sizes(case)[letter] for letter in "MKN")
-    T, E, dtype = M // given.TOP_K, given.EXPERTS, given.dtype(case.dtype)
+    T, E, dtype = M // given.TOP_K, given.EXPERTS, case.dtype
     x, w = given(T, K, dtype=dtype), given(E, 2 * N, K, dtype=dtype, scale=K**-0.5)
     b = given(E, 2 * N, dtype=dtype) if case.extras else None
-    wd, s = given(E, K, N, dtype=dtype, scale=N**-0.5), given(T, given.TOP_K, dtype=given.dtype("float32"))
+    wd, s = given(E, K, N, dtype=dtype, scale=N**-0.5), given(T, given.TOP_K, dtype="float32")
     return given.groups(T), x, w, b, wd, s
 
 
@@ -35,7 +35,7 @@ def _act_grad(case, given):
     )
 
 
-def _product(case, given):
+def _gemm(case, given):
     groups, x, w, b, wd, _ = _given(case, given)
     if case.activation == "dx":
         a = given(groups.order.numel(), w.shape[1], dtype=x.dtype)
@@ -51,7 +51,7 @@ def _dw(case, given):
     if case.activation == "gate_up":
         dgu = given(R, w.shape[1], dtype=x.dtype)
         return given.backend.experts_dw(dgu, x, groups, precision, w.dtype, gathered="b")
-    hs, out = given(R, wd.shape[2], dtype=x.dtype), given(*wd.shape, dtype=given.dtype("float32"))
+    hs, out = given(R, wd.shape[2], dtype=x.dtype), given(*wd.shape, dtype="float32")
     return given.backend.experts_dw(x, hs, groups, precision, out, gathered="a")
 
 
@@ -81,7 +81,7 @@ LAUNCHES = {
     "experts_fwd": _fwd,
     "experts_bwd": _bwd,
     "experts_act_grad": _act_grad,
-    "experts_gemm": _product,
+    "experts_gemm": _gemm,
     "experts_dw": _dw,
     "experts_hidden_grad": _hidden_grad,
     "experts_combine": _combine,

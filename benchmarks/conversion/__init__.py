@@ -1,5 +1,5 @@
-"""convert on models of other libraries: known families (families.py), and every class that builds small (sweep.py).
+"""convert on models of other libraries: known families, and every class of transformers that builds small (families.py).
 
-transformers and timm are not dependencies of ckptkern: `pip install transformers timm` before `make convert-families` or
-`make convert-sweep`.
+transformers, timm and diffusers are not dependencies of ckptkern: `pip install transformers timm diffusers` before `make
+convert-families`.
 """

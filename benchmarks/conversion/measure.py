@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -24,8 +23,7 @@ from ckptkern.memory import saved_tensors
 class Result:
     """One model. saved_*: bytes of one training call, besides parameters. loss_error: the converted model's, relative to the
     original's. *_error: the largest relative error of all gradients, of the converted model against the original's, and
-    in bfloat16 of both against float64. deviation: `deviation`, of both with dropout. seconds: of convert. original: how many
-    converted modules ran their original forward in the compared step."""
+    in bfloat16 of both against float64. seconds: of convert."""
 
     name: str
     verdict: str = ""
@@ -40,9 +38,7 @@ class Result:
     bf16_error: float = math.nan
     bf16_eager_error: float = math.nan
     curve_error: float = math.nan
-    deviation: float = math.nan
     seconds: float = math.nan
-    original: int = 0
     reasons: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
@@ -56,11 +52,8 @@ def loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor):
         return loss.float() if loss.dtype.itemsize < 4 else loss
-    values = output.values() if isinstance(output, dict) else output
-    tensors = [
-        t for t in tree_leaves(list(values) if not isinstance(values, Tensor) else values) if isinstance(t, Tensor)
-    ]
-    wanted = [t for t in tensors if t.requires_grad]
+    leaves = tree_leaves(list(output.values()) if isinstance(output, dict) else output)
+    wanted = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
     if not wanted:
         raise RuntimeError("no output has a gradient")
     return sum((t.double() if t.dtype == torch.float64 else t.float()).square().mean() for t in wanted)
@@ -100,25 +93,6 @@ def error(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return worst
 
 
-def statistics(model: nn.Module, inputs: dict[str, Any], seeds: int) -> Tensor:
-    """[seeds, 10]: of a step with each seed the loss, the gradients' norm, and random projections of them."""
-    rows = []
-    for seed in range(seeds):
-        found = step(model, inputs, seed=seed)
-        names, draws = sorted(name for name in found if name), torch.Generator().manual_seed(0)
-        flat = torch.cat([found[name].flatten() for name in names]).double()
-        projected = [flat @ torch.randn(flat.shape, generator=draws, dtype=flat.dtype) for _ in range(8)]
-        rows.append(torch.stack([found[""].double(), flat.norm(), *projected]))
-    return torch.stack(rows)
-
-
-def deviation(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference of two samples' means, in standard errors (Welch's t)."""
-    variance = (ours.var(0) + theirs.var(0)) / len(ours)
-    floor = 1e-5 * theirs.abs().amax(0)  # of rounding, where nothing is random
-    return float(((ours.mean(0) - theirs.mean(0)).abs() / (variance.sqrt() + floor + 1e-30)).max())
-
-
 def wide(inputs: Any) -> Any:
     return {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in inputs.items()}
 
@@ -156,45 +130,6 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def saved_under_checkpointing(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """What a call saves under the model's own gradient checkpointing, or round each layer where it has none, with the layers'
-    arguments without gradients, such as masks and rotary tables, which checkpointing holds where no hook sees them. 0 for a
-    model that runs under neither."""
-    whole = saved(model, inputs)
-    for checkpoint_layers in (by_itself, checkpointed):
-        with contextlib.suppress(Exception):  # whatever a model makes of it
-            own = checkpoint_layers(model)
-            found = saved(own, inputs)
-            if found < whole:
-                return found + held(own, inputs)
-    return 0
-
-
-def by_itself(model: nn.Module) -> nn.Module:
-    """A copy under transformers' gradient checkpointing."""
-    model = copy.deepcopy(model)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def held(model: nn.Module, inputs: dict[str, Any]) -> int:
-    """Bytes of the tensors without gradients that a call gives to the layers."""
-    given: dict[int, Tensor] = {}
-
-    def note(_, args: tuple, kwargs: dict[str, Any]) -> None:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and not one.requires_grad]
-        given.update((one.untyped_storage().data_ptr(), one) for one in tensors)
-
-    layers = [model.get_submodule(name) for name in blocks(model)]
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sum(one.untyped_storage().nbytes() for one in given.values())
-
-
 def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
     """Losses of training steps on the same inputs."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
@@ -205,13 +140,11 @@ def curve(model: nn.Module, inputs: dict[str, Any], steps: int) -> list[float]:
     return losses
 
 
-def convert_and_compare(
-    result: Result, model: nn.Module, inputs: dict[str, Any], probe: tuple = (), recompute: str = "selective", **named
-) -> None:
-    """Converts the model in place and compares it with what it was. probe, named: what convert is given, if not `inputs`."""
+def convert_and_compare(result: Result, model: nn.Module, inputs: dict[str, Any], recompute: str = "selective") -> None:
+    """Converts the model in place and compares it with what it was."""
     theirs, result.saved_eager = step(model, inputs), saved(model, inputs)
     start = time.perf_counter()
-    conversion = convert(model, *probe, recompute=recompute, **(named if probe or named else inputs))
+    conversion = convert(model, recompute=recompute, **inputs)
     result.seconds = time.perf_counter() - start
     result.replaced = dict(Counter(row.replaced_by for row in conversion.converted))
     result.reasons = list(dict.fromkeys(f"{row.kind}: {row.reason}" for row in conversion.left))
@@ -220,10 +153,10 @@ def convert_and_compare(
     result.layers, result.whole = len(layers), sum(layer in whole for layer in layers)
     before = conversion.calls["original"]
     ours = step(model, inputs)
-    result.original = conversion.calls["original"] - before
+    not_run = conversion.calls["original"] > before
     result.saved_converted = saved(model, inputs)
     result.loss_error = abs(float(ours[""]) - float(theirs[""])) / max(abs(float(theirs[""])), 1e-30)
     result.gradient_error = error(ours, theirs)
     result.verdict = "nothing" if not conversion.converted else "whole" if result.whole == len(layers) > 0 else "part"
-    if result.original:
+    if not_run:
         result.verdict = "did not run"

@@ -62,9 +62,12 @@ def run(number: int) -> str | None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     try:
         done = subprocess.run(
-            [*torchrun, "-m", __spec__.name, "--rank"], capture_output=True, text=True, timeout=LIMIT,
+            [*torchrun, "-m", __spec__.name, "--rank"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
     except subprocess.TimeoutExpired:
         return f"run {number}: has not ended after {LIMIT} s"
     trained = done.stdout.count(DONE)
@@ -90,8 +93,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error := run(number):
             wrong += 1
             print(error, flush=True)
-        if number % 20 == 0:
-            print(f"{number} runs, {wrong} wrong", flush=True)
     print(f"{args.runs - wrong} of {args.runs} runs exit as they should")
     return int(wrong > 0)
 

@@ -47,11 +47,18 @@ MODELS: dict[str, dict[str, Any]] = {
 Row = dict[str, Any]
 
 
+def with_gradients(model: nn.Module) -> nn.Module:
+    """Returns the model with gradients of zeros for all that it trains, as a trainer that zeroes them leaves them."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return model
+
+
 def build(name: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train()
+    return with_gradients(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train())
 
 
 def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
@@ -106,12 +113,6 @@ def tiled(model: nn.Module) -> nn.Module:
     return model
 
 
-def with_gradients(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    return model
-
-
 def variants(name: str, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Returns, by the names of the page's rows, what computes the loss."""
     make = functools.partial(build, name)
@@ -132,10 +133,7 @@ def variants(name: str, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
         for every in (2, 3):
             stack = converted(make(), ids, every, **bounded)
             models[f'ckptkern.convert, "full", 4 MiB, LayerStack of {every}'] = stack, whole_loss
-    for model, _ in models.values():
-        with_gradients(model)
-    if name == LLAMA:
-        planned = with_gradients(make())  # a plan counts gradients that are not there
+        planned = make()
         ckptkern.plan(planned, input_ids=ids, labels=ids, budget=PLANNED_FOR)
         models[f"{PLANNED}, {format_size(PLANNED_FOR)}"] = planned, whole_loss
     return {variant: functools.partial(loss, model, ids) for variant, (model, loss) in models.items()}
@@ -212,15 +210,11 @@ def picture(rows: list[Row], path: Path) -> None:
     axes.set(xlabel="tokens", ylabel="peak of a step, MiB", yscale="log", title=LLAMA)
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dev.frontier",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.frontier", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=[1024, 2048, 4096], help="lengths (default: 1024 2048 4096)"
     )
@@ -228,9 +222,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the CSV to write")
     parser.add_argument("--picture", type=Path, help="the picture of the Llama's peaks to write")
     args = parser.parse_args()
-    for needed in ("transformers", "scipy", "liger_kernel"):
-        if hint := missing(needed):
-            parser.error(hint)
+    if hint := missing("transformers", "scipy", "liger_kernel"):
+        parser.error(hint)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for name, tokens in [*((LLAMA, n) for n in args.tokens), *((name, TIMED) for name in MODELS if name != LLAMA)]:
@@ -239,7 +232,7 @@ def main() -> None:
         rows += [
             {"model": name, "tokens": tokens} | row for row in measured(variants(name, ids), rounds, CHECKPOINTING)
         ]
-        print(f"{name}, {tokens} tokens: done", file=sys.stderr, flush=True)
+        print(f"{name}, {tokens} tokens: done", file=sys.stderr)
     if args.out:
         with args.out.open("w", newline="") as file:
             fields = ["model", "variant", "tokens", "peak_bytes", "seconds", "ratio"]
@@ -248,8 +241,7 @@ def main() -> None:
             writer.writerows(rows)
     if args.picture:
         picture(rows, args.picture)
-    print(f"torch {torch.__version__}, float32")
-    print(table(rows))
+    print(f"torch {torch.__version__}, float32\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -25,15 +25,11 @@ TORCHS = "torch, in chunks"
 BEGIN, END = "<!-- head:begin -->", "<!-- head:end -->"
 
 
-def eager(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight), target)
-
-
 def losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     """Returns by variant the loss of x, weight and target."""
     ours = functools.partial(ckptkern.linear_cross_entropy, workspace="8MiB")
     return {
-        "eager": eager,
+        "eager": lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
         TORCHS: functools.partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions()),
         **{f'ckptkern, "{mode}", 8 MiB': functools.partial(ours, recompute=mode) for mode in ("full", "none")},
     }
@@ -58,19 +54,14 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dev.head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.head", description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="of timed steps, of which the median counts (default: 3)")
-    parser.add_argument("--sizes", type=int, default=len(SIZES), help="of the sizes, the first so many (default: all)")
     parser.add_argument("--page", type=Path, help="the page whose table is replaced")
     args = parser.parse_args()
     if not hasattr(nn, "LinearCrossEntropyOptions"):
         parser.error(f"wanted torch 2.13 or later, whose loss in chunks all is compared with, not {torch.__version__}")
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    for size in SIZES[: args.sizes]:
-        rows += rows_of(*size, args.rounds)
+    rows = [row for size in SIZES for row in rows_of(*size, args.rounds)]
     print(table(rows))
     if args.page:
         args.page.write_text(with_part(args.page, BEGIN, table(rows), END))

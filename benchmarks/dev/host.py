@@ -8,47 +8,65 @@ asserts it.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
 
-from ckptkern.benchmarks import cases, measure, models, suite
+from ckptkern import checkpoint
+from ckptkern.benchmarks import cases, measure, micro, models, table
 from ckptkern.conversion import convert
 from ckptkern.conversion.calls import pattern_of
 
+BATCH = 20  # steps of tiny tensors, of which the quickest counts
 
-def _medians(case: str, *names: str, rounds: int | None = None) -> list[float]:
+
+class Region(models.Linear):
+    """A Linear and a ReLU in an activation checkpoint."""
+
+    def ours(self, x, mode):
+        return checkpoint(self, x)
+
+
+REGION = table.Op({"features": 0, "tokens": 0}, lambda v: Region([v.features] * 2, "relu"), modes=("",))
+
+
+def _medians(case: cases.Case, *names: str, rounds: int | None = None, is_tiny: bool = True) -> list[float]:
     """ms of the variants of a case: medians over interleaved rounds, in each of which the quickest step of a batch counts."""
-    measured = next(one for one in suite.cases_of("cpu") if one.name.startswith(f"{case}/"))
-    model, x, dy = cases.build(measured, torch.device("cpu"))
-    makers = cases.variants(measured)
+    model, x, dy = cases.build(case, torch.device("cpu"))
+    makers = cases.variants(case)
     steps = {name: measure.stepper(makers[name](model, x), model, [(x, dy)]) for name in names}
-    with measure.threads(1):
-        clock = measure.host_clock if measured.host else measure.cpu_clock
+    clock = functools.partial(measure.quickest, BATCH, time.perf_counter) if is_tiny else measure.cpu_clock
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         measure.interleaved(steps, clock, 3)
-        times, errors = measure.interleaved(steps, clock, rounds or (40 if measured.host else 10))
+        times, errors = measure.interleaved(steps, clock, rounds or (40 if is_tiny else 10))
+    finally:
+        torch.set_num_threads(before)
     if errors:
-        raise RuntimeError(f"{case}: {errors}")
+        raise RuntimeError(f"{case.name}: {errors}")
     return [statistics.median(times[name]) for name in names]
 
 
 def fused() -> float:
     """An mlp region at "full": our time over torch.utils.checkpoint's."""
-    ours, theirs = _medians("host", "ckptkern full", cases.CHECKPOINT)
+    ours, theirs = _medians(micro.case("mlp", "cpu", features=8, tokens=4), "ckptkern full", cases.CHECKPOINT)
     return ours / theirs
 
 
 def general() -> float:
     """An activation checkpoint: what checkpoint() adds to the unmodified call, over what torch.utils.checkpoint adds."""
-    plain, ours, theirs = _medians("host-general", cases.EAGER, "ckptkern", cases.CHECKPOINT)
+    region = micro.case("linear_act", "cpu", entry=REGION, features=8, tokens=4)
+    plain, ours, theirs = _medians(region, cases.EAGER, "ckptkern", cases.CHECKPOINT)
     return (ours - plain) / (theirs - plain)
 
 
 def eager_mlp() -> float:
     """An MLP that computes, at "full" by the eager backend: our time over torch.utils.checkpoint's."""
-    ours, theirs = _medians("mlp-gelu", "ckptkern full", cases.CHECKPOINT)
+    ours, theirs = _medians(micro.case("mlp", "cpu"), "ckptkern full", cases.CHECKPOINT, is_tiny=False)
     return ours / theirs
 
 

@@ -1,7 +1,7 @@
 """Which kernels a layer's training step runs on a GPU: ours by name, torch's core of attention, and matmuls of libraries.
 
-    python -m benchmarks.dev.routes [--only WORD] [--out FILE]
-    python -m benchmarks.dev.routes --launches      of a Llama-1B step, at seven shapes
+    python -m benchmarks.dev.routes > benchmarks/results/routes.csv
+    python -m benchmarks.dev.routes --launches                          of a Llama-1B step, at seven shapes
 
 Traced on meta tensors that pass for tensors of the GPU (`trace`), with torch's own answers of what its kernels
 accept taken as yes; nothing is compiled. `benchmarks/results/routes.csv` holds the table, and a test holds that.
@@ -27,7 +27,6 @@ from benchmarks.codegen.compiling import specialize
 from . import trace
 
 PATH = Path(__file__).parents[1] / "results" / "routes.csv"
-COLUMNS = ("layer", "dtype", "gpu", "matmuls", "torch", "ours")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = (80, 90, 100, 120)  # of the last nothing was measured or read
 TOKENS = 4096
@@ -49,22 +48,34 @@ def _norms(parameter: Callable[..., Tensor], d: int, norm: str, **options: Any) 
 def _projections(parameter: Callable[..., Tensor], d: int, kv: int, bias: bool) -> dict[str, Any]:
     widths = (d, kv, kv)
     return {
-        "qkv_weight": tuple(parameter(n, d) for n in widths), "out_weight": parameter(d, d),
-        "qkv_bias": tuple(parameter(n) for n in widths) if bias else None, "out_bias": parameter(d) if bias else None,
-    }  # fmt: skip
+        "qkv_weight": tuple(parameter(n, d) for n in widths),
+        "out_weight": parameter(d, d),
+        "qkv_bias": tuple(parameter(n) for n in widths) if bias else None,
+        "out_bias": parameter(d) if bias else None,
+    }
 
 
 def llama(parameter: Callable[..., Tensor], x: Tensor, heads: int, kv_heads: int, hidden: int) -> Tensor:
     (S, d), D = x.shape[1:], x.shape[2] // heads
     tables = tuple(torch.empty(S, D, dtype=x.dtype, device=x.device) for _ in "cs")
     attention = dict(
-        _projections(parameter, d, kv_heads * D, False), num_heads=heads, num_kv_heads=kv_heads, rotary=tables,
-        is_causal=True, residual=True, **_norms(parameter, d, "rms"),
-    )  # fmt: skip
+        _projections(parameter, d, kv_heads * D, False),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        rotary=tables,
+        is_causal=True,
+        residual=True,
+        **_norms(parameter, d, "rms"),
+    )
     mlp = dict(
-        gate_weight=parameter(hidden, d), up_weight=parameter(hidden, d), up_bias=None, down_weight=parameter(d, hidden),
-        down_bias=None, activation="silu", **_norms(parameter, d, "rms"),
-    )  # fmt: skip
+        gate_weight=parameter(hidden, d),
+        up_weight=parameter(hidden, d),
+        up_bias=None,
+        down_weight=parameter(d, hidden),
+        down_bias=None,
+        activation="silu",
+        **_norms(parameter, d, "rms"),
+    )
     return ckptkern.transformer_layer(x, attention, mlp)
 
 
@@ -75,13 +86,20 @@ def encoder(
     (B, S, d) = x.shape
     mask = torch.empty((B, S), dtype=torch.bool, device=x.device) if padded else None
     attention = dict(
-        _projections(parameter, d, d, True), num_heads=heads, key_padding_mask=mask, dropout_p=dropout_p, residual=True,
+        _projections(parameter, d, d, True),
+        num_heads=heads,
+        key_padding_mask=mask,
+        dropout_p=dropout_p,
+        residual=True,
         **_norms(parameter, d, "layer", norm_first=norm_first),
-    )  # fmt: skip
+    )
     mlp = dict(
-        up_weight=parameter(4 * d, d), up_bias=parameter(4 * d), down_weight=parameter(d, 4 * d), down_bias=parameter(d),
+        up_weight=parameter(4 * d, d),
+        up_bias=parameter(4 * d),
+        down_weight=parameter(d, 4 * d),
+        down_bias=parameter(d),
         **_norms(parameter, d, "layer", norm_first=norm_first),
-    )  # fmt: skip
+    )
     return ckptkern.transformer_layer(x, attention, mlp)
 
 
@@ -90,14 +108,26 @@ def qwen3_moe(parameter: Callable[..., Tensor], x: Tensor, experts: int = 128, h
     tables = tuple(torch.empty(S, D, dtype=x.dtype, device=x.device) for _ in "cs")
     q, kv = 32 * D, 4 * D
     attention = dict(
-        qkv_weight=(parameter(q, d), parameter(kv, d), parameter(kv, d)), qkv_bias=None, out_weight=parameter(d, q),
-        out_bias=None, num_heads=32, num_kv_heads=4, rotary=tables, is_causal=True, residual=True,
-        qk_norm=(parameter(D), parameter(D)), qk_norm_kind="rms", **_norms(parameter, d, "rms"),
-    )  # fmt: skip
+        qkv_weight=(parameter(q, d), parameter(kv, d), parameter(kv, d)),
+        qkv_bias=None,
+        out_weight=parameter(d, q),
+        out_bias=None,
+        num_heads=32,
+        num_kv_heads=4,
+        rotary=tables,
+        is_causal=True,
+        residual=True,
+        qk_norm=(parameter(D), parameter(D)),
+        qk_norm_kind="rms",
+        **_norms(parameter, d, "rms"),
+    )
     moe = dict(
-        router_weight=parameter(experts, d), gate_up_weight=parameter(experts, 2 * hidden, d),
-        down_weight=parameter(experts, d, hidden), top_k=8, **_norms(parameter, d, "rms"),
-    )  # fmt: skip
+        router_weight=parameter(experts, d),
+        gate_up_weight=parameter(experts, 2 * hidden, d),
+        down_weight=parameter(experts, d, hidden),
+        top_k=8,
+        **_norms(parameter, d, "rms"),
+    )
     return ckptkern.transformer_layer(x, attention, moe)[0]
 
 
@@ -147,13 +177,16 @@ def launches(arch: int = 90) -> Iterator[dict[str, int]]:
         keys = {specialize(one.kernel, one.args, one.kwargs, arch).key for one in caught}
         ours = [sum(one.kernel is not None for one in part) for part in (of_layer, of_head)]
         yield {
-            "batch": batch, "length": length, "launches": DEPTH * len(of_layer) + len(of_head),
-            "ours": DEPTH * ours[0] + ours[1], "compiled": len(keys - known),
-        }  # fmt: skip
+            "batch": batch,
+            "length": length,
+            "launches": DEPTH * len(of_layer) + len(of_head),
+            "ours": DEPTH * ours[0] + ours[1],
+            "compiled": len(keys - known),
+        }
         known |= keys
 
 
-def row_of(name: str, dtype: str, arch: int) -> dict[str, str]:
+def row_of(name: str, dtype: str, arch: int) -> dict[str, Any]:
     """A row of the table: how many matmuls libraries run, which cores are torch's, which of our kernels run and how often."""
     matmuls, torchs, ours = 0, collections.Counter(), collections.Counter()
     width, length, layer = LAYERS[name]
@@ -171,36 +204,29 @@ def row_of(name: str, dtype: str, arch: int) -> dict[str, str]:
     def text(found: collections.Counter) -> str:
         return " ".join(f"{key}:{count}" for key, count in sorted(found.items()))
 
-    return dict(zip(COLUMNS, (name, dtype, f"sm_{arch}", str(matmuls), text(torchs), text(ours)), strict=True))
+    return {
+        "layer": name,
+        "dtype": dtype,
+        "gpu": f"sm_{arch}",
+        "matmuls": matmuls,
+        "torch": text(torchs),
+        "ours": text(ours),
+    }
 
 
-def rows(only: str = "") -> Iterator[dict[str, str]]:
-    for name in LAYERS:
-        if only.lower() in name.lower():
-            for dtype in DTYPES:
-                for arch in ARCHITECTURES:
-                    yield row_of(name, dtype, arch)
-
-
-def main(argv: list[str] | None = None) -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.routes", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", metavar="WORD", help="layers whose names have this in them")
-    parser.add_argument(
-        "--out", type=Path, help=f"the CSV to write (default: the terminal; the held one is {PATH.name})"
-    )
     parser.add_argument(
         "--launches", action="store_true", help="print the launches and compilations of a Llama-1B step instead"
     )
-    args = parser.parse_args(argv)
-    found = list(launches() if args.launches else rows(args.only))
-    if not found:
-        parser.error(f"--only: {args.only!r} is in no name of a layer; they are {', '.join(LAYERS)}")
-    file = args.out.open("w", newline="") if args.out else sys.stdout
-    writer = csv.DictWriter(file, list(found[0]), lineterminator="\n")
+    if parser.parse_args().launches:
+        rows = list(launches())
+    else:
+        rows = [row_of(name, dtype, arch) for name in LAYERS for dtype in DTYPES for arch in ARCHITECTURES]
+    writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(found)
-    return 0
+    writer.writerows(rows)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ckptkern.tools.compiling import Chip, meta_as_on
+from ckptkern.benchmarks.compiling import Chip, meta_as_on
 
 
 class Launch(NamedTuple):
@@ -29,9 +29,16 @@ class Launch(NamedTuple):
 
 
 ALLOCATES = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias", "transpose_",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "_reshape_alias",
+    "transpose_",
     "unsqueeze_",
-}  # fmt: skip
+}
 # What a CUDA device has a kernel for and meta tensors have not, or not on every release: what it returns.
 CUDA_ONLY = {
     "aten::mm.dtype": lambda a, b, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),

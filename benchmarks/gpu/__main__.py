@@ -62,41 +62,24 @@ class Run(NamedTuple):
     tests: list[str]
     cores: int
 
+    @property
+    def kind(self) -> str:
+        """Names the kind of device."""
+        return "cpu" if self.dry else "cuda"
+
     def program(self, module: str, *arguments: object) -> list[str]:
         return [sys.executable, "-m", module, *map(str, arguments)]
 
     def bench(self, seconds: int, *arguments: str) -> list[str]:
         """Its budget ends sooner, because a case may be under way."""
         cases = ["--cases", self.cases] if self.cases else []
-        small = ["--device", "cpu", "--rounds", "7"] if self.dry else []
+        small = ["--device", self.kind, *(["--rounds", "7"] if self.dry else [])]
         budget = ("--budget-minutes", f"{0.9 * seconds / 60:.2f}")
-        return self.program(
-            "ckptkern", "bench", "--out", self.out, "--resume", "--no-figures", *budget, *small, *cases, *arguments
-        )
-
-    def headline(self, seconds: int) -> list[str]:
-        return self.bench(seconds, "--headline", "--compile")
-
-    def published(self, seconds: int) -> list[str]:
-        return self.bench(seconds, "--published")
-
-    def rest(self, seconds: int) -> list[str]:
-        return self.bench(seconds)
+        return self.program("ckptkern", "bench", "--out", self.out, "--resume", *budget, *small, *cases, *arguments)
 
     def models(self, seconds: int) -> list[str]:
         """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""
-        device = "cpu" if self.dry else "cuda"
-        options = (
-            "--out",
-            self.out,
-            "--resume",
-            "--device",
-            device,
-            "--only",
-            self.models_named,
-            "--seconds",
-            seconds - SLACK,
-        )
+        options = ("--out", self.out, "--device", self.kind, "--only", self.models_named, "--seconds", seconds - SLACK)
         allocator = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         return ["env", allocator, *self.program("benchmarks.gpu.models", *options)]
 
@@ -120,9 +103,6 @@ class Run(NamedTuple):
             options += ["--timeout", 60, "--timeout-method", "thread"]  # a signal waits for a kernel that hangs
         return self.program("pytest", *options, *(ROOT / path for path in paths or ["tests"]))
 
-    def alone(self, seconds: int) -> list[str]:
-        return self.pytest("-m", "gpu", "--without-counterpart")
-
     def others(self, seconds: int) -> list[str]:
         return self.pytest(*(["--counterparts", "--quick"] if self.dry else ["-m", "gpu"]))
 
@@ -133,9 +113,8 @@ class Run(NamedTuple):
         minutes, table = f"{0.9 * seconds / 60:.2f}", f"CKPTKERN_CACHE={self.work / 'cache/tuned'}"
         return ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
 
-    def sanitizer(self, seconds: int) -> list[str]:
-        device = "cpu" if self.dry else "cuda"
-        return self.program("benchmarks.gpu.sanitizer", "--device", device, "--seconds", seconds - SLACK)
+    def sanitizer(self, seconds: int) -> list[str] | str:
+        return "no GPU" if self.dry else self.program("benchmarks.gpu.sanitizer", "--seconds", seconds - SLACK)
 
 
 class Step(NamedTuple):
@@ -148,11 +127,11 @@ class Step(NamedTuple):
 
 
 STEPS = (
-    Step(1, "headline cases", 330, Run.headline),
-    Step(1, "tests without a counterpart", 120, Run.alone),
+    Step(1, "headline cases", 330, lambda run, seconds: run.bench(seconds, "--headline", "--compile")),
+    Step(1, "tests without a counterpart", 120, lambda run, seconds: run.pytest("-m", "gpu", "--without-counterpart")),
     Step(2, "whole models", 330, Run.models),
-    Step(2, "published cases", 200, Run.published),
-    Step(3, "other cases", 150, Run.rest),
+    Step(2, "published cases", 200, lambda run, seconds: run.bench(seconds, "--published")),
+    Step(3, "other cases", 150, Run.bench),
     Step(3, "autotune", 170, Run.autotune),
     Step(3, "other tests", 120, Run.others),
     Step(3, "sanitizer", 60, Run.sanitizer),
@@ -352,6 +331,7 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
         log(f"{step.name}: at most {seconds} s")
         status = run(command, seconds, log, lib)
         log(f"{step.name}: status {status}{', its time was up' if status == CUT else ''}")
+        pack(given, log)
         if status == LOST:
             queue.insert(0, step)
         elif status == CUT and is_own:
@@ -361,16 +341,19 @@ def run_steps(part: int, given: argparse.Namespace, log: Log, lib: Path) -> list
     return bad
 
 
+def pack(given: argparse.Namespace, log: Log) -> None:
+    log(f"caches: {caches.pack(given.out / CACHES, given.work, MOST_BYTES)}")
+
+
 def run_part(part: int, given: argparse.Namespace) -> list[str]:
     """Runs one part, and returns what was not right."""
     log = Log(given.out / "log.txt")
-    packer = caches.Packer(given.out / CACHES, given.work, MOST_BYTES)
+    lib = prepare(part, given, log)
+    pack(given, log)
     try:
-        lib = prepare(part, given, log)
-        packer.start()
         bad = run_steps(part, given, log, lib)
     finally:
-        log(f"caches: {packer.finish()}")
+        pack(given, log)
     bad += failures(given.out) + too_much(given.out)
     for path in sorted(given.out.iterdir()):
         log(f"{path.stat().st_size:11,} bytes  {path.name}")

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +39,14 @@ def units_of(work: Path) -> Iterator[list[Path]]:
 
 
 def pack(archive: Path, work: Path, limit: int) -> str:
-    """Writes the archive, of at most `limit` bytes, and returns a line about it."""
+    """Writes the archive, of at most `limit` bytes, and returns a line about it, also if the disk is full."""
+    try:
+        return _pack(archive, work, limit)
+    except OSError as error:
+        return f"not packed: {error}"
+
+
+def _pack(archive: Path, work: Path, limit: int) -> str:
     work.mkdir(parents=True, exist_ok=True)
     (work / SOURCES).write_text(sources())
     new, left_out = work / "caches.new", 0
@@ -74,32 +80,3 @@ def unpack(archive: Path, work: Path) -> str:
     for path in work.glob("*/lib/ckptkern/_C*.so") if same else ():
         os.utime(path)  # newer than its sources, which have just been copied here
     return f"{len(names)} files, the extension {'as it was built' if same else 'is built again'}"
-
-
-class Packer:
-    """Packs in a thread, every minute, while programs run."""
-
-    def __init__(self, archive: Path, work: Path, limit: int):
-        self._arguments, self._ended = (archive, work, limit), threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _pack(self) -> str:
-        try:
-            return pack(*self._arguments)
-        except OSError as error:  # a program that runs removes a file, or the disk is full
-            return f"not packed: {error}"
-
-    def _run(self) -> None:
-        self._pack()
-        while not self._ended.wait(60):
-            self._pack()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def finish(self) -> str:
-        """Packs once more, and returns a line about the archive."""
-        self._ended.set()
-        if self._thread.ident:
-            self._thread.join()
-        return self._pack()

@@ -3,21 +3,18 @@
 A step is forward + backward with gradients allocated before it, and no optimizer. Its peak is above the parameters, the
 gradients and whatever else is there when it begins. The models have random weights of configurations of transformers; on a CPU
 they are small. First come times and peaks, then the longest sequences and torch.compile, last the steps that take long. Each
-row is on the disk when it is known.
+row is on the disk when it is known, and what DIR has is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import functools
 import gc
 import json
 import math
-import re
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -28,16 +25,15 @@ from torch import Tensor, nn
 
 from ckptkern.benchmarks import compare, measure, run
 from ckptkern.benchmarks.cases import EAGER
-from ckptkern.benchmarks.measure import Row
+from ckptkern.benchmarks.measure import OUT_OF_MEMORY, OVER_TIME, Row
 from ckptkern.errors import BudgetError
 from ckptkern.extras import missing
 from ckptkern.memory import dense_parts, format_size, free_memory, peak_memory, saved_tensors
 from ckptkern.planning.frontier import CLOSE, crossing, search
 
 from . import variants
-from .variants import OUT_OF_MEMORY, Model, Runner
+from .variants import Model, Runner
 
-SECONDS = {"cuda": 500.0, "cpu": 200.0}  # of the whole run
 ROUNDS_SECONDS = {"cuda": 8.0, "cpu": 0.5}  # of timing a group of variants
 ROUNDS = 2, 20  # at least, at most
 LONG = 3.0  # seconds of a step; where one takes longer, all are timed once, while their peaks are measured
@@ -48,7 +44,6 @@ CPU_BUDGET = 8 * 2**20  # bytes of the longest sequences' steps on a CPU
 BOUNDS = {torch.bfloat16: (2e-3, 0.02, 0.15), torch.float32: (1e-5, 1e-4, 1e-3)}
 SAMPLES = 4096
 HANGS, COMPILES = 240.0, 300.0  # seconds in which a variant is checked, and compiled, at most: 100,000 tokens take 45
-OVER = "over the budget of time"
 
 
 class Spent(Exception):
@@ -105,49 +100,37 @@ def compared(row: Row, result: Result, reference: Reference, dtype: torch.dtype)
 
 
 class Run:
-    """Holds a run's rows and limits, and what of ours was not right."""
+    """Holds a run's rows and limits."""
 
     def __init__(self, sheet: run.Sheet, device: torch.device, deadline: float):
         self.sheet, self.device, self.deadline = sheet, device, deadline
         self.kind, self.dtype = device.type, variants.DTYPES[device.type]
-        self.bad: list[str] = []
-        self.late = False  # was something left out because the time was over?
-
-    def stands(self, case: str, variant: str) -> bool:
-        """Returns whether the row of an earlier run, or of this one, is final."""
-        row = self.sheet.rows.get((case, variant), {})
-        return run.stands(row) or row.get("note", "").startswith(OUT_OF_MEMORY)
-
-    def emit(self, row: Row) -> None:
-        if self.stands(row.case, row.variant):
-            return  # the reference, once more
-        self.sheet(row)
-        self.late |= row.note == OVER
-        if row.variant.startswith("ckptkern") and row.status not in ("ok", "checked", "dropped"):
-            self.bad.append(f"{row.case} {row.variant}: {row.status}: {row.note}")
 
     def row(self, model: Model, variant: str, **fields) -> Row:
         dtype = str(self.dtype).removeprefix("torch.")
-        return Row(model.case, variant, self.kind, dtype, tokens=model.tokens, **fields)
+        return Row(model.name, variant, self.kind, dtype, tokens=model.tokens, **fields)
 
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
+    def dropped(self, row: Row) -> None:
+        self.sheet(dataclasses.replace(row, status="dropped", note=OVER_TIME))
+
     def failed(self, row: Row, error: BaseException) -> None:
-        """Emits the row. Raises GpuLost if the GPU is."""
+        """Writes the row. Raises GpuLost if the GPU is."""
+        row.status, row.note = "failed", measure.one_line(error)
         if isinstance(error, ImportError):
-            row.status, row.note = "missing", measure.one_line(error)
-        else:
-            is_memory = isinstance(error, torch.OutOfMemoryError)
-            row.status, row.note = "failed", OUT_OF_MEMORY if is_memory else measure.one_line(error)
+            row.status = "missing"
+        elif isinstance(error, torch.OutOfMemoryError):
+            row.note = OUT_OF_MEMORY
         error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold the step's tensors
         try:
             self.tidy()
         except Exception:  # of a device that is lost, whichever class the driver's error has
             row.note = measure.LOST + row.note
-            self.emit(row)
+            self.sheet(row)
             raise measure.GpuLost(row.note) from error
-        self.emit(row)
+        self.sheet(row)
 
     def tidy(self) -> None:
         """Gives unused memory back to the GPU. Raises what a kernel left behind."""
@@ -161,7 +144,7 @@ def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
     """Builds the model, or returns None if it cannot be had, with the reason in the rows of these variants."""
     if of.left() < 0:
         for name in names:
-            of.emit(of.row(model, name, status="dropped", note=OVER))
+            of.dropped(of.row(model, name))
         return None
     try:
         return variants.build(model, of.device, of.dtype)
@@ -174,7 +157,8 @@ def build(of: Run, model: Model, names: list[str]) -> nn.Module | None:
 def measure_model(of: Run, model: Model, names: list[str]) -> None:
     """Measures the rows of these variants, without `longest`. Baselines are checked and timed before ours run at all, because
     a kernel that breaks the GPU ends the process; then ours, interleaved with the reference."""
-    left = [name for name in names if not of.stands(model.case, name)]
+    of.sheet.keep()
+    left = [name for name in names if (model.name, name) not in of.sheet.final]
     whole = build(of, model, left) if left else None
     if whole is None:
         return
@@ -189,7 +173,8 @@ def measure_model(of: Run, model: Model, names: list[str]) -> None:
         if ours and reference is None and name not in baselines:
             reference = measure_group(of, model, whole, ids, [name], None, note)
     if ours:
-        measure_group(of, model, whole, ids, [*([reference.name] if reference else []), *ours], reference, note)
+        of.sheet.keep()
+        measure_group(of, model, whole, ids, ours, reference, note)
 
 
 def bytes_of(whole: nn.Module) -> int:
@@ -201,36 +186,35 @@ def bytes_of(whole: nn.Module) -> int:
 def measure_group(
     of: Run, model: Model, whole: nn.Module, ids: Tensor, names: list[str], reference: Reference | None, note: str
 ) -> Reference | None:
-    """Checks the variants, then times those that are right, and returns the reference: the first that ran, if none is given."""
+    """Checks the variants, then times those that are right, beside the reference if there is one. Returns it, or else the first
+    that ran."""
     rows, runners, seconds = {}, {}, {}
+    if reference:
+        name = reference.name
+        rows[name], runners[name], seconds[name] = of.row(model, name, note=note), reference.runner, reference.seconds
     for name in names:
         row = of.row(model, name, note=note)
-        if reference and name == reference.name:
-            rows[name], runners[name], seconds[name] = row, reference.runner, reference.seconds
-            continue
         if of.left() < (2.5 * reference.seconds if reference else 0):
-            row.status, row.note = "dropped", OVER
-            of.emit(row)
+            of.dropped(row)
             continue
         hangs = HANGS + (COMPILES if name == variants.COMPILE else 0)
-        watch = measure.watched([row], of.emit, hangs) if of.kind == "cuda" else contextlib.nullcontext()
+        watch = measure.watched([row], of.sheet, hangs) if of.kind == "cuda" else contextlib.nullcontext()
         try:
             with watch:
                 runner = variants.variants(of.kind)[name](whole, ids)
                 result = result_of(runner, whole, ids)
                 row.add_note(runner.check_fused())
                 if reference and not compared(row, result, reference, of.dtype):
-                    of.emit(row)
+                    of.sheet(row)
                     continue
-                seconds[name] = weighed(
-                    row, runner, whole, ids, of.device, reference is not None and reference.seconds > LONG
-                )
+                long = reference is not None and reference.seconds > LONG
+                seconds[name] = weighed(row, runner, whole, ids, of.device, long)
         except Exception as error:  # whatever a variant raises is its result, and the others still run
             of.failed(row, error)
             continue
         rows[name], runners[name] = row, runner
         reference = reference or Reference(name, runner, result, seconds[name])
-        of.emit(dataclasses.replace(row, status="checked"))
+        of.sheet(dataclasses.replace(row, status="checked"))
     time_group(of, rows, runners, seconds, ids)
     return reference
 
@@ -251,31 +235,17 @@ def weighed(row: Row, runner: Runner, whole: nn.Module, ids: Tensor, device: tor
 def time_group(
     of: Run, rows: dict[str, Row], runners: dict[str, Runner], seconds: dict[str, float], ids: Tensor
 ) -> None:
-    """Times the variants in turns, and emits their rows. seconds: of a step of each."""
+    """Times the variants in turns, and writes their rows. seconds: of a step of each."""
+    if max(seconds.values(), default=0.0) > LONG:
+        eager = [1e3 * seconds[EAGER]] if EAGER in seconds else None
+        for name, row in rows.items():
+            measure.add_times(row, [1e3 * seconds[name]], eager)
+            of.sheet(row)
+        return
     steps = {name: functools.partial(_step, runner, ids) for name, runner in runners.items()}
     cuda, most = of.kind == "cuda", max(0.0, min(ROUNDS_SECONDS[of.kind], of.left()))
     rounds = max(ROUNDS[0], min(ROUNDS[1], int(most / max(sum(seconds.values()), 1e-3))))
-    errors: dict[str, str] = {}
-    if max(seconds.values(), default=0.0) > LONG:
-        times = {name: [1e3 * took] for name, took in seconds.items()}
-    else:
-        clock = measure.cuda_clock if cuda else measure.cpu_clock
-        watch = measure.watched([*rows.values()], of.emit, HANGS) if cuda else contextlib.nullcontext()
-        try:
-            with watch:
-                times, errors = measure.interleaved(steps, clock, rounds, most, cuda)
-        except Exception as error:  # the device's own, from a kernel of whichever variant
-            times, errors = {}, dict.fromkeys(steps, measure.LOST + measure.one_line(error))
-    for name, row in rows.items():
-        if name in errors:
-            row.status, row.note = "failed", errors[name]
-        else:
-            row.ms, row.p20_ms, row.p80_ms = measure.spread(times[name])
-            row.rounds = len(times[name])
-            row.ratio = row.ms / statistics.median(times[EAGER]) if EAGER in times else None
-        of.emit(row)
-    if any(text.startswith(measure.LOST) for text in errors.values()):
-        raise measure.GpuLost(next(iter(errors.values())))
+    measure.time_rows(rows, steps, measure.cuda_clock if cuda else measure.cpu_clock, rounds, most, of.sheet, cuda)
 
 
 def _step(runner: Runner, ids: Tensor, index: int) -> None:
@@ -295,7 +265,7 @@ def measure_longest(of: Run, model: Model, parts: int) -> None:
     end = time.monotonic() + max(0.0, of.left()) / parts
     left = []
     for name in longest_first(of.kind):
-        row = of.sheet.rows.get((model.case, name), {})
+        row = of.sheet.rows.get((model.name, name), {})
         if (row.get("status") == "ok" or row.get("note") == OUT_OF_MEMORY) and not row.get("longest"):
             left.append(name)
     whole = build(of, model, []) if left else None
@@ -303,20 +273,19 @@ def measure_longest(of: Run, model: Model, parts: int) -> None:
         return
     for place, name in enumerate(left):
         share = time.monotonic() + max(0.0, end - time.monotonic()) / (len(left) - place)
-        row = row_of(of.sheet.rows[model.case, name])
+        key, longest = (model.name, name), None
         try:
             of.tidy()
             runner = variants.variants(of.kind)[name](whole, model.ids(of.device, 1, MULTIPLE[of.kind]))
-            row.longest, note = longest_of(of, model, runner, share)
+            longest, note = longest_of(of, model, runner, share)
         except Exception as error:  # whatever a variant raises is its result, and the others still run
             note = f"longest: {measure.one_line(error)}"
             if of.kind == "cuda":
-                measure.raise_if_lost([], of.emit)
+                measure.raise_if_lost([], of.sheet)
             if name.startswith("ckptkern"):
-                of.bad.append(f"{model.case} {name}: {note}")
-        row.add_note(note)
-        of.sheet(row)
-        run.say(f"  {name:30} longest  {row.longest or 'unknown'}: {note}")
+                of.sheet.bad[key] = note
+        of.sheet.update(key, longest=longest, note="; ".join(filter(None, (of.sheet.rows[key]["note"], note))))
+        run.say(f"  {name:30} longest  {longest or 'unknown'}: {note}")
 
 
 def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[int | None, str]:
@@ -341,49 +310,24 @@ def longest_of(of: Run, model: Model, runner: Runner, deadline: float) -> tuple[
         took[:] = time.monotonic() - begin, size
         return tried[size]
 
-    def largest() -> int | None:
-        return max((size for size, peak in tried.items() if peak <= budget), default=None)
-
-    def line() -> int:
-        return int(crossing(tried, largest(), budget)) // multiple * multiple
+    def at_least(why: str) -> tuple[int | None, str]:
+        tokens = max((size for size, peak in tried.items() if peak <= budget), default=None)
+        line = int(crossing(tried, tokens, budget)) // multiple * multiple if tokens else 0
+        return tokens, f"{end}: at least, because {why}" + (
+            f"; the line through the peaks ends at {line:,}" if line else ""
+        )
 
     end = f"longest within {format_size(budget)}"
     try:
         tokens, _ = search(peak_of, budget, multiple, 2 * multiple, model.limit)
-        if tokens + max(multiple, tokens // CLOSE) > model.limit:
-            end += f": at least, because the search ends there; the line through the peaks ends at {line():,}"
-        return tokens, end
     except BudgetError:
         return None, f"{end}: none, because {2 * multiple:,} tokens take more"
     except Spent:
-        end += ": at least, because the seconds of the search were over"
-        return largest(), end if largest() is None else f"{end}; the line through the peaks ends at {line():,}"
-
-
-def row_of(cells: dict[str, object]) -> Row:
-    """Reads a Row from a line of results.csv."""
-    kinds = {"int | None": int, "float | None": float}
-    values = {
-        field.name: None if cells.get(field.name) in ("", None) else kinds[field.type](cells[field.name])
-        for field in dataclasses.fields(Row)
-        if field.type in kinds
-    }
-    return Row(**{field.name: cells.get(field.name) or "" for field in dataclasses.fields(Row)} | values)
+        return at_least("the seconds of the search were over")
+    return at_least("the search ends there") if tokens + max(multiple, tokens // CLOSE) > model.limit else (tokens, end)
 
 
 # -- the program ------------------------------------------------------------------------------------------------------
-
-
-def selected(pattern: str, kind: str) -> list[Model]:
-    """Returns the models whose case matches the regular expression. Raises ValueError where none does."""
-    try:
-        matches = re.compile(pattern.replace(",", "|")).search
-    except re.error as error:
-        raise ValueError(f"--only {pattern!r} is not a regular expression: {error}") from error
-    every = variants.models(kind)
-    if not (models := [model for model in every if matches(model.case)]):
-        raise ValueError(f"--only {pattern!r} matches none of {', '.join(model.case for model in every)}")
-    return models
 
 
 def eager_of(model: Model, kind: str) -> list[str]:
@@ -391,43 +335,41 @@ def eager_of(model: Model, kind: str) -> list[str]:
     return list(model.only) or [name for name in variants.variants(kind) if name != variants.COMPILE]
 
 
-def measure_all(of: Run, models: list[Model], compiled: list[str]) -> None:
-    """Measures everything, in order of value. compiled: the name of torch.compile's variant, if it is measured."""
+def measure_all(of: Run, models: list[Model]) -> None:
+    """Measures everything, in order of value; torch.compile on a GPU alone."""
     for model in models:
-        for row in variants.rows_of_published(model, of.kind):
-            of.sheet(row)
+        for figure in model.figures:
+            of.sheet(dataclasses.replace(measure.row_of_figure(model.name, of.kind, figure), tokens=model.tokens))
     quick = [model for model in models if not model.only]
-    compile_it = functools.partial(measure_model, names=compiled)
-    jobs = [(model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in quick]
-    long = [model for model in quick if model.limit]
-    jobs += [  # one part of the time is for what comes after them
-        (model, functools.partial(measure_longest, parts=len(long) + 1 - n)) for n, model in enumerate(long)
+    searched = [model for model in quick if model.limit]
+    compiled = [variants.COMPILE] if of.kind == "cuda" else []
+
+    def jobs(group: list[Model]) -> list:
+        return [(model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in group]
+
+    def compiling(group: list[Model]) -> list:
+        return [(model, functools.partial(measure_model, names=compiled)) for model in group]
+
+    longest = [  # one part of the time is for what comes after them
+        (model, functools.partial(measure_longest, parts=len(searched) + 1 - n)) for n, model in enumerate(searched)
     ]
-    jobs += [(model, compile_it) for model in quick[:1]]
-    jobs += [
-        (model, functools.partial(measure_model, names=eager_of(model, of.kind))) for model in models if model.only
-    ]
-    jobs += [(model, compile_it) for model in quick[1:]]
-    for place, (model, job) in enumerate(jobs, 1):
-        run.say(f"[{place}/{len(jobs)}] {model.case}, {max(0.0, of.left()):.0f} s left")
+    slow = [model for model in models if model.only]
+    every = [*jobs(quick), *longest, *compiling(quick[:1]), *jobs(slow), *compiling(quick[1:])]
+    for place, (model, job) in enumerate(every, 1):
+        run.say(f"[{place}/{len(every)}] {model.name}, {max(0.0, of.left()):.0f} s left")
         job(of, model)
         of.tidy()
 
 
-def opened(out: Path, device: torch.device, resume: bool, models: list[Model]) -> run.Sheet:
-    """Opens the sheet, with the rows that are there: of other programs, and with resume those of these models. Raises
-    ValueError if they were measured on another device, torch or triton."""
+def opened(out: Path, device: torch.device) -> run.Sheet:
+    """Opens the sheet, with the rows that are there. Raises ValueError if they were measured on another device, torch or
+    triton."""
     environment = {"device": run.device_name(device), **run.environment(device)}
-    path, ours = out / "results.csv", {model.case for model in models}
-    standing = []
-    if path.exists():
-        run.earlier_rows(out, compare.setting_of(environment))
-        with path.open(newline="") as file:
-            standing = [row for row in csv.DictReader(file) if resume or row["case"] not in ours]
+    standing = run.earlier_rows(out, compare.setting_of(environment))
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "env.json").exists():
         (out / "env.json").write_text(json.dumps(environment, indent=2) + "\n")
-    return run.Sheet(path, standing, environment["commit"])
+    return run.Sheet(out / "results.csv", standing, environment["commit"])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -436,17 +378,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument("--out", type=Path, metavar="DIR", help="has results.csv, whose other rows stay")
+    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="has results.csv, whose rows stay")
     options.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: %(default)s)")
     options.add_argument("--only", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     options.add_argument(
-        "--seconds", type=float, metavar="S", help="after which nothing new begins (default: 500; CPU: 200)"
+        "--seconds", type=float, default=500.0, metavar="S", help="after which nothing new begins (default: 500)"
     )
-    options.add_argument("--resume", action="store_true", help="measure only what DIR lacks")
-    options.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
-    )
-    options.add_argument("--list", action="store_true", help="print the cases and their variants, and measure nothing")
     return options
 
 
@@ -454,37 +391,25 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if all of ours were right and ran, 1 if not or interrupted, 2 for arguments that make no sense, run.UNFINISHED
     if the seconds were over before all was measured, measure.LOST_STATUS if another process has to go on."""
     args = parser().parse_args(arguments)
-    kind = args.device
-    compiled = [variants.COMPILE] if (kind == "cuda" if args.compile is None else args.compile) else []
     try:
-        models = selected(args.only, kind)
-        if args.list:
-            for model in models:
-                print(f"{model.case:40} {'; '.join(eager_of(model, kind) + compiled * (not model.only))}")
-            return 0
-        if args.out is None:
-            raise ValueError("--out is missing: name a folder")
-        if kind == "cuda" and not torch.cuda.is_available():
+        models = run.select("--only", args.only, variants.models(args.device))
+        if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device: torch sees no CUDA device: pass --device cpu for small models")
         if hint := missing("transformers"):
             raise ValueError(hint)
-        device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
-        sheet = opened(args.out, device, args.resume, models)
+        device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
+        sheet = opened(args.out, device)
     except ValueError as error:
         run.say(f"models: {error}")
         return 2
-    seconds = SECONDS[kind] if args.seconds is None else args.seconds
-    of = Run(sheet, device, time.monotonic() + seconds)
     try:
-        measure_all(of, models, compiled)
+        measure_all(Run(sheet, device, time.monotonic() + args.seconds), models)
     except KeyboardInterrupt:  # also of a time limit from outside
-        of.bad.append("interrupted; --resume measures what is missing")
+        sheet.bad["", ""] = run.INTERRUPTED
     except measure.GpuLost as error:
-        run.say(f"{error}: --resume goes on with the other variants, in another process")
+        run.say(f"{error}: the next run goes on with the other variants")
         return measure.LOST_STATUS
-    for line in of.bad:
-        run.say(f"NOT RIGHT: {line}")
-    return 1 if of.bad else run.UNFINISHED if of.late else 0
+    return sheet.end({model.name for model in models})
 
 
 if __name__ == "__main__":

@@ -39,22 +39,21 @@ from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 TOOLS = ("memcheck", "racecheck")
 CASE, LAUNCH, END = "case ", "launch ", "all launched"
 FOLDER = "/usr/local/cuda/bin"
-KERNEL = re.compile(r"\b_\w+_kernel\b")
 NO_KERNEL = "no kernel"
 # The first line of a report. Its details are indented, and what follows from others, or sums up, is none.
 REPORT = re.compile(r"={8,} (?=\S)(?!COMPUTE-SANITIZER|\w+ SUMMARY|and |Target application|Error: process didn't)(.*)")
 DETAIL = re.compile(r"={8,}\s{2,}(\S.*)")
-Reports = dict[tuple[str, str], list[str]]  # (kernel, case) -> the first lines of its reports
+Reports = dict[tuple[str, str], list[str]]  # (kernel, case) -> its reports, each with its first detail
 
 
 def attributed(log: str) -> tuple[Reports, tuple[str, str] | None]:
     """Reads a log: the reports of every launch, none where it is clean, and the launch that had not ended, if any.
 
-    A report is about the kernel that it names, else about the launch before it. Launches are announced by `CASE` and `LAUNCH`
-    lines, the next one after the last one has ended.
+    A report is about the launch before it: launches are announced by `CASE` and `LAUNCH` lines, the next one after the last one
+    has ended.
     """
     found: Reports = {}
-    case, kernel, reports = "", "", []
+    case, ended, kernel, has_detail = "", "", "", True
     for line in log.splitlines():
         if line.startswith(CASE):
             case, kernel = line.removeprefix(CASE), NO_KERNEL
@@ -62,14 +61,13 @@ def attributed(log: str) -> tuple[Reports, tuple[str, str] | None]:
             kernel = line.removeprefix(LAUNCH)
             found.setdefault((kernel, case), [])
         elif line == END:
-            case = ""
+            ended, case = case, ""
         elif header := REPORT.match(line):
-            reports.append([(kernel, case), header[1]])
-        elif (detail := DETAIL.match(line)) and reports and not KERNEL.search(reports[-1][1]):
-            reports[-1][1] += f" {detail[1]}"
-    for (launched, of_case), text in reports:
-        name = KERNEL.search(text)
-        found.setdefault((name[0] if name else launched or NO_KERNEL, of_case), []).append(text)
+            found.setdefault((kernel or NO_KERNEL, case or ended), []).append(header[1])
+            has_detail = False
+        elif (detail := DETAIL.match(line)) and not has_detail:
+            found[kernel or NO_KERNEL, case or ended][-1] += f" {detail[1]}"
+            has_detail = True
     return found, (kernel, case) if case else None
 
 
@@ -131,9 +129,6 @@ def lines_of(tool: str, reports: Reports, left: list[str]) -> list[str]:
 
 def watch(cases: Sequence[str], device: str, seconds: float) -> int:
     """Runs both tools side by side. Returns 1 if a kernel has reports or a tool did not run."""
-    if device == "cpu":
-        print("compute-sanitizer is left out: no GPU")
-        return 0
     executable = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), FOLDER]))
     if executable is None:
         print(f"compute-sanitizer is neither on PATH nor in {FOLDER}: install the CUDA toolkit")

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,39 +19,29 @@ from torch import Tensor, nn
 import ckptkern
 from ckptkern import Frozen
 from ckptkern.benchmarks.baselines import keep_largest_tiles
-from ckptkern.benchmarks.cases import COMPILED, EAGER
-from ckptkern.benchmarks.measure import Row
+from ckptkern.benchmarks.cases import COMPILED, EAGER, Figure
+from ckptkern.benchmarks.measure import OUT_OF_MEMORY
 from ckptkern.benchmarks.own import shared
 from ckptkern.conversion import Conversion
 from ckptkern.extras import missing
 from ckptkern.memory import format_size
 
 from ..dev.frontier import checkpointed, chunked_loss, whole_loss, with_gradients
-from ..dev.qlora import TARGETS, to_nf4
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WORKSPACE = {"cuda": 256 * 2**20, "cpu": 256 * 2**10}  # the small one, in bytes
-OUT_OF_MEMORY = "out of memory"
 CHUNK = 1024  # tokens of which the chunked loss has logits at a time
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of LoRA
 MXFP4_SCALE = 120  # 2 ** (120 - 127): random codes of MXFP4 are then weights of a standard deviation of 0.02
 MXFP4 = "MXFP4 in place of NF4, because bitsandbytes is not installed"
-
-
-class Published(NamedTuple):
-    """A figure of others. gigabytes: as they report it; None: out of memory."""
-
-    variant: str
-    tokens_per_second: float | None
-    gigabytes: float | None
-    source: str
 
 
 class Model(NamedTuple):
     """A model and a step. shape: of a configuration of transformers; adapters: LoRA of `rank` on all linear layers of the
     layers, whose weights are frozen, and with `quantised` in 4 bits; limit: of the longest sequence that is looked for, 0 if
-    none is; only: the variants that are measured, all if it is empty."""
+    none is; only: the variants that are measured, all if it is empty; figures: what others published."""
 
-    name: str
+    title: str
     kind: str
     shape: dict[str, Any]
     batch: int
@@ -60,11 +50,11 @@ class Model(NamedTuple):
     quantised: bool = False
     limit: int = 0
     only: tuple[str, ...] = ()
-    published: tuple[Published, ...] = ()
+    figures: tuple[Figure, ...] = ()
 
     @property
-    def case(self) -> str:
-        return f"model/{self.name}/{self.batch}x{self.length}"
+    def name(self) -> str:
+        return f"model/{self.title}/{self.batch}x{self.length}"
 
     @property
     def tokens(self) -> int:
@@ -93,6 +83,24 @@ def build(model: Model, device: torch.device, dtype: torch.dtype) -> nn.Module:
         if model.rank is not None:
             whole = with_lora(whole, model.rank, dtype)
     return with_gradients(whole)
+
+
+def to_nf4(model: nn.Module) -> nn.Module:
+    """Quantises the linear layers of the model's layers in place, and returns the model."""
+    import bitsandbytes
+
+    for path, linear in list(model.model.layers.named_modules()):
+        if isinstance(linear, nn.Linear) and path.endswith("proj"):
+            weight = linear.weight.data
+            with torch.device("meta"):
+                quantised = bitsandbytes.nn.Linear4bit(
+                    linear.in_features, linear.out_features, False, compute_dtype=weight.dtype, quant_type="nf4"
+                )
+            nf4 = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+            quantised.weight = nf4.to(weight.device)
+            model.model.layers.set_submodule(path, quantised)
+    model.is_loaded_in_4bit = True
+    return model
 
 
 def to_mxfp4(model: nn.Module) -> nn.Module:
@@ -259,11 +267,15 @@ AXOLOTL = (
 )
 
 
-def _qlora(length: int, fa2: tuple[float, float] | None, unsloth: tuple[float, float]) -> tuple[Published, ...]:
-    return (
-        Published("published: FlashAttention-2, A100 40 GB", *(fa2 or (None, None)), A100),
-        Published("published: Unsloth, A100 40 GB", *unsloth, A100),
-    )
+def _figure(variant: str, source: str, tokens: int, per_second: float, gigabytes: float) -> Figure:
+    return Figure(f"published: {variant}", source, 1e3 * tokens / per_second, 1e9 * gigabytes)
+
+
+def _qlora(length: int, unsloth: tuple[float, float], *figures: Figure, only: tuple[str, ...]) -> Model:
+    """unsloth: tokens a second and GB; figures: of FlashAttention-2, which has no memory for more than 32,768 tokens."""
+    no_memory = Figure("published: FlashAttention-2, A100 40 GB", A100, note=OUT_OF_MEMORY)
+    others = *(figures or [no_memory]), _figure("Unsloth, A100 40 GB", A100, length, *unsloth)
+    return Model("llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, length, 8, True, only=only, figures=others)
 
 
 LLAMA_8B = dict(
@@ -292,28 +304,28 @@ ON_GPU = (
     Model("llama-1b", "llama", LLAMA_1B, 4, 2048, limit=131072),
     Model("llama-8b", "llama", LLAMA_8B, 1, 4096, limit=65536),
     Model(
-        "qwen3-8b", "qwen3", QWEN3_8B, 1, 8192,
-        published=(
-            Published("published: gradient checkpointing", 3059.4, 17.16, AXOLOTL),
-            Published("published: offloaded checkpoints", 3072.9, 17.09, AXOLOTL),
-            Published("published: ALST", 2887.6, 17.22, AXOLOTL),
+        "qwen3-8b",
+        "qwen3",
+        QWEN3_8B,
+        1,
+        8192,
+        figures=(
+            _figure("gradient checkpointing", AXOLOTL, 8192, 3059.4, 17.16),
+            _figure("offloaded checkpoints", AXOLOTL, 8192, 3072.9, 17.09),
+            _figure("ALST", AXOLOTL, 8192, 2887.6, 17.22),
         ),
     ),
     Model("qwen3-30b-a3b-2-layers", "qwen3_moe", QWEN3_30B_LAYERS, 1, 8192),
     Model("llama-8b-lora", "llama", LLAMA_8B, 1, 8192, 16),
-    Model(
-        "llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, 32768, 8, True, only=(CHECKPOINTING, DEFAULT, *FIGURES),
-        published=_qlora(32768, (2216, 32), (2456, 16)),
+    _qlora(
+        32768,
+        (2456, 16),
+        _figure("FlashAttention-2, A100 40 GB", A100, 32768, 2216, 32),
+        only=(CHECKPOINTING, DEFAULT, *FIGURES),
     ),
-    Model(
-        "llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, 65536, 8, True, only=FIGURES,
-        published=_qlora(65536, None, (1820, 25)),
-    ),
-    Model(
-        "llama-2-7b-qlora", "llama", LLAMA_2_7B, 1, 100000, 8, True, only=FIGURES,
-        published=_qlora(100000, None, (1202, 37)),
-    ),
-)  # fmt: skip
+    _qlora(65536, (1820, 25), only=FIGURES),
+    _qlora(100000, (1202, 37), only=FIGURES),
+)
 
 
 def small(model: Model) -> Model:
@@ -327,8 +339,8 @@ def small(model: Model) -> Model:
     if "num_experts" in shape:
         shape |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     length = 256 // model.batch
-    limit = min(model.limit, 1024)
-    return model._replace(name=f"{model.name}-small", shape=shape, length=length, limit=limit, only=(), published=())
+    title, limit = f"{model.title}-small", min(model.limit, 1024)
+    return model._replace(title=title, shape=shape, length=length, limit=limit, only=(), figures=())
 
 
 def models(kind: str) -> tuple[Model, ...]:
@@ -337,14 +349,3 @@ def models(kind: str) -> tuple[Model, ...]:
         return ON_GPU
     first = {(model.kind, model.rank, model.quantised): small(model) for model in reversed(ON_GPU)}
     return tuple(reversed(first.values()))
-
-
-def rows_of_published(model: Model, kind: str) -> Iterator[Row]:
-    """Returns the figures of others, with the time of our tokens at their tokens a second."""
-    for one in model.published:
-        ms = one.tokens_per_second and 1e3 * model.tokens / one.tokens_per_second
-        size = None if one.gigabytes is None else int(1e9 * one.gigabytes)
-        yield Row(
-            model.case, one.variant, kind, "", "published", ms=ms, p20_ms=ms, p80_ms=ms, peak_bytes=size,
-            tokens=model.tokens, source=one.source, note="" if ms else OUT_OF_MEMORY,
-        )  # fmt: skip

@@ -24,10 +24,8 @@ from .reading import (
     Norm,
     Part,
     Probability,
-    Rows,
     Steps,
     Table,
-    Update,
     Weight,
     in_training,
     updates,
@@ -106,8 +104,7 @@ def of_core(
     """The arguments that say how core attention and the output projection compute. factor: of q and k beside the core's own;
     after: the dropouts behind the branch; sliced: see `_mask`."""
     arguments = {
-        "out_weight": out.weight,
-        "out_bias": out.bias,
+        **out.named("out"),
         "is_causal": core.is_causal,
         "scale": core.scale * factor,
         "dropout_p": core.dropout_p,
@@ -214,26 +211,20 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
             raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
-        arguments = {"qkv_weight": layers[0].weight, "qkv_bias": layers[0].bias, **updates(qkv=layers[0], out=out)}
+        arguments = layers[0].named("qkv") | updates(qkv=layers[0], out=out)
         choices = [[{}, {"qkv_layout": "heads"}]]
         return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
-    weights: list[Weight | Rows] = [one.weight for one in layers]
-    biases: list[Weight | Rows | None] = [one.bias for one in layers]
-    updated: list[Update | None] = [one.update for one in layers]
     if nodes[1] is nodes[2]:  # q, and k with v
-        for i in (1, 2):
-            weights[i] = Rows(layers[1].weight, i - 1, 2)
-            biases[i] = layers[1].bias and Rows(layers[1].bias, i - 1, 2)
-            updated[i] = layers[1].update and layers[1].update.rows(i - 1, 2)
-    k_rows = layers[1].out_features // (2 if nodes[1] is nodes[2] else 1)
+        layers[1:] = layers[1].rows(0, 2), layers[1].rows(1, 2)
+    biases = [one.bias for one in layers]
     arguments = {
-        "qkv_weight": weights,
+        "qkv_weight": [one.weight for one in layers],
         "qkv_bias": biases if any(b is not None for b in biases) else None,
         "num_heads": rows // D,
-        "num_kv_heads": k_rows // D,
+        "num_kv_heads": layers[1].out_features // D,
         **crossing,
         **gated,
-        **updates(**dict(zip("qkv", updated, strict=True)), out=out),
+        **updates(**dict(zip("qkv", layers, strict=True)), out=out),
     }
     return arguments, x, []
 
@@ -249,7 +240,7 @@ def _gate(steps: Steps, gate: Node | None, query: Node, x: Node) -> dict[str, An
         raise Unreadable("a low-rank update of an output gate")
     if steps.strip(layer.input) is not x:
         raise Unreadable("an output gate of another tensor than q's projection reads")
-    return {"gate_weight": layer.weight, "gate_bias": layer.bias}
+    return layer.named("gate")
 
 
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
@@ -523,7 +514,7 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node) -> tuple[
         raise Unreadable("latent attention with low-rank updates")
     found: dict[str, Any] = {}
     for name, layer in layers.items():
-        found |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
+        found |= layer.named(name)
     used = {name: norm for name, norm in norms.items() if norm is not None}
     if any(norm.kind != "rms" or norm.bias is not None for norm in used.values()):
         raise Unreadable("a norm of a latent that is not an RMS norm")

@@ -58,21 +58,21 @@ class Original:
     """One call of an original forward, which runs when the first of its other results is read."""
 
     def __init__(self, forward: Callable[[], object], module: nn.Module, flat: list[Any]):
-        self.forward, self.results = forward, None
+        self.forward, self.made = forward, []
         self.reads = [
             one for one in (*module.parameters(), *flat) if isinstance(one, Tensor) and not one.is_inference()
         ]
         self.versions = [one._version for one in self.reads]
 
     def leaf(self, at: int) -> Tensor:
-        if self.results is None:
+        if not self.made:
             if [one._version for one in self.reads] != self.versions:
                 raise RuntimeError(
                     "convert: attention's probabilities are computed when they are read, but a parameter or an argument of "
                     "their layer has changed since the call; read them before the optimizer's step"
                 )
-            self.results = tree_flatten(self.forward())[0]
-        return self.results[at]
+            self.made = tree_flatten(self.forward())[0]
+        return self.made[at]
 
 
 class Unread(Tensor):

@@ -72,9 +72,12 @@ def check_keywords(op: str, function: Callable, model: nn.Module, kwargs: dict[s
         names |= {name for one in typing.get_args(hint) for name in getattr(one, "__annotations__", ())}
         for module in model.modules():
             names |= keywords_of(parameters_of(module))
-        config, unknown = getattr(model, "config", None), [name for name in unknown if name not in names]
-        unknown = [name for name in unknown if not hasattr(config, name)]
-        unknown = [name for name in unknown if not any(isinstance(one, Tensor) for one in leaves_of(kwargs[name]))]
+        config = getattr(model, "config", None)
+        unknown = [
+            name
+            for name in unknown
+            if not (name in names or hasattr(config, name) or any(map(torch.is_tensor, leaves_of(kwargs[name]))))
+        ]
     if unknown:
         options = inspect.signature(function).parameters
         meant = difflib.get_close_matches(unknown[0], [name for name in options if name not in ("model", *kwargs)], 1)

@@ -301,8 +301,9 @@ class _Conversion:
                     if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
                         put()
                         inside = set(cut.part.modules())
-                        changed |= {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
-                        within = {names[module], *(names[m] for m in (*inside, *changed) if m in names)}
+                        replaced = {m for m in before if m in inside or not inside.isdisjoint(m.modules())}
+                        changed |= replaced
+                        within = {names[module], *(names[m] for m in (*inside, *replaced) if m in names)}
                         self.rows = [one for one in self.rows if one.name not in within]
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .attention import read_attention, read_latent
 from .computed import Computed
 from .moe import prefixed
-from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Probability, Reading, Rows, Steps, updates
+from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Probability, Reading, Steps, updates
 from .trace import Node, Unreadable, trace
 
 # of the MoE blocks in a module: as it was checked, or why it is no moe_block
@@ -53,15 +53,14 @@ class Grammar(Steps):
         down = self.linear(down_node, "the branch's end")
         h = self.strip(down.input, hidden)
         arguments = {
-            "down_weight": down.weight,
-            "down_bias": down.bias,
+            **down.named("down"),
             "dropout_p": self.probability(hidden),
             "resid_dropout_p": self.probability(after),
         }
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(self.strip(z), "what the activation reads")
-            arguments |= {"activation": activation, "up_weight": up.weight, "up_bias": up.bias}
+            arguments |= {"activation": activation} | up.named("up")
             return Part(arguments | updates(up=up, down=down), up.input)
         if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
             return self.gated(h, arguments, down)
@@ -78,28 +77,16 @@ class Grammar(Steps):
             gate_node = self.strip(z)
             gate_layer = self.linear(gate_node, "what the activation reads")
             arguments = arguments | {"activation": activation}
+            pairs = [(gate_layer, up_layer)]
             if gate_node is up:  # one weight for both
-                w, b, update = up_layer.weight, up_layer.bias, up_layer.update
-                orders = [
-                    {
-                        "gate_weight": Rows(w, i, 2),
-                        "gate_bias": b and Rows(b, i, 2),
-                        "up_weight": Rows(w, 1 - i, 2),
-                        "up_bias": b and Rows(b, 1 - i, 2),
-                        **updates(gate=update and update.rows(i, 2), up=update and update.rows(1 - i, 2), down=down),
-                    }
-                    for i in (0, 1)
-                ]
-                return Part(arguments | orders[0], up_layer.input, [orders])
-            if self.strip(gate_layer.input) is self.strip(up_layer.input):
-                weights = {
-                    "gate_weight": gate_layer.weight,
-                    "gate_bias": gate_layer.bias,
-                    "up_weight": up_layer.weight,
-                    "up_bias": up_layer.bias,
-                    **updates(gate=gate_layer, up=up_layer, down=down),
-                }
-                return Part(arguments | weights, up_layer.input)
+                halves = up_layer.rows(0, 2), up_layer.rows(1, 2)
+                pairs = [halves, halves[::-1]]
+            elif self.strip(gate_layer.input) is not self.strip(up_layer.input):
+                continue
+            orders = [
+                one.named("gate") | other.named("up") | updates(gate=one, up=other, down=down) for one, other in pairs
+            ]
+            return Part(arguments | orders[0], up_layer.input, [orders] if gate_node is up else [])
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:

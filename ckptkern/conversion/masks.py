@@ -201,6 +201,10 @@ def _takes_padding(model: nn.Module) -> bool:
     return "sliding_window=" in source and own <= {window, None}
 
 
+def _implementation(config: Any) -> str | None:
+    return getattr(config, ATTRIBUTE, None)
+
+
 def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(model, configuration) of transformers' models in it."""
     transformers = sys.modules.get("transformers.modeling_utils")
@@ -212,9 +216,7 @@ def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 def adopt(model: nn.Module) -> bool:
     """Gives transformers' models in it the implementation NAME, if they have the one that it replaces. Has any got it?"""
     found = [
-        config
-        for m, config in _configurations(model)
-        if getattr(config, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)
+        config for m, config in _configurations(model) if _implementation(config) == _replaced(m) and _takes_padding(m)
     ]
     if found:
         register()
@@ -227,7 +229,7 @@ def open_up(model: nn.Module) -> None:
     """Gives the outermost models with the implementation NAME a forward that lets no mask be made where there is none."""
     inner: set[int] = set()
     for m, config in _configurations(model):  # the outermost first
-        if id(m) not in inner and getattr(config, ATTRIBUTE, None) == NAME:
+        if id(m) not in inner and _implementation(config) == NAME:
             inner.update(map(id, m.modules()))
             if {"attention_mask", "position_ids"} <= inspect.signature(type(m).forward).parameters.keys():
                 m.forward = Unpacked(m)
@@ -241,19 +243,19 @@ def give_back(model: nn.Module) -> None:
             del m.forward
             if forward.previous is not None:
                 m.forward = forward.previous
-        if getattr(config, ATTRIBUTE, None) == NAME:
+        if _implementation(config) == NAME:
             config._attn_implementation_internal = _replaced(m)
 
 
 def adopted(model: nn.Module) -> list[Any]:
     """Returns the configurations of transformers' models in it that have the implementation NAME."""
-    return [config for _, config in _configurations(model) if getattr(config, ATTRIBUTE, None) == NAME]
+    return [config for _, config in _configurations(model) if _implementation(config) == NAME]
 
 
 def is_adopted(module: nn.Module) -> bool:
     """Does an attention layer in it get padding masks [B, S]?"""
     configs = (getattr(m, "config", None) for m in module.modules())
-    return any(getattr(config, ATTRIBUTE, None) == NAME for config in configs)
+    return any(_implementation(config) == NAME for config in configs)
 
 
 def register() -> None:

@@ -472,17 +472,25 @@ class Update(NamedTuple):
 class Layer(NamedTuple):
     """A linear layer where it is applied: what it reads, and its low-rank update."""
 
-    weight: Weight
-    bias: Weight | None
+    weight: Weight | Rows
+    bias: Weight | Rows | None
     out_features: int
     input: Node
     update: Update | None = None
 
+    def rows(self, part: int, count: int) -> Layer:
+        """One of `count` equal parts of its rows."""
+        bias, update = self.bias and Rows(self.bias, part, count), self.update and self.update.rows(part, count)
+        return Layer(Rows(self.weight, part, count), bias, self.out_features // count, self.input, update)
 
-def updates(**layers: Layer | Update | None) -> dict[str, Any]:
+    def named(self, name: str) -> dict[str, Any]:
+        """Its weight and bias as arguments of an op."""
+        return {f"{name}_weight": self.weight, f"{name}_bias": self.bias}
+
+
+def updates(**layers: Layer) -> dict[str, Any]:
     """The argument `lora` of an op, if any of these has an update."""
-    found = {name: one.update if isinstance(one, Layer) else one for name, one in layers.items()}
-    found = {name: update for name, update in found.items() if update is not None}
+    found = {name: layer.update for name, layer in layers.items() if layer.update is not None}
     return {"lora": found} if found else {}
 
 

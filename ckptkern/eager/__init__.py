@@ -56,15 +56,3 @@ from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bw
 from .norm import norm_bwd, norm_fwd
 from .rotary import heads_bwd, heads_fwd
 from .stack import pack_stack, stack_bwd, stack_fwd, stack_width
-
-__all__ = [
-    "ACTIVATIONS", "NO_DROPOUT", "AttentionCore", "Divergence", "Dropout", "Groups", "Head", "Model", "act",
-    "act_bwd", "act_fwd", "act_grad", "act_grad_of", "as_heads", "attention_reference", "attn_bwd",
-    "attn_delta", "attn_dmask", "attn_fwd", "attn_grads", "column_sum", "cross_entropy_bwd", "cross_entropy_fwd",
-    "cross_entropy_saved_bwd", "divergence_bwd", "divergence_fwd", "dropout", "empty_heads", "experts_act_grad",
-    "experts_bwd", "experts_combine", "experts_dw", "experts_fwd", "experts_gemm", "experts_hidden_grad", "experts_sums",
-    "flash_on_cpu", "gated_act_grad", "gated_bwd", "gated_fwd", "gated_hidden_grad", "gather_rows", "heads_bwd",
-    "heads_fwd", "hidden_grad", "linear", "linear_bwd", "linear_fwd", "mlp_bwd", "mm", "norm_bwd", "norm_fwd",
-    "pack_bits", "pack_stack", "readable", "reference_dropout", "relu_bits", "route", "sink_gradient", "slice_count",
-    "stack_bwd", "stack_fwd", "stack_width", "unpack_bits", "upcast_matmul", "upcasts", "wide_of", "with_sinks",
-]  # fmt: skip

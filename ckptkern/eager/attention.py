@@ -33,9 +33,6 @@ from .elementwise import where_keep
 from .fused_attention import flash_bwd, flash_fwd, flash_on_cpu, fused_attn_bwd, fused_attn_fwd
 from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_blocks, whole
 
-CACHE = (
-    2**24
-)  # bytes of a block on a CPU: more do not fit its cache, and take twice the time (2,048 tokens, one thread)
 FLOATS = 6  # that are alive for each score in backward, the most
 
 
@@ -132,9 +129,21 @@ def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
 
 
 def attn_grads(
-    q, k, v, do, o, lse, core: AttentionCore, *, delta=None, need_dq=True, need_dkv=True, dmask_shape=None, need_dslopes=False,
+    q,
+    k,
+    v,
+    do,
+    o,
+    lse,
+    core: AttentionCore,
+    *,
+    delta=None,
+    need_dq=True,
+    need_dkv=True,
+    dmask_shape=None,
+    need_dslopes=False,
     outs=(None, None, None),
-) -> tuple:  # fmt: skip
+) -> tuple:
     """(dq, dk, dv, dmask, dslopes): all gradients from o and lse in one pass over the scores; None for what is not needed.
 
     outs: tensors that dq, dk and dv are written to; torch's own kernels may make new ones instead. dmask_shape: of the mask
@@ -149,19 +158,15 @@ def attn_grads(
             return attn_grads(q, k, v, do, o, lse, own, need_dq=need_dq, need_dkv=need_dkv)[:3]
 
         made = each_sequence(one, core, (q, do, o, lse), (k, v), key_results=2)
-    elif not of_scores and flash_on_cpu(q, k, core) and not _is_far(lse):
+    # Where lse has lost log(sum) to rounding, probabilities, which flash attention's backward takes from it, are wrong by a
+    # factor: with large scores, and in a row that sees nothing but columns that a large finite number hides.
+    elif not of_scores and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
         made = flash_bwd(q, k, v, do, o, lse, core, outs)
     else:
         delta = attn_delta(o, do, core) if delta is None else delta
         return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, dmask_shape, need_dslopes, outs)
     needs = need_dq, need_dkv, need_dkv
     return *(grad if need else None for grad, need in zip(made, needs, strict=True)), None, None
-
-
-def _is_far(lse: Tensor) -> bool:
-    """Has lse lost log(sum) to rounding? Probabilities, which flash attention's backward takes from lse, are then wrong by a
-    factor: with large scores, and in a row that sees nothing but columns that a large finite number hides."""
-    return bool((lse.abs() > 2**10).any())
 
 
 def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmask_shape, need_dslopes, outs) -> tuple:

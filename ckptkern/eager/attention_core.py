@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..subclasses import own_dispatch
-from .elementwise import NO_DROPOUT, Dropout
+from .elementwise import NO_DROPOUT, Dropout, wide_of
 
 
 class AttentionCore(NamedTuple):
@@ -64,12 +64,12 @@ def heads_layout(x: Tensor) -> Tensor:
 
 
 def as_heads(x: Tensor) -> Tensor:
-    """As `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
+    """Lays x out as `heads_layout`, but never a view of another tensor: what an op returns must not depend on the backend."""
     return heads_layout(x) if x._base is None else empty_heads(x).copy_(x)
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+    return wide_of(x.dtype)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -253,9 +253,12 @@ def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tu
         left, right = core.window
         window = (None if left is None else left - below, None if right is None else right + below)
         own = core._replace(
-            cu_q=None, cu_k=None, window=window, plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
+            cu_q=None,
+            cu_k=None,
+            window=window,
+            plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
-        )  # fmt: skip
+        )
         results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))
     by_result = list(zip(*results, strict=True))
     first_key = len(by_result) - key_results

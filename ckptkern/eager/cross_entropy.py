@@ -121,11 +121,20 @@ def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
     if gradients.wz is not None:
         even = gradients.wz[:, None]
         dz += even if class_weight is None else even * class_weight
-    if head.softcap:
-        dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
-    if head.scale != 1.0:
-        dz.mul_(head.scale)
-    dz.masked_fill_((target == head.ignore_index)[:, None], 0)
+    return write_gradient(dz, u, head.softcap, head.scale, target == head.ignore_index, out, db)
+
+
+def write_gradient(
+    dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Tensor | None, out: Tensor, db: bool
+) -> Tensor | None:
+    """Writes to `out`, from the gradient dz of logits, that of the logits before softcap and scale, and zeros for ignored
+    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten."""
+    if softcap:
+        dz.mul_((u / softcap).tanh_().square_().neg_().add_(1))
+    if scale != 1.0:
+        dz.mul_(scale)
+    if ignored is not None:
+        dz.masked_fill_(ignored[:, None], 0)
     if dz is not out:
         out.copy_(dz)
     return dz.sum(0) if db else None

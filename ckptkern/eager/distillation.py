@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import Head, capped, target_columns, uncapped_logits
+from .cross_entropy import Head, capped, target_columns, uncapped_logits, write_gradient
 from .elementwise import wide_of
 
 
@@ -59,7 +59,7 @@ def log_probabilities(z: Tensor, model: Model, normalizer: Tensor) -> Tensor:
 
 
 def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
-    """In the student's wide type."""
+    """Returns the teacher's logits in the student's wide type."""
     if wide_of(teacher.x.dtype) != dtype:  # one of the two is float64
         teacher = teacher._replace(x=teacher.x.to(dtype), w=teacher.w.to(dtype))
     return capped(uncapped_logits(*teacher), teacher.head)
@@ -103,8 +103,16 @@ def share_of_student(beta: float) -> float:
 
 
 def divergence_bwd(
-    student: Model, teacher: Model, beta: float, of: Divergence, dy: Tensor, ignored: Tensor | None, out: Tensor, *, db: bool
-) -> Tensor | None:  # fmt: skip
+    student: Model,
+    teacher: Model,
+    beta: float,
+    of: Divergence,
+    dy: Tensor,
+    ignored: Tensor | None,
+    out: Tensor,
+    *,
+    db: bool,
+) -> Tensor | None:
     """out = the gradient of D times dy [M] for the logits before scale and softcap; returns the sum of its rows, if `db`."""
     head = student.head
     u = uncapped_logits(*student, None if head.softcap else out)
@@ -120,10 +128,4 @@ def divergence_bwd(
         above_likeliest.scatter_(1, column, torch.where(here, 0, above_likeliest.gather(1, column)))
         dz = log_q.exp_().mul_(above_likeliest.sub_(of.student_kl[:, 1:]))
     dz.mul_((dy * (share_of_student(beta) * head.scale))[:, None])
-    if head.softcap:
-        dz.mul_((u / head.softcap).tanh_().square_().neg_().add_(1))
-    if ignored is not None:
-        dz.masked_fill_(ignored[:, None], 0)
-    if dz is not out:
-        out.copy_(dz)
-    return dz.sum(0) if db else None
+    return write_gradient(dz, u, head.softcap, 1.0, ignored, out, db)

@@ -114,9 +114,14 @@ def where_keep(x: Tensor, keep: Tensor) -> Tensor:
 
 def dropout(x: Tensor, state: Tensor, threshold: int, scale: float, col_base: int = 0, *, row_base: int = 0) -> Tensor:
     """keep * scale * x for x [M, N]; its own backward."""
-    M, N = x.shape
+    return where_keep(x, _keep_mask(x, state, threshold, row_base, col_base)).mul_(scale)
+
+
+def _keep_mask(x: Tensor, state: Tensor, threshold: int, row_base: int, col_base: int) -> Tensor:
+    """Returns the mask of x [..., N], of its shape."""
+    M, N = math.prod(x.shape[:-1]), x.shape[-1]
     mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)
-    return where_keep(x, mask[0]).mul_(scale)
+    return mask.view(x.shape)
 
 
 def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
@@ -124,7 +129,7 @@ def apply_dropout(h: Tensor, dropout_: Dropout, row_base: int) -> Tensor:
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """In which sums and matmuls of elements are taken."""
+    """Returns the dtype in which sums and matmuls of elements are taken."""
     return torch.float32 if dtype.itemsize < 4 else dtype
 
 
@@ -174,6 +179,4 @@ def reference_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor
         return h
     if own_dispatch((h,)):  # only the subclass knows where its elements lie
         return F.dropout(h, threshold / 65536)
-    M, N = math.prod(h.shape[:-1]), h.shape[-1]
-    mask = torch.ops.ckptkern.keep_mask.default(state, threshold, 1, M, N, 0, row_base, col_base, row_base + M)
-    return torch.where(mask.view(h.shape), h * scale, 0)
+    return torch.where(_keep_mask(h, state, threshold, row_base, col_base), h * scale, 0)

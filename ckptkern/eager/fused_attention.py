@@ -47,9 +47,9 @@ def _is_causal(core: AttentionCore) -> bool:
     return core.window == (None, 0)
 
 
-def _filled_bias(q: Tensor, k: Tensor, core: AttentionCore, heads: int) -> Tensor | None:
-    """Returns what the mask adds to the scores [B, heads, Sq, Sk] in q's dtype, expanded. It hides by a finite number: torch
-    works around cuDNN's -inf, too, and a row of -inf has no softmax."""
+def _filled_bias(q: Tensor, k: Tensor, core: AttentionCore, heads: int = 0) -> Tensor | None:
+    """Returns what the mask adds to the scores [B, heads, Sq, Sk] in q's dtype, expanded; heads 0: as many as the mask has. It
+    hides by a finite number: torch works around cuDNN's -inf, too, and a row of -inf has no softmax."""
     mask = core.mask
     if mask is None:
         return None
@@ -59,7 +59,7 @@ def _filled_bias(q: Tensor, k: Tensor, core: AttentionCore, heads: int) -> Tenso
         bias.zero_().masked_fill_(mask == 0, lowest)
     else:
         bias.copy_(mask).clamp_(min=lowest)
-    return bias.expand(B, heads, Sq, Sk)
+    return bias.expand(B, heads or mask.shape[1], Sq, Sk)
 
 
 def _without_hidden_rows(o: Tensor, lse: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def _of_rows_with_gradients(lse: Tensor, core: AttentionCore) -> Tensor:
 
 def _cudnn_fwd(q, k, v, core):
     q, k, v = map(_as_tokens, (q, k, v))
-    bias = None if core.mask is None else _filled_bias(q, k, core, core.mask.shape[1])
+    bias = _filled_bias(q, k, core)
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, _is_causal(core), scale=core.scale)
     return _without_hidden_rows(o, lse.squeeze(-1), core)
 
@@ -88,12 +88,26 @@ def _cudnn_bwd(do, q, k, v, o, lse, core):
     """torch caches cuDNN's graphs by the layout of q, k, v and the bias alone. A cached graph reads do and o in the layout that
     they had in its first call, so all our calls use one layout, that of torch's own calls with such q, k and v."""
     q, k, v, o, do = *map(_as_tokens, (q, k, v)), heads_layout(o), heads_layout(do)
-    bias = None if core.mask is None else _filled_bias(q, k, core, core.mask.shape[1])
+    bias = _filled_bias(q, k, core)
     no_dropout = lse.new_empty((), dtype=torch.int64)
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, _of_rows_with_gradients(lse, core).unsqueeze(-1), no_dropout, no_dropout, bias, None, None, q.shape[2],
-        k.shape[2], 0.0, _is_causal(core), scale=core.scale,
-    )  # fmt: skip
+        do,
+        q,
+        k,
+        v,
+        o,
+        _of_rows_with_gradients(lse, core).unsqueeze(-1),
+        no_dropout,
+        no_dropout,
+        bias,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        _is_causal(core),
+        scale=core.scale,
+    )
 
 
 class Packing(NamedTuple):
@@ -196,20 +210,31 @@ def _efficient_bwd(do, q, k, v, o, lse, core):
     lse = F.pad(lse, (0, missing), value=math.inf) if missing else lse
     no_dropout = lse.new_empty((), dtype=torch.int64)
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        heads_layout(do), q, all_k, all_v, bias, heads_layout(o), lse, no_dropout, no_dropout, 0.0, [True, True, True, False],
-        _is_causal(core), scale=core.scale,
-    )  # fmt: skip
+        heads_layout(do),
+        q,
+        all_k,
+        all_v,
+        bias,
+        heads_layout(o),
+        lse,
+        no_dropout,
+        no_dropout,
+        0.0,
+        [True, True, True, False],
+        _is_causal(core),
+        scale=core.scale,
+    )
     return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
 def _cpu_fwd(q, k, v, core):
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    k, v = (_heads(x, q.shape[1]) for x in (k, v))
     causal = core.window[1] is not None
     return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=core.scale)
 
 
 def _cpu_bwd(do, q, k, v, o, lse, core):
-    all_k, all_v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
     causal = core.window[1] is not None
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, all_k, all_v, o, lse, 0.0, causal, scale=core.scale
@@ -237,7 +262,7 @@ def readable(x: Tensor) -> bool:
 
 
 def as_readable(x: Tensor) -> Tensor:
-    return x if (readable(x) if x.is_cuda else x.stride(-1) == 1) else empty_heads(x).copy_(x)
+    return x if readable(x) else empty_heads(x).copy_(x)
 
 
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
@@ -256,9 +281,12 @@ def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
     """Does torch's flash attention for CPUs compute this core? It has no dropout, no softcap, and is not in float16."""
     return (
         q.device.type == "cpu"
-        and q.dtype != torch.float16 and core.cu_q is None and core.dropout[0] is None and not core.softcap
+        and q.dtype != torch.float16
+        and core.cu_q is None
+        and core.dropout[0] is None
+        and not core.softcap
         and 0 not in (*q.shape, *k.shape)
-    )  # fmt: skip
+    )
 
 
 def _causal(core: AttentionCore) -> bool:

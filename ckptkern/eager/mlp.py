@@ -9,9 +9,17 @@ from .linear import act_grad, linear, mm
 
 def mlp_bwd(x, w1, b1, dy, w2, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, db=False):
     return act_grad(
-        dy, w2, linear(x, w1, b1), activation, precision, dropout=dropout, row_base=row_base, save_h=save_h,
-        h_over_z=True, db=db,
-    )  # fmt: skip
+        dy,
+        w2,
+        linear(x, w1, b1),
+        activation,
+        precision,
+        dropout=dropout,
+        row_base=row_base,
+        save_h=save_h,
+        h_over_z=True,
+        db=db,
+    )
 
 
 def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_gu=False):
@@ -21,30 +29,53 @@ def gated_fwd(x, wg, bg, wu, bu, activation, precision, *, dropout=NO_DROPOUT, r
 
 
 def gated_bwd(
-    x, wg, bg, wu, bu, dy, wd, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False,
+    x,
+    wg,
+    bg,
+    wu,
+    bu,
+    dy,
+    wd,
+    activation,
+    precision,
+    *,
+    dropout=NO_DROPOUT,
+    row_base=0,
+    save_h=True,
+    dbg=False,
     dbu=False,
-):  # fmt: skip
+):
     return gated_act_grad(
-        dy, wd, linear(x, wg, bg), linear(x, wu, bu), activation, precision, dropout=dropout, row_base=row_base,
-        save_h=save_h, dbg=dbg, dbu=dbu,
-    )  # fmt: skip
+        dy,
+        wd,
+        linear(x, wg, bg),
+        linear(x, wu, bu),
+        activation,
+        precision,
+        dropout=dropout,
+        row_base=row_base,
+        save_h=save_h,
+        dbg=dbg,
+        dbu=dbu,
+    )
 
 
 def gated_hidden_grad(dh, g, u, activation, *, save_h=True, dbg=False, dbu=False, over=False, over_gu=False):
     """The results are new tensors here, whatever a kernel may write over."""
-    a = act(g, activation)
-    h = a * u if save_h else None
-    du = dh * a if a is g else a.mul_(dh)
-    dg = ACTIVATIONS[activation].grad_(dh * u, g)
-    return GatedGradient(dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu))
+    return _gated_grads(dh, g, u, activation, NO_DROPOUT, 0, save_h, dbg, dbu, over=False)
 
 
 def gated_act_grad(
     dy, wd, g, u, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=True, dbg=False, dbu=False
 ):
     dh = apply_dropout(mm(dy, wd), dropout, row_base)
+    return _gated_grads(dh, g, u, activation, dropout, row_base, save_h, dbg, dbu, over=True)
+
+
+def _gated_grads(dh, g, u, activation, dropout, row_base, save_h, dbg, dbu, *, over):
+    """Forms the gradients from that, dh, of act(g) * u, dropout undone, which is overwritten if `over`."""
     a = act(g, activation)
     h = apply_dropout(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)
-    dg = ACTIVATIONS[activation].grad_(dh.mul_(u), g)
+    dg = ACTIVATIONS[activation].grad_(dh.mul_(u) if over else dh * u, g)
     return GatedGradient(dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu))

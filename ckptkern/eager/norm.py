@@ -60,5 +60,7 @@ def norm_bwd(dxn, x, weight, eps, kind, *, residual=None, need_dweight=False, ne
         dx, dweight = rms_bwd(g, wide, weight, eps, need_dweight)
         dbias = g.sum(0) if need_dbias else None
     return (
-        (dx if residual is None else dx + residual).to(x.dtype), rounded(dweight, need_dweight), rounded(dbias, need_dbias)
-    )  # fmt: skip
+        (dx if residual is None else dx + residual).to(x.dtype),
+        rounded(dweight, need_dweight),
+        rounded(dbias, need_dbias),
+    )

@@ -56,12 +56,16 @@ class Block(NamedTuple):
             right = None
         planes = core.planes or H
         return core._replace(
-            window=(left, right), mask=None if core.mask is None else self.of_scores(core.mask),
-            slopes=None if core.slopes is None else self.of_slopes(core.slopes), planes=planes,
+            window=(left, right),
+            mask=None if core.mask is None else self.of_scores(core.mask),
+            slopes=None if core.slopes is None else self.of_slopes(core.slopes),
+            planes=planes,
             sinks=None if core.sinks is None else self.of_slopes(core.sinks),
-            plane_base=core.plane_base + self.samples.start * planes + self.heads.start, max_q=core.max_q or Sq,
-            row_base=first, column_base=columns.start,
-        )  # fmt: skip
+            plane_base=core.plane_base + self.samples.start * planes + self.heads.start,
+            max_q=core.max_q or Sq,
+            row_base=first,
+            column_base=columns.start,
+        )
 
 
 def block_bytes(q: Tensor, core: AttentionCore) -> float:
@@ -72,7 +76,7 @@ def block_bytes(q: Tensor, core: AttentionCore) -> float:
 
 
 def whole(q: Tensor, k: Tensor) -> Block:
-    """All rows and columns as one block."""
+    """Returns all rows and columns as one block."""
     (B, H, Sq, _), (_, H_kv, Sk, _) = q.shape, k.shape
     return Block(slice(0, B), slice(0, H), slice(0, H_kv), slice(0, Sq), slice(0, Sk))
 

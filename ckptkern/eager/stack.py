@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..bits import pack_bits
-from .elementwise import act_bwd
+from .elementwise import act_bwd, relu_bits
 from .linear import act_grad, linear_fwd, mm
 
 
@@ -40,7 +39,7 @@ def stack_fwd(x, packed_w, packed_b, out_features: int, activation: str, precisi
     """x [M, K] through the packed layers -> (y [M, out_features], relu's bits of the last layer or None)."""
     inputs, zs = _forward(x, packed_w, packed_b, activation, precision)
     y = inputs[-1][:, :out_features].contiguous()
-    return y, pack_bits(~(zs[-1][:, :out_features] <= 0)) if save_bits else None
+    return y, relu_bits(zs[-1][:, :out_features]) if save_bits else None
 
 
 def stack_bwd(x, packed_w, packed_b, dy, bits, activation: str, precision: str, *, dx=True):

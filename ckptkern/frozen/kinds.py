@@ -132,8 +132,15 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
         offset, absmax2, code2 = nested
         state2 = QuantState(absmax2, blocksize=layout.numbers[1], code=code2, dtype=torch.float32)
     state = QuantState(
-        absmax, layout.shape, None, layout.numbers[0], layout.kind, dtype if dtype in FLOATS else torch.float32, offset, state2
-    )  # fmt: skip
+        absmax,
+        layout.shape,
+        None,
+        layout.numbers[0],
+        layout.kind,
+        dtype if dtype in FLOATS else torch.float32,
+        offset,
+        state2,
+    )
     return dequantize_4bit(packed, state)
 
 

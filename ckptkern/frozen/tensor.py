@@ -18,10 +18,18 @@ from torch.utils._pytree import tree_map
 from .kinds import KINDS, Layout, layout_of, transient_bytes
 
 aten = torch.ops.aten
-VIEWS = frozenset((
-    aten.t.default, aten.transpose.int, aten.slice.Tensor, aten.select.int, aten.unbind.int, aten.split.Tensor,
-    aten.split_with_sizes.default, aten.unsqueeze.default,
-))  # fmt: skip
+VIEWS = frozenset(
+    (
+        aten.t.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unsqueeze.default,
+    )
+)
 SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
 _MARK = "frozen:"  # begins the string in which an op's options say which of its tensors are parts of a Frozen
 

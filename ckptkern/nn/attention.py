@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention on fused ops that recompute in backward."""
+"""Defines torch.nn.MultiheadAttention on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.attention.core import check_whole_sequence
 from ..ops.attention.masks import diagonal_of
 from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import ranks_of_rows
@@ -16,23 +17,9 @@ from .layer import Layer
 from .unmodified import composed, dense
 
 
-def by_head(attn_mask: Tensor, heads: int) -> Tensor:
-    """attn_mask [L, S] or [B H, L, S] as a view [1 or B, 1 or H, L, S]."""
-    return attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, heads))
-
-
-def without_bias(
-    op: str, attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor, batch_first: bool
-) -> tuple[Tensor | None, bool]:
-    """(attn_mask, is_causal hint). A CausalBias, whose memory is uninitialised, becomes a mask [L, S], True = hidden."""
-    if attn_mask is None or type(attn_mask) in PLAIN:
-        return attn_mask, is_causal
-    rows = 1 if batch_first and query.dim() == 3 else 0
-    L, S = (one.shape[rows] * ranks_of_rows() for one in (query, key))
-    diagonal = diagonal_of(op, attn_mask, L, S)
-    if diagonal is None:
-        return attn_mask, is_causal
-    return torch.ones(L, S, dtype=torch.bool, device=query.device).triu(diagonal + 1), diagonal == 0
+def _is_causal_bias(attn_mask: Tensor | None) -> bool:
+    """Is it a CausalBias of torch, whose memory is uninitialised?"""
+    return attn_mask is not None and type(attn_mask) not in PLAIN and hasattr(attn_mask, "variant")
 
 
 class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
@@ -79,7 +66,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
 
     @property
     def dropout_p(self) -> float:
-        """The dropout probability now: 0 in evaluation."""
+        """Returns the dropout probability now: 0 in evaluation."""
         return self.dropout if self.training else 0.0
 
     def swapped(self, x: Tensor) -> Tensor:
@@ -90,14 +77,16 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         self,
         query: Tensor,
         memory: Tensor,
-        key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
         is_causal: bool,
     ) -> bool:
         """Does ckptkern.attention_block compute the output, with keys and values of memory? Not if torch raises an error."""
         masks, tensors = (key_padding_mask, attn_mask), (query, memory)
         if any(not isinstance(x, Tensor) or x.is_nested for x in tensors):
             return False
+        if _is_causal_bias(attn_mask):
+            masks, is_causal = (key_padding_mask, None), False
         if own_dispatch((*tensors, *masks)) or not dense(self) or not dense(self.out_proj):
             return False
         weight, batched = self.out_proj.weight, query.dim() == 3
@@ -115,7 +104,7 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             or self.bias_k is not None
             or self.add_zero_attn
             or (isinstance(self.dropout_p, (int, float)) and self.dropout_p > 1)
-            or (is_causal and attn_mask is None)
+            or (is_causal and masks[1] is None)
         ):
             return False
         B = query.shape[1 - rows] if batched else 1
@@ -137,14 +126,17 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         return True
 
     def block_arguments(
-        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None, attn_mask: Tensor | None, is_causal: bool
+        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
     ) -> dict[str, object]:
-        """The arguments of ckptkern.attention_block, by name, that this module stands for, besides query [B, L, E]. With the
+        """Returns the arguments of ckptkern.attention_block that this module stands for, besides query [B, L, E]. With the
         is_causal hint attn_mask must be the causal mask and is not read."""
         weight, bias = self.in_proj_weight, self.in_proj_bias
         if not self._qkv_same_embed_dim:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             bias = None if bias is None else bias.chunk(3)
+        if attn_mask is not None and not _is_causal_bias(attn_mask):  # [L, S] or [B H, L, S]
+            by_head = attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask.unflatten(0, (-1, self.num_heads))
+            attn_mask = None if is_causal else by_head
         return {
             "key_value": None if key is query else self.swapped(key),
             "qkv_weight": weight,
@@ -152,8 +144,8 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
             "out_weight": self.out_proj.weight,
             "out_bias": self.out_proj.bias,
             "num_heads": self.num_heads,
-            "is_causal": is_causal,
-            "attn_mask": None if is_causal or attn_mask is None else by_head(attn_mask, self.num_heads),
+            "is_causal": is_causal and attn_mask is None,
+            "attn_mask": attn_mask,
             "mask_is_exclusion": True,
             "key_padding_mask": key_padding_mask,
             "dropout_p": self.dropout_p,
@@ -176,11 +168,17 @@ class MultiheadAttention(Layer, torch.nn.MultiheadAttention):
         is_causal: says that attn_mask is the causal mask; it is then read only if weights are needed. (torch also reads
         it if there is a key_padding_mask, so a wrong hint changes this module's result but not torch's.)
         """
-        attn_mask, is_causal = without_bias(type(self).__name__, attn_mask, is_causal, query, key, self.batch_first)
-        masks = key_padding_mask, attn_mask, is_causal
+        masks = attn_mask, key_padding_mask, is_causal
         if not need_weights and key is value and self.covers(query, key, *masks):
             arguments = self.block_arguments(query, key, *masks)
             return self.swapped(ops.attention_block(self.swapped(query), **arguments, **self.modes)), None
+        check_whole_sequence(type(self).__name__)
+        if _is_causal_bias(attn_mask):  # becomes a mask [L, S], True = hidden
+            rows = 1 if self.batch_first and query.dim() == 3 else 0
+            L, S = (x.shape[rows] for x in (query, key))
+            diagonal = diagonal_of(type(self).__name__, attn_mask, L, S)
+            attn_mask = torch.ones(L, S, dtype=torch.bool, device=query.device).triu(diagonal + 1)
+            is_causal = diagonal == 0
         options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
         return composed(self._composed, query, key, value, *options)
 

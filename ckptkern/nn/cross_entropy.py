@@ -40,9 +40,8 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
     in_features ... label_smoothing: torch's. With out_features, (d_1, ...), input is [N, in_features], target [N, d_1, ...],
     and logits are held. options: torch's options of chunking, which must be None; use `workspace` instead.
     linear_weight: a Parameter that becomes linear.weight, such as the embedding's, which is then tied.
-    own: logit_scale, softcap, z_loss, recompute, workspace, as in ckptkern.linear_cross_entropy; and its return_lse,
-    return_log_probs, return_entropy, return_accuracy and top_k: with one of them forward returns a NamedTuple of the loss and
-    these.
+    logit_scale, softcap, z_loss, recompute, workspace: as in ckptkern.linear_cross_entropy.
+    return_lse ... top_k: its, too; with one of them forward returns a NamedTuple of the loss and these.
 
     If `linear` is another module (LoRA), has hooks, or a weight that is not plain memory, the module calls it, and
     backward recomputes the logits, as an activation checkpoint does.
@@ -66,7 +65,16 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         label_smoothing: float = 0.0,
         options: None = None,
         linear_weight: torch.nn.Parameter | None = None,
-        **own: Any,
+        logit_scale: float = 1.0,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+        return_lse: bool = False,
+        return_log_probs: bool = False,
+        return_entropy: bool = False,
+        return_accuracy: bool = False,
+        top_k: int | None = None,
+        recompute: str = "full",
+        workspace: int | str | None = None,
     ):
         _WeightedLoss.__init__(self, weight, None, None, reduction)
         if options is not None:
@@ -83,7 +91,18 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
             self.linear = torch.nn.Linear(in_features, rows, bias, device, dtype)
         else:
             self.linear = tied(linear_weight, (rows, in_features), bias)
-        self.set_options(**own)
+        self.set_options(
+            recompute,
+            workspace,
+            logit_scale=logit_scale,
+            softcap=softcap,
+            z_loss=z_loss,
+            return_lse=return_lse,
+            return_log_probs=return_log_probs,
+            return_entropy=return_entropy,
+            return_accuracy=return_accuracy,
+            top_k=top_k,
+        )
 
     def set_options(self, recompute: str = "full", workspace: int | str | None = None, **own: Any) -> None:
         if unknown := own.keys() - OWN:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..ops.dispatch.checks import check_count, check_options, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def check_counts(op: str, least: int = 1, **counts: int | None) -> None:
@@ -33,9 +36,17 @@ class Layer(torch.nn.Module):
     torch_class: type[torch.nn.Module] | None = None
     has_sublayers = False
     shown: tuple[str, ...] = (
-        "num_experts", "num_heads", "num_kv_heads", "head_dim", "rope_theta", "activation", "dropout", "resid_dropout",
-        "recompute", "workspace",
-    )  # fmt: skip
+        "num_experts",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "rope_theta",
+        "activation",
+        "dropout",
+        "resid_dropout",
+        "recompute",
+        "workspace",
+    )
 
     def set_options(self, recompute: Any = "selective", workspace: int | str | None = None, **own: Any) -> None:
         """Checks options and makes attributes of them."""
@@ -74,7 +85,7 @@ class Layer(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in values.items() if not callable(value))
 
     def __prepare_scriptable__(self):
-        """Called by torch.jit.script for every module of a model."""
+        """Raises an error: torch.jit.script calls it for every module of a model."""
         raise NotImplementedError(
             f"torch.jit.script: {type(self).__name__} is a layer of ckptkern.nn, which cannot be scripted. Use torch.compile "
             "or torch.export, or torch's own layer"

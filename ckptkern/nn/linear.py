@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops.dispatch.checks import check_count
+from ..ops.dispatch.checks import check_count, check_options
 from .activations import Activation, activation_of
 from .layer import Layer
 from .unmodified import composed, dense, unmodified
@@ -41,8 +41,9 @@ class Linear(Layer, torch.nn.Linear):
         self.set_options(activation, recompute)
 
     def set_options(self, activation: Activation | None = None, recompute: str = "selective") -> None:  # type: ignore[override]
-        activation = "identity" if activation is None else activation_of(type(self).__name__, activation)
-        super().set_options(recompute, activation=activation)
+        name = "identity" if activation is None else activation_of(type(self).__name__, activation)
+        check_options(type(self).__name__, name, recompute)
+        self.activation, self.recompute = name, recompute
 
     def forward(self, input: Tensor) -> Tensor:
         if not dense(self):

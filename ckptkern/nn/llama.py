@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.attention.masks import diagonal_of, merged_mask
-from ..ops.attention.rotary import check_theta, positions_of, reference_rotary, rotary_tables
-from ..ops.dispatch.checks import check_number, check_probability, modes_of_sublayers
+from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
+from ..ops.dispatch.checks import check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation
 from .layer import Layer, check_counts, weights
 from .mlp import GatedMLP
@@ -18,12 +18,12 @@ from .unmodified import composed, unmodified
 
 
 def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
-    """norm.eps; None means the eps of the dtype in which torch computes the norm, also under autocast."""
+    """Returns norm.eps; None means the eps of the dtype in which torch computes the norm, also under autocast."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
 
 
 def _same_sequence(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """bool [tokens, tokens]: True where two packed tokens are of one sequence."""
+    """Returns bool [tokens, tokens]: True where two packed tokens are of one sequence."""
     place = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_seqlens, place, right=True)
     return sequence[:, None] == sequence
@@ -66,7 +66,7 @@ class LlamaAttention(Layer):
             raise ValueError(f"{op}: num_kv_heads={num_kv_heads} must divide num_heads={num_heads}")
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if rope_theta is not None:
-            check_theta(op, "rope_theta", rope_theta)
+            check_positive(op, "rope_theta", rope_theta)
         self.set_options(recompute, workspace, rope_theta=rope_theta, dropout=dropout)
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
@@ -107,7 +107,7 @@ class LlamaAttention(Layer):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> dict[str, Any]:
-        """The part of block_arguments that reads no submodule."""
+        """Returns the part of block_arguments that reads no submodule."""
         return {
             "rotary": self.rope_theta if rotary is None else rotary,
             "is_causal": is_causal,
@@ -120,7 +120,7 @@ class LlamaAttention(Layer):
         }
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """x [B, S, d] -> [B, S, d]. masks: as in LlamaDecoderLayer.forward."""
+        """Maps x [B, S, d] -> [B, S, d]. masks: as in LlamaDecoderLayer.forward."""
         if not self.is_unmodified():
             return composed(self._composed, x, rotary, **masks)
         return ops.attention_block(x, **self.block_arguments(x, rotary, **masks), **self.modes)
@@ -141,7 +141,7 @@ class LlamaAttention(Layer):
         )
 
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """forward, by calling the submodules."""
+        """Computes forward by calling the submodules."""
         options = self._core_arguments(rotary, **masks)
         rows, S, cu = x if x.dim() == 3 else x[None], x.shape[-2], options["cu_seqlens"]
         if diagonal_of(type(self).__name__, options["attn_mask"], S, S) is not None:
@@ -168,7 +168,6 @@ class LlamaAttention(Layer):
                 if cu is not None
                 else merged_mask(options["attn_mask"], options["key_padding_mask"])
             )
-            mask = mask.view(torch.bool) if mask is not None and mask.dtype == torch.int8 else mask
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
             o = ops.scaled_dot_product_attention(q, k, v, mask, options["dropout_p"], **how).transpose(1, 2)
         y = self.o_proj(o.flatten(2))
@@ -241,7 +240,7 @@ class LlamaDecoderLayer(Layer):
         self.mlp = GatedMLP(hidden_size, hidden, activation=activation, bias=mlp_bias, recompute=of_mlp, **factory)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
-        """x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
+        """Maps x [B, S, d], [S, d], or packed [tokens, d] with cu_seqlens int32 [N + 1] -> the same shape.
 
         rotary: (cos, sin) as from rotary_tables; all layers of a model can share one pair, which is then saved once.
         Without it the layer computes the tables from rope_theta and the positions 0, 1, ..., recomputes them in
@@ -278,7 +277,7 @@ class LlamaDecoderLayer(Layer):
         }
 
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, **masks: Any) -> Tensor:
-        """forward, by calling the submodules."""
+        """Computes forward by calling the submodules."""
         branch = self.self_attn(self.input_layernorm(x), rotary, **masks)
         x = x + ops.dropout(branch, self.resid_dropout, self.training)
         branch = self.mlp(self.post_attention_layernorm(x))

@@ -1,4 +1,4 @@
-"""torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
+"""Defines torch.nn.TransformerEncoderLayer and TransformerDecoderLayer on fused ops that recompute in backward."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch.nn import functional as F
 
 from .. import ops
 from ..ops.dispatch.checks import modes_of_sublayers
-from ..subclasses import PLAIN
 from .activations import named
-from .attention import MultiheadAttention, without_bias
+from .attention import MultiheadAttention
 from .dropout import Dropout
 from .layer import Layer, weights
 from .unmodified import DROPOUT, composed, unmodified, untouched
 
 
 class _Layer(Layer):
-    """What the encoder's and the decoder's layer share: their sublayers as arguments of ops."""
+    """Holds what the encoder's and the decoder's layer share: their sublayers as arguments of ops."""
 
     has_sublayers = True
     shown = ("recompute", "workspace")
@@ -64,40 +63,33 @@ class _Layer(Layer):
         """Is `method` torch's own, overridden neither in a subclass nor on the instance?"""
         return getattr(type(self), method) is getattr(self.torch_class, method) and method not in self.__dict__
 
-    def _without_bias(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
-        if attn_mask is None or type(attn_mask) in PLAIN:  # a replaced self_attn may have no batch_first
-            return attn_mask, is_causal
-        batch_first = getattr(self.self_attn, "batch_first", False)
-        return without_bias(type(self).__name__, attn_mask, is_causal, x, x, batch_first)
-
-    def _wraps(self, norm: torch.nn.Module, *dropouts: torch.nn.Module) -> bool:
-        """Are these unmodified, with p between 0 and 1? torch reports any other p, in evaluation too."""
+    def _is_unmodified(self) -> bool:
+        """Do the parameters of all parts but the attentions alone determine what they compute? torch reports a dropout's p
+        below 0 or above 1, in evaluation too."""
+        norms, dropouts = (
+            [m for name, m in self._modules.items() if name.startswith(kind)] for kind in ("norm", "dropout")
+        )
+        blocks = [name for name in ("_sa_block", "_mha_block", "_ff_block") if hasattr(self.torch_class, name)]
         return (
-            unmodified(torch.nn.LayerNorm, norm)
+            named(self.activation) is not None
+            and all(map(self._is_torchs, blocks))
+            and unmodified(torch.nn.Linear, self.linear1, self.linear2)
+            and unmodified(torch.nn.LayerNorm, *norms)
             and unmodified(DROPOUT, *dropouts)
             and not any(dropout.p < 0.0 or dropout.p > 1.0 for dropout in dropouts)
         )
 
     def _attends(self, attention: torch.nn.Module, x: Tensor, memory: Tensor, *masks: Any) -> bool:
-        """Is this attention an unmodified one that ckptkern.attention_block stands for? masks: key padding, the mask of the
-        scores, and the is_causal hint."""
+        """Is this attention an unmodified one that ckptkern.attention_block stands for? masks: of the scores, key padding, and
+        the is_causal hint."""
         return (
             type(attention).forward is MultiheadAttention.forward
             and untouched(attention)
             and attention.covers(x, memory, *masks)
         )
 
-    def _feeds_forward(self, norm: torch.nn.Module, dropout: torch.nn.Module) -> bool:
-        """Does ckptkern.mlp_block stand for the norm, the feed-forward network, its dropouts and residual?"""
-        return (
-            named(self.activation) is not None
-            and self._is_torchs("_ff_block")
-            and self._wraps(norm, self.dropout, dropout)
-            and unmodified(torch.nn.Linear, self.linear1, self.linear2)
-        )
-
     def _around(self, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout) -> dict[str, Any]:
-        """The arguments that both kinds of sublayer have."""
+        """Returns the arguments that both kinds of sublayer have."""
         return {
             "norm": "layer",
             "norm_weight": norm.weight,
@@ -130,8 +122,8 @@ def _probability(dropout: torch.nn.Dropout) -> float:
 
 
 def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
-    """The masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
-    evaluation it may take a kernel that reads additive masks as bool."""
+    """Returns the masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for
+    this: in evaluation it may take a kernel that reads additive masks as bool."""
     padding = F._canonical_mask(
         src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", src.dtype
     )
@@ -167,15 +159,13 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     ) -> Tensor:
         if not isinstance(src, Tensor) or src.is_nested:
             return super().forward(src, src_mask, src_key_padding_mask, is_causal)
-        src_mask, is_causal = self._without_bias(src, src_mask, is_causal)
-        masks = src_key_padding_mask, src_mask, is_causal
-        has_torchs = self._is_torchs("_sa_block")
-        attends = has_torchs and self._attends(self.self_attn, src, src, *masks)
-        if attends and self._wraps(self.norm1, self.dropout1) and self._feeds_forward(self.norm2, self.dropout2):
+        masks = src_mask, src_key_padding_mask, is_causal
+        attends = self._attends(self.self_attn, src, src, *masks)
+        if attends and self._is_unmodified():
             return self._fused(src, self.layer_arguments(src, *masks))
-        if has_torchs and not attends:
-            src_mask, src_key_padding_mask = _canonical(src, src_mask, src_key_padding_mask)
-        return composed(self._composed, src, src_mask, src_key_padding_mask, is_causal)
+        if self._is_torchs("_sa_block") and not attends:
+            masks = *_canonical(src, src_mask, src_key_padding_mask), is_causal
+        return composed(self._composed, src, *masks)
 
     def layer_arguments(self, src: Tensor, *masks: Any) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
@@ -213,29 +203,18 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
         tgt_is_causal: bool = False,
         memory_is_causal: bool = False,
     ) -> Tensor:
-        tgt_mask, tgt_is_causal = self._without_bias(tgt, tgt_mask, tgt_is_causal)
-        masks, scores = (tgt_key_padding_mask, tgt_mask, tgt_is_causal), (memory_mask, memory_is_causal)
+        masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
+        cross = memory_mask, memory_key_padding_mask, memory_is_causal
         attention, crossing = self.self_attn, self.multihead_attn
-        may_cross = (
-            self._is_torchs("_mha_block")
-            and memory is not tgt
-            and getattr(crossing, "batch_first", None) == getattr(attention, "batch_first", None)
-        )
-        if may_cross and memory_mask is not None and type(memory_mask) not in PLAIN:
-            scores = without_bias(type(self).__name__, *scores, tgt, memory, crossing.batch_first)
-        cross = memory_key_padding_mask, *scores
         if (
-            may_cross
-            and self._is_torchs("_sa_block")
+            memory is not tgt
+            and getattr(crossing, "batch_first", None) == getattr(attention, "batch_first", None)
             and self._attends(attention, tgt, tgt, *masks)
             and self._attends(crossing, tgt, memory, *cross)
-            and self._wraps(self.norm1, self.dropout1)
-            and self._wraps(self.norm2, self.dropout2)
-            and self._feeds_forward(self.norm3, self.dropout3)
+            and self._is_unmodified()
         ):
             return self._fused(tgt, self.layer_arguments(tgt, memory, masks, cross))
-        masks = tgt_mask, tgt_key_padding_mask, tgt_is_causal
-        return composed(self._composed, tgt, memory, masks, (memory_mask, memory_key_padding_mask, memory_is_causal))
+        return composed(self._composed, tgt, memory, masks, cross)
 
     def layer_arguments(self, tgt: Tensor, memory: Tensor, masks: tuple, cross: tuple) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""

@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from ..ops.dispatch.choices import choose_mode, log_composed
-from ..ops.dispatch.shard import refuse_shard
+from ..ops.dispatch.shard import ACTIVE, refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
 from .dropout import Dropout
@@ -104,14 +104,15 @@ def unmodified(kinds: type | tuple[type, ...], *modules: torch.nn.Module) -> boo
 def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """method(*args, **kwargs), which calls its module's submodules because no op stands for them, as an activation checkpoint.
 
-    It runs as it is at recompute="none", without gradients and inside another region. Also where a recompute is impossible:
-    in torch.func's transforms and torch.export, which take no hooks on saved tensors, and in a CUDA graph capture, which cannot
-    read torch's random state.
+    It runs as it is at recompute="none", without gradients, inside another region, and on parameters that a tensor-parallel
+    block has gathered for this call. Also where a recompute is impossible: in torch.func's transforms and torch.export, which
+    take no hooks on saved tensors, and in a CUDA graph capture, which cannot read torch's random state.
     """
     module = method.__self__  # type: ignore[attr-defined]
     refuse_shard(f"{type(module).__name__} calls its submodules")
     if (
         not torch.is_grad_enabled()
+        or ACTIVE.gathered
         or choose_mode(module.recompute) in ("none", ("none", "none"))
         or torch._C._are_functorch_transforms_active()
         or torch.compiler.is_exporting()

@@ -163,14 +163,10 @@ def random_leaves(
     return found
 
 
-def _meta_leaves(arguments: Arguments, dtype: torch.dtype) -> dict[str, Tensor]:
-    shapes = input_shapes(arguments)
-    return {name: torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for name, shape in shapes.items()}
-
-
 def saved_bytes(entry: Entry, arguments: Arguments, dtype: torch.dtype, **options: Any) -> int:
     """What `saves` declares, and x where backward reads it: bytes besides parameters."""
-    leaves = _meta_leaves(arguments, dtype)
+    shapes, of_leaf = input_shapes(arguments), dict(dtype=dtype, device="meta", requires_grad=True)
+    leaves = {name: torch.empty(shape, **of_leaf) for name, shape in shapes.items()}
     first = next(iter(leaves))
     with backend("eager"), saved_tensors(exclude=[t for name, t in leaves.items() if name != first]) as saved:
         call(entry, arguments, leaves, **options)

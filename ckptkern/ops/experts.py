@@ -81,8 +81,9 @@ class ExpertsSums:
         named = branch.named
         self.weights = {
             name: _WeightSum(branch.p, named[name], chunks, branch.o.precision)
-            for name in PARAMETERS if name in need and "bias" not in name
-        }  # fmt: skip
+            for name in PARAMETERS
+            if name in need and "bias" not in name
+        }
         self.biases: dict[str, Tensor] = {}
 
     def add_bias(self, name: str, part: Tensor) -> None:
@@ -152,14 +153,20 @@ class ExpertsBranch:
         wanted = dict(
             hs=not need.isdisjoint(READ_H), dgu=not need.isdisjoint(("x", "gate_up_bias", *READ_X)), ds="s" in need
         )
-        du = self.inner_gradient_of_down(dy, groups, wanted, sums)
+        (a, b), update, du = names_of("down"), self.updates.get("down"), None
+        if update is not None and (wanted["dgu"] or wanted["ds"] or a in need):  # not yet weighted
+            du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
         hs, dgu, ds = self.hidden_gradients(x, dy, s, gu, groups, wanted, du)
         made = {}
         if "s" in need:
             made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
             sums.weights["down_weight"].add(dy, hs, groups, "a")
-        self.add_update_of_down(dy, du, hs, groups, sums)
+        # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
+        if a in need:
+            sums.weights[a].add(du, hs, in_order_of_rows(groups), "a")
+        if b in need:
+            sums.weights[b].add(dy, update.inner(p, hs, groups), groups, "a")
         hs = du = None  # gone before the other gradients are made
         if "gate_up_weight" in need:
             sums.weights["gate_up_weight"].add(dgu, x, groups, "b")
@@ -175,25 +182,6 @@ class ExpertsBranch:
                 rows.add_(self.updates["gate_up"].input_gradient(p, du, groups))
             made["dx"] = p.experts_combine(rows, None, groups)
         return made
-
-    def inner_gradient_of_down(
-        self, dy: Tensor, groups: eager.Groups, wanted: dict[str, bool], sums: ExpertsSums
-    ) -> Tensor | None:
-        """du [rows, r] of the down weight's update, not yet weighted, if any gradient is made of it."""
-        read = wanted["dgu"] or wanted["ds"] or names_of("down")[0] in sums.need
-        if "down" not in self.updates or not read:
-            return None
-        return self.updates["down"].inner_gradient(self.p, eager.gather_rows(dy, groups), groups)
-
-    def add_update_of_down(
-        self, dy: Tensor, du: Tensor | None, hs: Tensor | None, groups: eager.Groups, sums: ExpertsSums
-    ) -> None:
-        """hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once."""
-        a, b = names_of("down")
-        if a in sums.need:
-            sums.weights[a].add(du, hs, in_order_of_rows(groups), "a")
-        if b in sums.need:
-            sums.weights[b].add(dy, self.updates["down"].inner(self.p, hs, groups), groups, "a")
 
     def add_update_of_gate_up(
         self, dgu: Tensor | None, x: Tensor | None, groups: eager.Groups, sums: ExpertsSums
@@ -214,9 +202,15 @@ class ExpertsBranch:
         return du if "x" in sums.need else None
 
     def hidden_gradients(
-        self, x: Tensor | None, dy: Tensor, s: Tensor, gu: Tensor | None, groups: eager.Groups, wanted: dict[str, bool],
+        self,
+        x: Tensor | None,
+        dy: Tensor,
+        s: Tensor,
+        gu: Tensor | None,
+        groups: eager.Groups,
+        wanted: dict[str, bool],
         du: Tensor | None,
-    ):  # fmt: skip
+    ):
         """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
         p, o, w, b, wd = self.p, self.o, self.w, self.b, self.wd
         if wanted["hs"] and not (
@@ -235,7 +229,7 @@ class ExpertsBranch:
 
 
 def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype, updates: Mapping[str, Any]) -> int:
-    """Of a token's transient tensors in either pass, whoever its experts are."""
+    """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
     d, N, size = *wd.shape[1:], dtype.itemsize
     pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
     if updates:  # g and u with their update beside them; the tokens' rows; u and du
@@ -312,9 +306,14 @@ class Experts(Op):
             part = slice(start, stop)
             own = eager.route(index[part], len(branch.w))
             made = branch.backward(
-                dy[part], None if x is None else x[part], index[part], weights[part],
-                None if gus is None else gus[start * top_k : stop * top_k], own, sums,
-            )  # fmt: skip
+                dy[part],
+                None if x is None else x[part],
+                index[part],
+                weights[part],
+                None if gus is None else gus[start * top_k : stop * top_k],
+                own,
+                sums,
+            )
             return made | {"ds": cast_parameter(made["ds"], s.dtype)} if "ds" in made else made
 
         made = by_chunks(chunks, of_tokens)
@@ -354,9 +353,11 @@ def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, b
     """The parameters are those of one set of experts, for inputs like x."""
     d = x.shape[-1]
     for name, tensor, layout, dims in (
-        ("gate_up_weight", w, "[experts, 2 hidden, features]", 3), ("gate_up_bias", b, "[experts, 2 hidden]", 2),
-        ("down_weight", wd, "[experts, features, hidden]", 3), ("down_bias", bd, "[experts, features]", 2),
-    ):  # fmt: skip
+        ("gate_up_weight", w, "[experts, 2 hidden, features]", 3),
+        ("gate_up_bias", b, "[experts, 2 hidden]", 2),
+        ("down_weight", wd, "[experts, features, hidden]", 3),
+        ("down_bias", bd, "[experts, features]", 2),
+    ):
         if tensor is None and "bias" in name:
             continue
         check_tensor(op, name, tensor, x)
@@ -370,8 +371,10 @@ def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, b
         )
     hidden = w.shape[1] // 2
     for name, tensor, wanted in (
-        ("gate_up_bias", b, (len(w), 2 * hidden)), ("down_weight", wd, (len(w), d, hidden)), ("down_bias", bd, (len(w), d)),
-    ):  # fmt: skip
+        ("gate_up_bias", b, (len(w), 2 * hidden)),
+        ("down_weight", wd, (len(w), d, hidden)),
+        ("down_bias", bd, (len(w), d)),
+    ):
         if tensor is not None and tuple(tensor.shape) != wanted:
             raise ShapeError(
                 f"{op}: {name} must have shape {wanted} beside gate_up_weight {tuple(w.shape)}, but has {tuple(tensor.shape)}"
@@ -388,18 +391,30 @@ def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace)
     updates, numbers = gather_lora(op, x, lora, {"gate_up": ("gate_up", w), "down": ("down", wd)}, LAYERS)
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
-        activation=activation, recompute=choose_mode(recompute),
-        backend=choose_impl(op, x, x.shape[-1], wd.shape[2], x.shape[-1], name="moe_mlp"), precision=matmul_precision(x),
-        workspace=choose_workspace(op, workspace, x, w.numel()), experts_lora=numbers[::2],
-    )  # fmt: skip
+        activation=activation,
+        recompute=choose_mode(recompute),
+        backend=choose_impl(op, x, x.shape[-1], wd.shape[2], x.shape[-1], name="moe_mlp"),
+        precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, w.numel()),
+        experts_lora=numbers[::2],
+    )
     return _apply(options, x, index, s, w, b, wd, bd, *updates.values())
 
 
 def moe_mlp(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, gate_up_weight: Tensor, down_weight: Tensor,
-    activation: str = "silu", *, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    lora: Mapping[str, LoRA] | None = None, recompute: str = "full", workspace: int | str | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "silu",
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
     """y[t] = sum_j top_k_weights[t, j] mlp_e(x[t]), e = top_k_index[t, j]; mlp_e is the gated MLP of expert e.
 
     mlp_e(x) = (act(g) * u) down_weight[e]^T + down_bias[e], [g | u] = x gate_up_weight[e]^T + gate_up_bias[e].
@@ -445,9 +460,19 @@ def moe_mlp(
         )
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
     return _call(
-        op, x, top_k_index, top_k_weights, gate_up_weight, gate_up_bias, down_weight, down_bias, lora, activation, recompute,
+        op,
+        x,
+        top_k_index,
+        top_k_weights,
+        gate_up_weight,
+        gate_up_bias,
+        down_weight,
+        down_bias,
+        lora,
+        activation,
+        recompute,
         workspace,
-    )  # fmt: skip
+    )
 
 
 def grouped_gated_mlp(
@@ -492,6 +517,16 @@ def grouped_gated_mlp(
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(
-        op, x, index[:, None], row_weights[:, None], gate_up_weight, None, down_weight, None, lora, activation, recompute,
+        op,
+        x,
+        index[:, None],
+        row_weights[:, None],
+        gate_up_weight,
+        None,
+        down_weight,
+        None,
+        lora,
+        activation,
+        recompute,
         workspace,
-    )  # fmt: skip
+    )

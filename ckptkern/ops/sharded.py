@@ -15,7 +15,7 @@ masks are those of the unsharded block, by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +88,6 @@ class Shard:
 
         return finished
 
-    def sum(self, y: Tensor) -> Tensor:
-        return self.summing(y)()
-
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of y over the group; what it returns waits for it and gives it."""
         total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)
@@ -113,13 +110,13 @@ class Shard:
         return x.new_empty(()).expand(*x.shape[:-2], self.whole_rows(x), x.shape[-1]) if self.sequence else x
 
     def first_row(self, x: Tensor) -> tuple[int, int]:
-        """Among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
+        """Returns, among all samples' rows, where x's first sample begins, and how far on the next does; 0 if there is one."""
         if not self.sequence:
             return 0, 0
         return self.rank * x.shape[-2], self.whole_rows(x) if x.dim() > 2 else 0
 
     def part(self, tensor: Tensor, dim: int, count: int) -> Tensor:
-        """This rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
+        """Returns this rank's `count` along dim, of a tensor that has all; the tensor itself if it has only these."""
         return tensor if tensor.shape[dim] == count else tensor.narrow(dim, self.rank * count, count)
 
     # -- sublayers
@@ -143,9 +140,15 @@ class Shard:
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
 
     def transformer_layer(
-        self, x: Tensor, sublayers: list[Mapping[str, Any]], mlp: Mapping[str, Any], parallel: bool, training: bool,
-        recompute: str, workspace: int | str | None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        sublayers: list[Mapping[str, Any]],
+        mlp: Mapping[str, Any],
+        parallel: bool,
+        training: bool,
+        recompute: str,
+        workspace: int | str | None,
+    ) -> Tensor:
         """Runs sublayer by sublayer and saves the tensors between them, because recomputing these would take another
         collective."""
         mid = x
@@ -165,7 +168,7 @@ class Shard:
         return t
 
     def check_alike(self, state: Tensor) -> None:
-        """A RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+        """Raises a RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
         states = torch.ops._c10d_functional.all_gather_into_tensor(state, self.size, self.group)
         states = torch.ops._c10d_functional.wait_tensor(states).view(self.size, -1)
         alike = (states == states[0]).all()
@@ -186,7 +189,8 @@ class Shard:
         if has_trailing_norm(o):
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
-        adds = alone and adds_alone(t, o, inner)
+        plain = o.residual and not o.post_norm and o.branch_factor == 1.0
+        adds = alone and plain and all(getattr(t, name) is None for name in inner)  # is the sublayer x + f?
         f = across(self, o._replace(**options), adds, x, *t._replace(**inner))
         if adds:
             return f
@@ -199,7 +203,8 @@ class Shard:
     # -- what the ops' arguments are on this rank
 
     def attention_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """With this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and gates."""
+        """Returns the arguments with this rank's heads: of weights that hold all (packed ones), of masks, slopes, sinks and
+        gates."""
         made, H = dict(arguments), arguments["num_heads"]
         H_kv = H if made["num_kv_heads"] is None else made["num_kv_heads"]
         heads, kv_heads = H // self.size, H_kv // self.size
@@ -248,7 +253,7 @@ class Shard:
         return self.part(mask, -3, heads) if mask.dim() > 2 and mask.shape[-3] == H else mask
 
     def mlp_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """With this rank's hidden units, of weights that hold all (gate and up in one)."""
+        """Returns the arguments with this rank's hidden units, of weights that hold all (gate and up in one)."""
         made, count = dict(arguments), arguments["down_weight"].shape[1]
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
             if made[name] is not None:
@@ -257,12 +262,6 @@ class Shard:
         if made["lora"]:
             raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         return made
-
-
-def adds_alone(t: Any, o: Any, around: Iterable[str]) -> bool:
-    """Is the sublayer x + f? around: names of the tensors that would come between."""
-    plain = o.residual and not o.post_norm and o.branch_factor == 1.0
-    return plain and all(getattr(t, name) is None for name in around)
 
 
 class Summed(torch.autograd.Function):
@@ -280,7 +279,7 @@ class Summed(torch.autograd.Function):
             sums.setdefault(grad.dtype, []).append(i)
         made: list[Tensor | None] = [None] * len(grads)
         for places in sums.values():
-            total = ctx.shard.sum(torch.cat([grads[i].reshape(-1) for i in places]))
+            total = ctx.shard.summing(torch.cat([grads[i].reshape(-1) for i in places]))()
             for i, part in zip(places, total.split([grads[i].numel() for i in places]), strict=True):
                 made[i] = part.view(grads[i].shape)
         return None, *made

@@ -23,10 +23,8 @@ from .dispatch.checks import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.block import gather as gather_mlp
-from .mlp.sublayer import MLPOptions
 from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
-from .moe.sublayer import MoEOptions
 from .registration.functions import build
 from .registration.needs import in_order, needed_names
 from .registration.rows import rows_2d, unflattened
@@ -37,40 +35,11 @@ AnyOptions = AttentionOptions | LatentOptions
 AnyTensors = AttentionTensors | LatentTensors
 
 
-class LayerOptions(NamedTuple):
-    """attention: of the attention sublayers in their order, of which a second one is cross-attention; parallel: do all
-    sublayers read x?"""
-
-    attention: tuple[AttentionOptions, ...]
-    mlp: MLPOptions
-    parallel: bool
-
-
-class MoELayerOptions(NamedTuple):
-    """Those of a layer whose MLP is an MoE."""
-
-    attention: tuple[AttentionOptions, ...]
-    mlp: MoEOptions
-    parallel: bool
-
-
-class LatentLayerOptions(NamedTuple):
-    """Those of a layer with latent attention."""
-
-    attention: tuple[LatentOptions, ...]
-    mlp: MLPOptions
-    parallel: bool
-
-
-class LatentMoELayerOptions(NamedTuple):
-    """Those of a layer with latent attention and an MoE."""
-
-    attention: tuple[LatentOptions, ...]
-    mlp: MoEOptions
-    parallel: bool
-
-
-AnyLayerOptions = LayerOptions | MoELayerOptions | LatentLayerOptions | LatentMoELayerOptions
+def options_of(attention: type[CoreOp], last: type[SublayerOp]) -> type:
+    """Makes the options of a layer of these sublayers. attention: of the attention sublayers in their order, of which a second
+    one is cross-attention; mlp: of the last sublayer; parallel: do all sublayers read x?"""
+    fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
+    return NamedTuple("LayerOptions", list(fields.items()))
 
 
 class LayerNeeds(NamedTuple):
@@ -81,7 +50,7 @@ class LayerNeeds(NamedTuple):
     mlp: int
 
     @classmethod
-    def of(cls, needs: int, o: AnyLayerOptions, A: int) -> LayerNeeds:
+    def of(cls, needs: int, o: Any, A: int) -> LayerNeeds:
         """A: tensors of each attention sublayer among the op's."""
         of_attention, before = [], needs & 1
         for i in range(len(o.attention)):
@@ -93,7 +62,7 @@ class LayerNeeds(NamedTuple):
 
 
 def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
-    """Those of a layer of so many attention sublayers and a last one."""
+    """Returns the constants of a layer of so many attention sublayers and a last one."""
     A = len(attention.Tensors._fields)
     of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
     return frozenset(of_attentions | {attentions * A + i for i in last.constants})
@@ -103,7 +72,7 @@ class TransformerLayer(SublayerOp):
     """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
 
     name = "transformer_layer"
-    Options: type = LayerOptions
+    Options = options_of(AttentionBlock, MLPBlock)
     attention: type[CoreOp] = AttentionBlock
     last: type[SublayerOp] = MLPBlock
     constants = constants_of_layer(AttentionBlock, MLPBlock, attentions=2)
@@ -116,14 +85,14 @@ class TransformerLayer(SublayerOp):
         return (*names, *cls.last.saves(o.mlp))
 
     @classmethod
-    def saved_of(cls, attention: AnyOptions, o: AnyLayerOptions) -> tuple[str, ...]:
-        """What an attention sublayer saves: its core, and at "none" what it passes on."""
+    def saved_of(cls, attention: AnyOptions, o: Any) -> tuple[str, ...]:
+        """Names what an attention sublayer saves: its core, and at "none" what it passes on."""
         names = cls.attention.saves(attention)
         return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
 
     @classmethod
     def sublayers(
-        cls, tensors: Sequence[Tensor | None], o: AnyLayerOptions
+        cls, tensors: Sequence[Tensor | None], o: Any
     ) -> tuple[Tensor, list[tuple[AnyTensors, AnyOptions]], Any]:
         """(x, each attention sublayer's tensors and options, the tensors of the last sublayer)"""
         (x, *others), A = tensors, len(cls.attention.Tensors._fields)
@@ -181,7 +150,7 @@ class TransformerLayer(SublayerOp):
         x: Tensor,
         attentions: Sequence[tuple],
         saved: Sequence[dict[str, Tensor]],
-        o: AnyLayerOptions,
+        o: Any,
         needs: Sequence[int],
     ) -> tuple[Tensor, list[tuple[CoreSublayer, dict[str, Tensor], Tensor | None]]]:
         """(the last sublayer's input; of each attention sublayer itself, its core, and what its branch gave where backward
@@ -209,27 +178,28 @@ class TransformerLayer(SublayerOp):
 
 class TransformerMoELayer(TransformerLayer):
     name = "transformer_moe_layer"
-    Options = MoELayerOptions
+    Options = options_of(AttentionBlock, MoEBlock)
     last = MoEBlock
     constants, decisions = constants_of_layer(AttentionBlock, MoEBlock), MoEBlock.decisions
 
 
 class LatentTransformerLayer(TransformerLayer):
     name = "latent_transformer_layer"
-    Options = LatentLayerOptions
+    Options = options_of(LatentAttentionBlock, MLPBlock)
     attention = LatentAttentionBlock
     constants = LatentAttentionBlock.constants
 
 
 class LatentTransformerMoELayer(TransformerMoELayer):
     name = "latent_transformer_moe_layer"
-    Options = LatentMoELayerOptions
+    Options = options_of(LatentAttentionBlock, MoEBlock)
     attention = LatentAttentionBlock
     constants = constants_of_layer(LatentAttentionBlock, MoEBlock)
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
-_APPLY = {one.Options: build(one) for one in LAYER_OPS}
+# (latent?, routes?) -> the type of its options, and what applies it
+LAYERS = {(one.attention is LatentAttentionBlock, one.last is MoEBlock): (one.Options, build(one)) for one in LAYER_OPS}
 
 OWN_ARGUMENTS = ("x", "training", "recompute", "workspace")
 
@@ -247,7 +217,7 @@ class Arguments(NamedTuple):
         return cls(tuple(p.name for p in handed if p.name not in defaults), defaults | {"residual": True})
 
     def checked(self, op: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All of them, `given` and defaults."""
+        """Returns all of them, `given` and defaults."""
         if not isinstance(given, Mapping):
             raise TypeError(f"{op}: {name} must be a dict of arguments by name, not {type(given).__name__}")
         for key in given:
@@ -296,10 +266,16 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
 
 
 def _by_sublayers(
-    x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], recompute: tuple[str, str],
-    parallel: bool, *, training: bool, workspace: int | str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Each sublayer as a region of its own."""
+    x: Tensor,
+    attentions: Sequence[Mapping[str, Any]],
+    mlp_arguments: Mapping[str, Any],
+    recompute: tuple[str, str],
+    parallel: bool,
+    *,
+    training: bool,
+    workspace: int | str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
         block = latent_attention_block if is_latent(arguments) else attention_block
@@ -373,10 +349,18 @@ def transformer_layer(
 
 
 def _as_one(
-    op: str, x: Tensor, attentions: Sequence[Mapping[str, Any]], mlp_arguments: Mapping[str, Any], parallel: bool, latent: bool,
-    routes: bool, training: bool, recompute: str, workspace: int | str | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The layer as one region."""
+    op: str,
+    x: Tensor,
+    attentions: Sequence[Mapping[str, Any]],
+    mlp_arguments: Mapping[str, Any],
+    parallel: bool,
+    latent: bool,
+    routes: bool,
+    training: bool,
+    recompute: str,
+    workspace: int | str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs the layer as one region."""
     common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention
     sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]
@@ -397,6 +381,6 @@ def _as_one(
     if not latent:
         lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
         of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
-    dense, of_experts = (LatentLayerOptions, LatentMoELayerOptions) if latent else (LayerOptions, MoELayerOptions)
-    options = (of_experts if routes else dense)(attention=of_attention, mlp=om, parallel=parallel)
-    return _APPLY[type(options)](options, x, *tensors, *drawn(tm, om, x, training))
+    Options, apply = LAYERS[latent, routes]
+    options = Options(attention=of_attention, mlp=om, parallel=parallel)
+    return apply(options, x, *tensors, *drawn(tm, om, x, training))

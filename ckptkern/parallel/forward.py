@@ -66,7 +66,11 @@ class Sharded(Around):
         except NotSharded as reason:
             self.check_whole(str(reason))
         with self.parameters(self.whole()):
-            return self.call(*args, **kwargs)
+            ACTIVE.gathered, outer = True, ACTIVE.gathered
+            try:
+                return self.call(*args, **kwargs)
+            finally:
+                ACTIVE.gathered = outer
 
     def as_local(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The call with DTensors as this rank reads them: the first tensor, which is the input, in the layout of the group."""

@@ -1,4 +1,4 @@
-"""Which parameters of a block are split over a tensor-parallel group: from the arguments of the op that replaces it."""
+"""Decides which parameters of a block are split over a tensor-parallel group, from the arguments of the op that replaces it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Template = dict[str, Any]  # of an op's arguments, in which a Weight names a par
 
 
 class Place(NamedTuple):
-    """Where a parameter lies. dim: along which it is split, None if every rank has all of it. summed: is its gradient the sum
-    of the ranks' own? "sequence": under sequence parallelism, where each rank sees its rows alone."""
+    """Says where a parameter lies. dim: along which it is split, None if every rank has all of it. summed: is its gradient the
+    sum of the ranks' own? "sequence": under sequence parallelism, where each rank sees its rows alone."""
 
     dim: int | None
     summed: bool | str = False
@@ -32,7 +32,7 @@ ROWS, COLUMNS, INSIDE, AROUND = Place(0), Place(1), Place(None, True), Place(Non
 
 
 class Block(NamedTuple):
-    """An op that replaces a module, and its arguments."""
+    """Names an op that replaces a module, and its arguments."""
 
     op: str
     template: Template
@@ -115,7 +115,7 @@ def templates_of(module: nn.Module) -> list[Template]:
 
 
 def weights_in(value: Any) -> Iterator[tuple[Weight, bool]]:
-    """(parameter, is it one of several in one) in a template's value."""
+    """Yields (parameter, is it one of several in one) in a template's value."""
     if isinstance(value, Rows):
         yield value.weight, True
     elif isinstance(value, Weight):
@@ -131,13 +131,20 @@ def sublayers_of(template: Template) -> Iterator[Template]:
 
 
 SPLIT = {
-    "qkv_weight": ROWS, "qkv_bias": ROWS, "out_weight": COLUMNS, "gate_weight": ROWS, "gate_bias": ROWS, "up_weight": ROWS,
-    "up_bias": ROWS, "down_weight": COLUMNS, "sinks": ROWS,
-}  # fmt: skip
+    "qkv_weight": ROWS,
+    "qkv_bias": ROWS,
+    "out_weight": COLUMNS,
+    "gate_weight": ROWS,
+    "gate_bias": ROWS,
+    "up_weight": ROWS,
+    "up_bias": ROWS,
+    "down_weight": COLUMNS,
+    "sinks": ROWS,
+}
 
 
 def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
-    """By name, the places of all parameters on `size` ranks. What no role names is on every rank."""
+    """Returns by name the places of all parameters on `size` ranks. What no role names is on every rank."""
     found: dict[int, Place] = {}
     for template in templates_of(module):
         for sublayer in sublayers_of(template):
@@ -168,7 +175,7 @@ def is_transposed(module: nn.Module, weight: Weight) -> bool:
 
 
 def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight, in_one: bool) -> Place:
-    """in_one: the parameter holds several of the op's weights."""
+    """Returns the place of a role's parameter. in_one: the parameter holds several of the op's weights."""
     if role == "qk_norm":
         return place_of_qk_norm(module, sublayer, weight)
     if role in ("norm_weight", "norm_bias"):

@@ -22,7 +22,7 @@ from ..conversion.selection import Which
 from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing, progress
-from ..ops.registration.functions import bodies_are_seen
+from ..ops.registration.functions import Bodies
 from ..storage import Store
 from .agree import agreed, largest_of
 from .measure import example_of, measure, narrower
@@ -117,7 +117,7 @@ class Plan:
     def _follow_room(self, limit: float) -> None:
         """Plans again before a training forward if the device's room has moved by more than a twentieth of the budget, up to
         `limit` bytes. A collective call."""
-        if bodies_are_seen() or not (self.model.training and torch.is_grad_enabled()):  # a step that is recorded
+        if Bodies.seen or not (self.model.training and torch.is_grad_enabled()):  # a step that is recorded
             return
         budget = int(min(limit, room(self.table, self.by_peak, self.chosen)))
         if abs(budget - self.budget) > MOVED * self.budget:

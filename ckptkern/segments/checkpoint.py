@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -23,6 +23,18 @@ __all__ = ["checkpoint", "checkpointed"]
 DETERMINISM_CHECKS = ("default", "none", "values")
 # The undecorated function: after `patch_torch` the decorated one runs ours.
 _torchs = torch._disable_dynamo(inspect.unwrap(torch_checkpoint.checkpoint))
+
+
+class Options(NamedTuple):
+    """The keywords of `checkpoint`."""
+
+    use_reentrant: bool | None
+    preserve_rng_state: bool
+    context_fn: Callable
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+    respect_saved_tensors_hooks: bool | None
 
 
 def checkpoint(
@@ -69,14 +81,14 @@ def checkpoint(
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.
     """
-    options = (
-        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks,
-    )  # fmt: skip
+    options = Options(
+        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
+    )
     if function is None and not args:
         if kwargs:
             raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
         return functools.partial(_decorated, options)
-    return _checkpoint(function, args, kwargs, *options)
+    return _checkpoint(function, args, kwargs, options)
 
 
 def refuse_value(name: str, call: str, value: object) -> NoReturn:
@@ -88,24 +100,22 @@ def refuse_value(name: str, call: str, value: object) -> NoReturn:
     )
 
 
-def _decorated(options: tuple, function: Callable) -> Callable:
+def _decorated(options: Options, function: Callable) -> Callable:
     if not callable(function):
         refuse_value("checkpointed", "checkpointed(layer)(x)", function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return _checkpoint(function, args, kwargs, *options)
+        return _checkpoint(function, args, kwargs, options)
 
     return call
 
 
-def _checkpoint(
-    function, args, kwargs, use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop,
-    respect_saved_tensors_hooks,
-):  # fmt: skip
+def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options: Options):
     if not callable(function):
         refuse_value("checkpoint", "checkpoint(layer, x)", function)
-    if use_reentrant:
+    context_fn, determinism_check, early_stop = options.context_fn, options.determinism_check, options.early_stop
+    if options.use_reentrant:
         raise ValueError(
             "ckptkern.checkpoint: use_reentrant=True is not supported. Leave it out: this is the non-reentrant variant, "
             "which needs no input that requires a gradient and works with torch.autograd.grad."
@@ -117,22 +127,22 @@ def _checkpoint(
             raise ValueError("ckptkern.checkpoint: determinism_check='values' is not supported under torch.compile")
         if context_fn is not noop_context_fn:
             kwargs["context_fn"] = contexts_of(context_fn)  # Dynamo does not accept the default here
-        if LOOKS and respect_saved_tensors_hooks is not None:
-            kwargs["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
+        if LOOKS and options.respect_saved_tensors_hooks is not None:
+            kwargs["respect_saved_tensors_hooks"] = options.respect_saved_tensors_hooks
         torchs = torch_checkpoint.checkpoint  # Dynamo knows torch's by this name; it may have been set to ours
         if torchs is checkpoint or not torch.compiler.is_dynamo_compiling():
             torchs = _torchs
+        names = ("preserve_rng_state", "determinism_check", "debug", "early_stop")
         return torchs(
-            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state,
-            determinism_check=determinism_check, debug=debug, early_stop=early_stop, **kwargs,
-        )  # fmt: skip
+            function, *args, use_reentrant=False, **{name: getattr(options, name) for name in names}, **kwargs
+        )
     if determinism_check == "values" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "ckptkern.checkpoint: determinism_check='values' reads the device at the end of backward, which a CUDA "
             "graph capture does not allow"
         )
     on_error = None
-    if debug if (wanted := torch_checkpoint._checkpoint_debug_enabled) is None else wanted:
+    if options.debug if (wanted := torch_checkpoint._checkpoint_debug_enabled) is None else wanted:
         if context_fn is not noop_context_fn:
             raise ValueError("debug=True is incompatible with non-default context_fn")
         context_fn, on_error = torch_checkpoint._get_debug_context_and_cb()
@@ -146,8 +156,9 @@ def _checkpoint(
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
         early_stop = stop
     if contexts is not None or torch._C._len_torch_dispatch_stack():
-        contexts = with_hooks(contexts, respect_saved_tensors_hooks)
-    segment = Segment(function, args, kwargs, preserve_rng_state, contexts, determinism_check, early_stop, on_error)
+        contexts = with_hooks(contexts, options.respect_saved_tensors_hooks)
+    preserves = options.preserve_rng_state
+    segment = Segment(function, args, kwargs, preserves, contexts, determinism_check, early_stop, on_error)
     return segment.record(contexts and contexts[0], function, args, kwargs)
 
 

@@ -27,10 +27,18 @@ _aten = torch.ops.aten
 _COMPILED = functools.partial(
     create_selective_checkpoint_contexts,
     [
-        _aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim, _aten.argmax.default,
-        _aten.argmin.default, _aten.multinomial.default, _aten.bucketize.Tensor, _aten.searchsorted.Tensor,
+        _aten.topk.default,
+        _aten.sort.default,
+        _aten.sort.stable,
+        _aten.max.dim,
+        _aten.min.dim,
+        _aten.argmax.default,
+        _aten.argmin.default,
+        _aten.multinomial.default,
+        _aten.bucketize.Tensor,
+        _aten.searchsorted.Tensor,
     ],
-)  # fmt: skip
+)
 
 
 def saved_decisions() -> tuple[Save, _Replay]:

@@ -17,8 +17,8 @@ from types import CellType
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 
+from .checkpoint import Options, checkpoint
 from .checkpoint import _checkpoint as run
-from .checkpoint import checkpoint
 
 __all__ = ["Patch", "patch_torch", "unpatch_torch"]
 
@@ -105,7 +105,7 @@ def _decorated(function, args, kwargs, *, use_reentrant: bool | None = None, **o
         return _torchs_decorated(function, args, kwargs, use_reentrant=bool(use_reentrant), **options)
     if use_reentrant:
         _say_once()
-    return run(function, args, kwargs, False, **options)
+    return run(function, args, kwargs, Options(False, **options))
 
 
 @functools.cache

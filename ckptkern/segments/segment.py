@@ -48,9 +48,18 @@ class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
     __slots__ = (
-        "checksums", "device", "done", "function", "lock", "on_error", "recompute_context", "room", "sequence", "state",
+        "checksums",
+        "device",
+        "done",
+        "function",
+        "lock",
+        "on_error",
+        "recompute_context",
+        "room",
+        "sequence",
+        "state",
         "weights",
-    )  # fmt: skip
+    )
 
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
@@ -146,10 +155,14 @@ class Segment(SavedTensors):
                             return value
             value = saved.take(key)
             if value is None:
-                extra = "" if self.done[key] is None else (
-                    "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
-                    "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
-                )  # fmt: skip
+                extra = (
+                    ""
+                    if self.done[key] is None
+                    else (
+                        "Performing two backward calls that overlap (i.e. require the same saved activation in order to "
+                        "compute gradients) is not allowed while under the torch.utils.checkpoint.GraphExecGroup context. "
+                    )
+                )
                 raise CheckpointError(
                     "torch.utils.checkpoint: Unpack is being triggered for a tensor that was already unpacked once. "
                     f"{extra}If you are calling ctx.saved_tensors in backward, make sure to do so only once. Otherwise "
@@ -183,7 +196,9 @@ class Segment(SavedTensors):
     def recompute(self, key: int) -> torch.device | None:
         """Hands each tensor to its placeholder. Returns where the first one is."""
         args, kwargs = self.state.arguments()
-        self.refuse_changed_parameters()
+        if (now_other := self.changed()) is not None:
+            parameter, *versions = now_other
+            self.refuse(_name_of(parameter, self.roots()), parameter, *versions)
         run, checksums = Recompute(self, key, _Stop), _Checksums()
 
         def pack(x: Tensor) -> Tensor:
@@ -251,16 +266,15 @@ class Segment(SavedTensors):
 
     # -- checks
 
-    def refuse_changed_parameters(self) -> None:
-        if (found := self.changed()) is not None:
-            parameter, now, then = found
-            self.refuse(_name_of(parameter, self.roots()), parameter, now, then)
-
     def refuse(self, name: str, tensor: Tensor, now: int, then: int) -> None:
         how = "was changed in place between forward and backward" if now != then else "was updated in the forward"
-        remedy = "Run backward before the optimizer's step, or run the region's forward again." if now != then else (
-            "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
-        )  # fmt: skip
+        remedy = (
+            "Run backward before the optimizer's step, or run the region's forward again."
+            if now != then
+            else (
+                "It is too large to be copied at each call: update it outside of the region, or give the region a copy of it."
+            )
+        )
         raise CheckpointError(
             f"ckptkern.checkpoint: {name} of shape {tuple(tensor.shape)} {how} of {_describe(self.function)}: it is at version "
             f"{now}, forward saw version {then}. Recomputing would give the gradients of another function. {remedy}"
@@ -320,17 +334,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-class _Nothing:
-    """A context that does nothing and may be entered again and again."""
-
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *_):
-        return None
-
-
-_NOTHING = _Nothing()
+_NOTHING = contextlib.nullcontext()  # may be entered again and again
 
 
 class _Unreadable(TorchDispatchMode):

@@ -190,7 +190,7 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
     key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
     if key not in known:
         try:
-            few, more = (_saved_and_returned(forward, _probe(x, dim, n)) for n in (FLOOR, 2 * FLOOR))
+            few, more = (_saved_and_returned(forward, x, dim, n) for n in (FLOOR, 2 * FLOOR))
         except _NOT_FAKEABLE as error:
             raise RuntimeError(
                 f"tiled: {_name(fn)} does not run on fake tensors, which would show how many of its tokens fit the "
@@ -200,16 +200,13 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
     return known[key]
 
 
-def _saved_and_returned(forward: Callable, x: Tensor) -> int:
-    """Bytes that forward(x) saves for backward and returns, on fake tensors."""
-    with on_fakes() as mode, _no_cast_cache():
-        output, storages = saved_by(forward, mode.from_tensor(x))
+def _saved_and_returned(forward: Callable, x: Tensor, dim: int, tokens: int) -> int:
+    """Bytes that forward saves for backward and returns for so many tokens, on fake tensors."""
+    with on_fakes(), _no_cast_cache():
+        shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
+        probe = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
+        output, storages = saved_by(forward, probe)
         return sum((storages | storages_of([output] if isinstance(output, Tensor) else [])).values())
-
-
-def _probe(x: Tensor, dim: int, tokens: int) -> Tensor:
-    shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-    return torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
 
 
 @contextlib.contextmanager

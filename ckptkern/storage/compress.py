@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .store import Chained
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .store import ChainOptions
 
 CHUNK = 1 << 20  # elements that are compressed at a time, so that the scratch memory is bounded
 _TINY = torch.finfo(torch.float32).tiny  # a smaller scale would be subnormal
@@ -66,7 +71,7 @@ class compress(Chained):
         method: str,
         *,
         block: int = 128,
-        **options: Any,
+        **options: Unpack[ChainOptions],
     ):
         super().__init__(**options)
         if method not in _CODES:

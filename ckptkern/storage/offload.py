@@ -9,12 +9,17 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .store import Store, changed_in_place
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .store import StoreOptions
 
 
 class Flight:
@@ -228,7 +233,7 @@ class offload(Store):
         directory: str | os.PathLike | None = None,
         prefetch: int = 2,
         in_flight: int = 4,
-        **options: Any,
+        **options: Unpack[StoreOptions],
     ):
         super().__init__(**options)
         for name, value in (("prefetch", prefetch), ("in_flight", in_flight)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,11 @@ from torch import Tensor
 
 from ..bits import checksum
 from .store import Chained
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .store import ChainOptions
 
 
 class partition(Chained):
@@ -36,7 +41,7 @@ class partition(Chained):
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
-        **options: Any,
+        **options: Unpack[ChainOptions],
     ):
         super().__init__(**options)
         if not (dist.is_available() and dist.is_initialized()):

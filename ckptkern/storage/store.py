@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..frozen import Frozen
 from ..memory import dense_parts, note_saved
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MIN_BYTES = 1 << 20
 
@@ -150,6 +153,20 @@ def dense_run(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ((span,), (1,)) if span <= math.prod(size) else (size, stride)  # less: the rows overlap
 
 
+class StoreOptions(TypedDict, total=False):
+    """Types the options of `Store`."""
+
+    min_bytes: int
+    exclude: Iterable[Tensor]
+    select: Callable[[Tensor], bool] | None
+
+
+class ChainOptions(StoreOptions, total=False):
+    """Types the options of `Chained`."""
+
+    then: Store | None
+
+
 class Store:
     """Stores saved tensors; its context sends them there. Subclasses define `put`, `get` and `resident`.
 
@@ -269,7 +286,7 @@ class Chained(Store):
     then: the store for it, such as ``offload()``; None leaves it on the device. options: those of ``Store``.
     """
 
-    def __init__(self, *, then: Store | None = None, **options: Any):
+    def __init__(self, *, then: Store | None = None, **options: Unpack[StoreOptions]):
         super().__init__(**options)
         if then is not None and not isinstance(then, Store):
             raise TypeError(f"{type(self).__name__}: then must be a store such as offload(), not {type(then).__name__}")

@@ -167,16 +167,14 @@ def _tuned_impls() -> dict[str, Any]:
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         index = torch.cuda.current_device() if device == "cuda" else None
         file = _tuned.path(device, index)
-        try:
-            table = _tuned.read(file, _tuned.machine(device, index))
-            answer[device] = {"table": str(file)} | {
-                f"{op} {dtype}, {_impls.size_text(size)}": row["impl"]
-                for (op, dtype, size), row in sorted(table.items())
-            }
-        except FileNotFoundError:
-            answer[device] = "none: python -m ckptkern autotune"
-        except (OSError, ValueError) as error:
-            answer[device] = f"{file} is not used: {error}"
+        rows, why = _tuned.read(file, _tuned.machine(device, index))
+        impls = {
+            f"{op} {dtype}, {_impls.size_text(size)}": row["impl"] for (op, dtype, size), row in sorted(rows.items())
+        }
+        if impls:
+            answer[device] = {"table": str(file), **impls}
+        else:
+            answer[device] = f"{file} is not used: {why}" if why else "none: python -m ckptkern autotune"
     return answer
 
 

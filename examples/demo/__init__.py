@@ -37,24 +37,21 @@ def main(args: Namespace) -> int:
     try:
         settle(args)
         warning = load_warning(args.threads or 1)  # before it is this run that loads the machine
-        corpus = load_corpus(args.vocabulary, args.text_mib * 2**20)
-        if len(corpus.vocabulary) < args.vocabulary:
-            raise ValueError(f"--vocabulary: the text has only {len(corpus.vocabulary)} tokens: take more --text-mib")
-        if len(corpus.ids) <= args.seq_len:
-            raise ValueError(f"--seq-len: wanted less than the text's {len(corpus.ids)} tokens but got {args.seq_len}")
+        ids, vocabulary = load_corpus(args.vocabulary, args.text_mib * 2**20)
+        if len(vocabulary) < args.vocabulary:
+            raise ValueError(f"--vocabulary: the text has only {len(vocabulary)} tokens: take more --text-mib")
+        if len(ids) <= args.seq_len:
+            raise ValueError(f"--seq-len: wanted less than the text's {len(ids)} tokens but got {args.seq_len}")
     except (ValueError, FileNotFoundError) as error:
         print(f"ckptkern demo: {error}", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     with cpu_threads(args) as threads:
         place = torch.cuda.get_device_name() if args.device == "cuda" else f"the CPU (threads: {threads})"
-        print(
-            f"{corpus.bytes / 1e6:.1f} MB of Python's standard library ({corpus.files} files) as {len(corpus.ids):,} tokens "
-            f"of {len(corpus.vocabulary):,}; {args.dtype} on {place}."
-        )
-        runs = train(args, corpus.ids)
+        print(f"Python's standard library as {len(ids):,} tokens of {len(vocabulary):,}; {args.dtype} on {place}.")
+        runs = train(args, ids)
     rows = summarize(args, runs)
-    write_results(args, corpus, runs, rows, warning)
+    write_results(args, runs, rows, warning)
     draw_figure(args, runs, rows)
     print(page(args, rows, warning))
     print(f"demo.png, report.md and results.json are in {args.out}; {time.perf_counter() - begin:.0f} s in all.")

@@ -8,7 +8,6 @@ import sysconfig
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +15,6 @@ from torch import Tensor
 # A word, digits or punctuation, with the space before it, or white space.
 WORD = re.compile(rb" ?[A-Za-z_]+| ?[0-9]+| ?[^\sA-Za-z_0-9]+|\s+")
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-
-
-class Corpus(NamedTuple):
-    """ids: int64 [n], the text as tokens; vocabulary: the bytes of each token; bytes and files that the text has."""
-
-    ids: Tensor
-    vocabulary: list[bytes]
-    bytes: int
-    files: int
 
 
 def load_text(root: Path | None = None, max_bytes: int = 2**24) -> list[bytes]:
@@ -53,11 +43,9 @@ def load_text(root: Path | None = None, max_bytes: int = 2**24) -> list[bytes]:
     return [*texts]
 
 
-def load_corpus(vocabulary: int, max_bytes: int) -> Corpus:
+def load_corpus(vocabulary: int, max_bytes: int) -> tuple[Tensor, list[bytes]]:
     """Returns the standard library's source text, as tokens of a vocabulary of its own."""
-    texts = load_text(max_bytes=max_bytes)
-    text = b"".join(texts)
-    return Corpus(*tokenized(text, vocabulary), len(text), len(texts))
+    return tokenized(b"".join(load_text(max_bytes=max_bytes)), vocabulary)
 
 
 def tokenized(text: bytes, size: int) -> tuple[Tensor, list[bytes]]:

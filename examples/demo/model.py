@@ -75,8 +75,7 @@ class Block(nn.Module):
         width, self.heads = config.d_model, config.heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        act = eager.ACTIVATIONS[config.activation].act
-        self.mlp = MoE(config) if config.experts else MLP(width, act, dropout_p=config.dropout)
+        self.mlp = MoE(config) if config.experts else MLP(width, config.activation, dropout_p=config.dropout)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:

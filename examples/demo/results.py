@@ -13,7 +13,6 @@ from ckptkern.memory import format_size, three_digits
 from ckptkern.tools.env import collect
 
 from .config import VARIANTS, label, title
-from .data import Corpus
 from .training import Run, measured_step
 
 AGREEMENT = 1e-3  # largest relative difference between two losses of a step that differ only in rounding
@@ -36,13 +35,6 @@ class Row(NamedTuple):
     p80_ratio: float
     difference: float
     limited: bool
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """Texts for the table."""
-        saved, peak = format_size(self.saved_bytes), format_size(self.peak_bytes)
-        spread = f"{self.p20_ratio:.2f}–{self.p80_ratio:.2f}"
-        return self.label, f"{self.loss:.4f}", saved, peak, f"{self.ms:.0f}", f"{self.ratio:.2f}", spread
 
     @property
     def failed(self) -> bool:
@@ -116,7 +108,11 @@ def verdict(config: Namespace, row: Row, first: Row) -> str:
 
 def page(config: Namespace, rows: list[Row], warning: str | None) -> str:
     """Returns the results as Markdown, which is also what is printed."""
-    table = [HEADINGS, *(row.cells for row in rows)]
+    table = [HEADINGS]
+    for row in rows:
+        saved, peak = format_size(row.saved_bytes), format_size(row.peak_bytes)
+        spread = f"{row.p20_ratio:.2f}–{row.p80_ratio:.2f}"
+        table.append((row.label, f"{row.loss:.4f}", saved, peak, f"{row.ms:.0f}", f"{row.ratio:.2f}", spread))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     table.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
     lines = [" | ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in table]
@@ -131,17 +127,14 @@ def page(config: Namespace, rows: list[Row], warning: str | None) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def write_results(config: Namespace, corpus: Corpus, runs: list[Run], rows: list[Row], warning: str | None) -> None:
+def write_results(config: Namespace, runs: list[Run], rows: list[Row], warning: str | None) -> None:
     """Writes ``report.md``, and ``results.json``: settings, environment, table, and of each step its losses and times."""
     results = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "settings": vars(config),
-        "text": {"bytes": corpus.bytes, "files": corpus.files, "tokens": len(corpus.ids)},
         "table": [row._asdict() for row in rows],
         "losses": {run.variant: run.losses for run in runs},
         "milliseconds": {run.variant: run.milliseconds for run in runs},
-        "gain": gain(rows),
-        "warning": warning,
         "environment": collect(),
     }
     (config.out / "results.json").write_text(json.dumps(results, indent=2, default=str) + "\n")

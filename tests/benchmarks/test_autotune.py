@@ -373,20 +373,12 @@ def test_the_next_run_begins_with_what_is_left(kernels_are_quicker, monkeypatch,
     assert "the time is over" not in capsys.readouterr().out
 
 
-def test_rows_that_are_whole():
-    first, second, other = PROBLEM, PROBLEM._replace(tokens=64), PROBLEM._replace(features=300)
-
-    def finished(*problems: autotune.Problem) -> set:
-        outcomes = [autotune.Outcome(one, "library", {"library": row("library", 2.0)}) for one in problems]
-        rows = autotune.rows_of(outcomes)
-        assert json.loads(json.dumps([*rows.values()])) == [*rows.values()]
-        return autotune.finished(rows, [first, second, other])
-
-    assert finished() == set()
-    assert finished(other) == {other}
-    assert finished(first) == set()  # its row has two problems, which choose together
-    assert finished(first, second) == {first, second}
-    assert autotune.finished({other.key: {"impl": "triton"}}, [other]) == set()
+def test_rows_are_what_json_gives_back():
+    rows = autotune.rows_of([timed(140, library=2.0), timed(300, library=2.0, triton=1.0)])
+    assert json.loads(json.dumps([*rows.values()])) == [*rows.values()]
+    assert {key: row["impl"] for key, row in rows.items()} == {
+        ("mlp", "float16", 256): "library", ("mlp", "float16", 512): "triton"
+    }  # fmt: skip
 
 
 def test_what_is_measured_by_default(two_routes):
@@ -407,7 +399,7 @@ def test_an_older_table_is_made_anew(kernels_are_quicker, capsys):
     assert main(["autotune", "--ops", "mlp", "--dtype", "fp16", "--shapes", "300x40", "--tokens", "16"]) == 0
     why = "is made anew, because another version of ckptkern wrote it: its format is 3, not 4"
     assert f"{file_of_this_machine()} {why}" in capsys.readouterr().out
-    assert [*_tuned.read(file_of_this_machine(), _tuned.machine("cpu", None))] == [("mlp", "float16", 512)]
+    assert [*_tuned.table("cpu", None)] == [("mlp", "float16", 512)]
 
 
 def test_an_interrupt_loses_nothing(kernels_are_quicker, monkeypatch):

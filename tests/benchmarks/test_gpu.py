@@ -97,11 +97,11 @@ def test_an_option_of_pytest_with_spaces_is_one_option(tmp_path):
     )
     assert """--tests='-k "launchers or graph" --lf'""" in done.stdout
     given = gpu.parser().parse_args(["--out", "o", """--tests=-k "launchers or graph" --lf"""])
-    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2).alone(60)
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", gpu.words(given.tests), 2).pytest()
     assert command[command.index("-k") + 1 :][:2] == ["launchers or graph", "--lf"]
     assert str(ROOT / "tests") in command
     one = "tests/test_docs.py::test_one"  # of the repository, although pytest runs in the folder of the build
-    command = gpu.Run(tmp_path, tmp_path, True, "", "", [one, "--lf"], 2).alone(60)
+    command = gpu.Run(tmp_path, tmp_path, True, "", "", [one, "--lf"], 2).pytest()
     assert str(ROOT / one) in command
     assert not {one, str(ROOT / "tests")} & set(command)
 

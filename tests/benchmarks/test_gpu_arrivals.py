@@ -24,7 +24,7 @@ def test_times_are_those_of_the_results():
 
 
 def test_rows_arrive_in_the_order_of_the_run():
-    """One variant was measured; the others take eager's time, and another case that of its FLOPs. Rows come once."""
+    """One variant was measured; the others take eager's time, and another case eager's median. Rows come once."""
     chosen = run.select("--cases", "^mlp-gelu/", suite.cases_of("cuda", headline=True))
     jobs = run.jobs_of(chosen, cases.FIRST_COMPILED, ())
     known = {(CASE, cases.EAGER): 2.0, (CASE, "ckptkern full"): 3.0}
@@ -32,14 +32,13 @@ def test_rows_arrive_in_the_order_of_the_run():
     expected = dict.fromkeys((case.name, name) for case, makers in jobs for name in makers)
     assert [(row.case, row.variant) for row in rows] == [*expected]
 
-    flops = {case.name: arrivals.flops_of(case) for case in chosen}
-    assert flops[CASE] == 3 * 2 * 16384 * 2 * 1024 * 4096
+    assert {row.case for row in rows} > {CASE}
     for row in rows:
-        step = known.get((CASE, row.variant), 2.0) if row.case == CASE else flops[row.case] / arrivals.BFLOAT16
+        step = known.get((CASE, row.variant), 2.0) if row.case == CASE else 2.0
         assert row.step == pytest.approx(step)
     checked = [row.checked for row in rows]
     assert checked == sorted(checked)
-    assert checked[0] == pytest.approx(arrivals.START + flops[CASE] / arrivals.FLOAT64 + 2.0 * arrivals.CHECKS)
+    assert checked[0] == pytest.approx(arrivals.START + 2.0 * (arrivals.FLOAT64 + arrivals.CHECKS))
     assert all(row.timed > row.checked for row in rows)
     for before, row in itertools.pairwise(rows):
         if before.timed == row.timed and row.variant != cases.EAGER:

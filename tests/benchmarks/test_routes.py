@@ -29,7 +29,7 @@ def held() -> list[dict[str, str]]:
 
 
 def test_the_table_is_what_runs():
-    """`python -m benchmarks.dev.routes --out benchmarks/results/routes.csv` writes it again."""
+    """`python -m benchmarks.dev.routes > benchmarks/results/routes.csv` writes it again."""
     assert printed() == routes.PATH.read_text()
 
 

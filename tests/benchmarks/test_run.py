@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from ckptkern.benchmarks import cases, measure, micro, report, run, suite
 from ckptkern.tools import env
@@ -64,8 +63,6 @@ def test_rows_for_every_variant_environment_and_report(bench, monkeypatch, tmp_p
     text = (tmp_path / "out" / "report.md").read_text()
     assert "## tiny/d16x24, float32" in text
     assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| \d+% \| 1\.5 KiB \|", text)
-    (figure,) = (tmp_path / "out" / "figures").iterdir()
-    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_wide_spread_and_a_busy_machine_are_named(bench, monkeypatch, tmp_path):
@@ -175,21 +172,6 @@ def test_where_float64_raises_variants_are_checked_against_eager(bench, monkeypa
         assert row["error_ratio"] == ""
     text = (tmp_path / "out" / "report.md").read_text()
     assert re.search("^- checked against eager", text, re.M)
-
-
-def test_what_is_no_result_is_timed_and_says_so(bench):
-    class Part:
-        unchecked = "not a result: the matmuls alone"
-
-        def __init__(self, model, x):
-            self.model = model
-
-        def __call__(self, x):
-            return self.model(x) * 0.5
-
-    _, rows, _ = bench(case=with_variants(part=Part))
-    assert (rows["part"]["status"], rows["part"]["note"], rows["part"]["error_ratio"]) == ("ok", Part.unchecked, "")
-    assert rows["part"]["ms"]
 
 
 def test_a_fault_of_the_device_fails_the_rows_of_its_case(monkeypatch):
@@ -302,8 +284,8 @@ def test_arguments_that_match_nothing_say_so(bench, arguments, message):
 
 
 def test_patterns_choose_cases():
-    found = run.select("--cases", "^host/,^dropout", suite.cases_of("cpu"))
-    assert [case.name for case in found] == ["dropout/d256x1024", "host/d8x4"]
+    found = run.select("--cases", "^linear_act-relu/d2,^dropout", suite.cases_of("cpu"))
+    assert [case.name for case in found] == ["linear_act-relu/d256x1024", "dropout/d256x1024"]
 
 
 @pytest.mark.parametrize("title", [row.title for row in suite.ROWS])
@@ -311,7 +293,7 @@ def test_ours_are_right_in_every_case(title):
     """Checks only correctness of the real cases, at a size that takes no time."""
     case = small(title)
     model, x, dy = cases.build(case, CPU)
-    checker = measure.Checker(case, model, x, dy)
+    checker = measure.Checker(model, x, dy)
     for mode in case.modes:
         assert checker.ratio(case.ours(model, mode))[0] <= 2
 
@@ -343,13 +325,6 @@ def test_flash_alone_is_missing_without_a_gpu():
     assert (row.status, row.note) == ("missing", "ImportError: SDPA has several fused backends on CUDA only")
 
 
-def test_dropout_that_keeps_too_much_is_wrong():
-    case = micro.case("dropout", "cpu")
-    checker = measure.Checker(case, *cases.build(case, CPU))
-    with pytest.raises(ValueError, match="keeps"):
-        checker.ratio(lambda x: nn.functional.dropout(x, 0.1) * (0.9 / 0.875))
-
-
 def test_rounds_are_interleaved_and_end_after_enough():
     def clock(step, index):
         step(index)
@@ -372,9 +347,9 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
 
 
-def test_a_folder_without_figures_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):
+def test_the_folder_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):
     """The rows before it stay."""
-    rows = bench("--no-figures", case=TINY).rows
+    rows = bench(case=TINY).rows
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.csv", "env.json", "report.md"}
     sheet = run.Sheet(tmp_path / "out" / "results.csv", [*rows.values()])
 
@@ -416,14 +391,6 @@ def test_runs_on_the_gpu(bench):
     assert {"copy 1 GiB", "bf16 matmul 8192"} <= set(rows)
     assert rows["ckptkern full"]["status"] == "ok"
     assert float(rows["ckptkern full"]["graph_ms"]) > 0
-
-
-def test_report_without_matplotlib_says_how_to_get_it(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(report, "report", lambda folder: "text")
-    report.write_all(tmp_path)
-    assert capsys.readouterr().err == "no figures: matplotlib is not installed: pip install matplotlib\n"
-    assert (tmp_path / "report.md").read_text() == "text"
 
 
 HANGS = """

@@ -59,6 +59,7 @@ def test_it_takes_no_more_than_gradient_checkpointing_of_each_block(name):
     assert conversion.calls["original"] == 0
     checkpoints = [m for m in ours.modules() if type(m.__dict__.get("forward")) is General]
     assert not any(m in outer.modules() for outer in checkpoints for m in checkpoints if m is not outer)
+    assert {name for name, m in ours.named_modules() if m in checkpoints} <= {row.name for row in conversion.converted}
     assert list(ours.state_dict()) == keys
     for other in (copy.deepcopy(ours), ours):
         torch.testing.assert_close(step(other, call), step(copy.deepcopy(eager), call), **TOLERANCE)

@@ -339,7 +339,8 @@ def test_the_table():
 
 
 class Towers(nn.Module):
-    """A text tower, an image tower that shares its embedding, a head that is tied by a function, and one that no call runs."""
+    """A text tower, an image tower that shares its embedding, a head that is tied by a function, a layer whose weight a
+    function takes, and one that no call runs."""
 
     def __init__(self):
         super().__init__()
@@ -348,12 +349,13 @@ class Towers(nn.Module):
         self.tied, self.other, self.norm = nn.Linear(WIDTH, 20, bias=False), nn.Linear(WIDTH, 3), nn.LayerNorm(WIDTH)
         self.vision["table"], self.tied.weight = nn.Embedding(20, WIDTH), self.embed.weight
         self.vision["table"].weight = self.embed.weight
+        self.taken = nn.Linear(WIDTH, 5, bias=False)
 
     def forward(self, ids, with_image=False):
         x = self.embed(ids)
         for layer in (*self.text, *(self.vision["layers"] if with_image else ())):
             x = layer(x, **with_tables(x))
-        return F.linear(x, self.tied.weight)
+        return F.linear(x, self.tied.weight), F.linear(x, self.taken.weight)
 
 
 NOT_RUN = {

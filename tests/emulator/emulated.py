@@ -14,8 +14,8 @@ import torch
 
 import emulator
 from benchmarks.codegen.compiling import Compiled, compile_launch
+from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.tools.compiling import instead_of_launches
 
 ARCHS = (80, 90)
 SCALARS = {

@@ -160,7 +160,7 @@ OPS = [
     ),
     Fault(
         "attention: theta's tables go on over packed sequences",
-        "ckptkern/ops/attention/sublayer.py",
+        "ckptkern/ops/attention/core_sublayer.py",
         "positions = positions_of(whole, t.wo.device, «t.cu»)",
         "None",
         (values("[attention_block-sequences"),),

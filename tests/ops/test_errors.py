@@ -292,7 +292,7 @@ REFUSED = {
     "linear_cross_entropy": {
         "weight gets no gradient": dict(weight=ones(7, requires_grad=True)),
         "label_smoothing must be between 0 and 1, not 1.5": dict(label_smoothing=1.5),
-        "softcap must be positive or None, not 0.0": dict(softcap=0.0),
+        "softcap must be above 0 and finite, not 0.0": dict(softcap=0.0),
         "top_k must be from 1 to 7, not 8": dict(top_k=8),
         "vocab_start needs a group": dict(vocab_start=3),
         "is not split over a process group; leave out one of both": dict(lora=LoRA(A, zeros(7, 2)), group=object()),
@@ -303,8 +303,8 @@ REFUSED = {
     },
     "linear_distillation": {
         "beta must be between 0 (forward KL) and 1 (reverse KL), not 1.5": dict(beta=1.5),
-        "temperature must be positive and finite, not 0.0": dict(temperature=0.0),
-        "teacher_softcap must be positive and finite or None": dict(teacher_softcap=-1),
+        "temperature must be above 0 and finite, not 0.0": dict(temperature=0.0),
+        "teacher_softcap must be above 0 and finite": dict(teacher_softcap=-1),
         "teacher_input must have the student's leading shape (2, 3), but has (2, 4)": dict(teacher_input=zeros(2, 4, 5)),
         "slice off rows that only pad it": dict(teacher_weight=zeros(8, 5), teacher_bias=None),
     },

@@ -10,8 +10,8 @@ from ckptkern.memory import format_size, peak_memory
 pytest.importorskip("scipy")
 pytest.importorskip("transformers")
 
-from ckptkern.tools.estimate import model as models
-from ckptkern.tools.estimate import variants
+from ckptkern.benchmarks import estimate_model as models
+from ckptkern.benchmarks import estimate_variants as variants
 
 TOKENS, WORKSPACE = 256, 2**20
 

@@ -26,9 +26,9 @@ from benchmarks.codegen import cases, sass
 from benchmarks.codegen.compiling import catch_launches, compile_launch
 from benchmarks.dev import trace
 from ckptkern import triton_kernels
+from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.eager import AttentionCore
 from ckptkern.ops import backend
-from ckptkern.tools.compiling import instead_of_launches
 from ckptkern.triton_kernels.attention import AttentionTile
 from ckptkern.triton_kernels.tile import Tile
 
@@ -115,7 +115,7 @@ class Sized(cases.Inputs):
         self.letters, self.LENGTH = dict(M=M, K=K, N=N, D=D), M
         self.view, self.threshold, self.first_row = view, threshold, first_row
 
-    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> torch.Tensor:
         plain = len(shape) != 2 or dtype != torch.bfloat16
         return meta(*shape, dtype=dtype) if plain else self.view(*shape)
 

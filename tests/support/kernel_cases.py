@@ -150,7 +150,7 @@ class Small(Inputs):
         other.backend, other.exact, other.change, other.rest = backend, exact, change, iter(self.given)
         return other
 
-    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, scale: float) -> Tensor:
         values = torch.randn(shape) * scale
         if not dtype.is_floating_point:  # a mask of int8, bits, or classes
             values = values > -0.5 if dtype == torch.int8 else torch.randint(256, shape)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.kernel_cases import Small, check_like_eager
 
-from benchmarks.codegen.cases import PRODUCT_OPS, AttentionCase, Case, default_cases
+from benchmarks.codegen.cases import MATMUL_OPS, AttentionCase, Case, default_cases
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 
@@ -54,6 +54,6 @@ def test_results(case, device, architecture, interpreted, monkeypatch, request):
     if case.kind != "few":  # a GPU with one SM is never idle: the tiles of large launches
         monkeypatch.setitem(SMS, family, 1)
         monkeypatch.setattr(experts_tiles, "FEW_ROWS", 0)
-    tf32 = case.dtype == "float32" and "ieee" not in case.kind and case.op in PRODUCT_OPS
+    tf32 = case.dtype == "float32" and "ieee" not in case.kind and case.op in MATMUL_OPS
     slack = {"slack": TF32_CHAIN if case.op.startswith("stack_") else TF32} if tf32 else {}
     check_like_eager(case, Small, device, **slack)

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 import ckptkern
 from benchmarks.dev import trace
 from ckptkern import eager, triton_kernels
+from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
 from ckptkern.ops.mlp import branch as mlp_branch
 from ckptkern.ops.registration import gradients as _gradients
-from ckptkern.tools.compiling import instead_of_launches
 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 

@@ -30,7 +30,7 @@ from support.kernel_cases import (
 from torch import Tensor
 
 from benchmarks.codegen import experts
-from benchmarks.codegen.cases import DROPOUT_OPS, OPS, PRODUCT_OPS, VARIANTS, AttentionCase, Case
+from benchmarks.codegen.cases import DROPOUT_OPS, MATMUL_OPS, OPS, VARIANTS, AttentionCase, Case
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 
@@ -42,7 +42,7 @@ def variants_of(op: str) -> tuple[str, ...]:
 def case_of(
     op: str, variant: int = 0, dtype: torch.dtype = torch.bfloat16, unaligned: bool = True, extras: bool = True
 ):
-    kind = "ieee" if dtype == torch.float32 and op in PRODUCT_OPS else ""
+    kind = "ieee" if dtype == torch.float32 and op in MATMUL_OPS else ""
     return Case(op, 80, str(dtype)[6:], unaligned, variants_of(op)[variant], extras and op in DROPOUT_OPS, extras, kind)
 
 

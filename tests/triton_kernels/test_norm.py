@@ -10,7 +10,7 @@ from support.drop_ins import pairwise
 from support.kernel_cases import DTYPES, assert_equal, check_results
 
 from ckptkern import eager
-from ckptkern.tools.compiling import instead_of_launches
+from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.triton_kernels import norm, rotary
 
 EPS = 1e-5

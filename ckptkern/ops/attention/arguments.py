@@ -16,6 +16,7 @@ from ..dispatch.checks import (
     check_mode,
     check_number,
     check_probability,
+    check_softcap,
     check_tensor,
     check_weight,
 )
@@ -31,7 +32,7 @@ from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .context import check_context
-from .core import check_sinks, check_softcap, check_whole_sequence, fused_core
+from .core import check_sinks, check_whole_sequence, fused_core
 from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
@@ -235,26 +236,76 @@ def check_hidden(
     return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
 
 
-def gather(
-    op, x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads, *, key_value, qkv_layout, qk_norm, qk_norm_kind,
-    qk_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask, mask_is_exclusion, key_padding_mask, window_size,
-    alibi_slopes, cu_seqlens, max_seqlen, scale, softcap, sinks, gate_weight, gate_bias, gate_in_query, dropout_p, lora,
-    residual, training, recompute, workspace, **others,
-) -> tuple[AttentionTensors, AttentionOptions]:  # fmt: skip
-    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_whole_sequence(op, takes_parts=True)
+def check_scores(op: str, x: Tensor, recompute, dropout_p, scale, softcap, shapes: str, **flags: bool) -> float:
+    """Checks what both kinds of attention take; returns softcap. shapes: those of x, in words."""
     check_mode(op, recompute)
     check_probability(op, dropout_p)
-    check_flags(
-        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
-        training=training, gate_in_query=gate_in_query,
-    )  # fmt: skip
-    check_number(op, "qk_norm_eps", qk_norm_eps)
+    check_flags(op, **flags)
     check_number(op, "scale", 1.0 if scale is None else scale)
     softcap = check_softcap(op, softcap)
     check_input(op, x)
     if x.dim() not in (2, 3):
-        raise ShapeError(f"{op}: input must be [B, S, d], [S, d], or [tokens, d] with cu_seqlens, not {tuple(x.shape)}")
+        raise ShapeError(f"{op}: input must be {shapes}, not {tuple(x.shape)}")
+    return softcap
+
+
+def gather(
+    op,
+    x,
+    qkv_weight,
+    qkv_bias,
+    out_weight,
+    out_bias,
+    num_heads,
+    num_kv_heads,
+    *,
+    key_value,
+    qkv_layout,
+    qk_norm,
+    qk_norm_kind,
+    qk_norm_eps,
+    rotary,
+    rotary_interleaved,
+    is_causal,
+    attn_mask,
+    mask_is_exclusion,
+    key_padding_mask,
+    window_size,
+    alibi_slopes,
+    cu_seqlens,
+    max_seqlen,
+    scale,
+    softcap,
+    sinks,
+    gate_weight,
+    gate_bias,
+    gate_in_query,
+    dropout_p,
+    lora,
+    residual,
+    training,
+    recompute,
+    workspace,
+    **others,
+) -> tuple[AttentionTensors, AttentionOptions]:
+    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
+    check_whole_sequence(op, takes_parts=True)
+    softcap = check_scores(
+        op,
+        x,
+        recompute,
+        dropout_p,
+        scale,
+        softcap,
+        "[B, S, d], [S, d], or [tokens, d] with cu_seqlens",
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        mask_is_exclusion=mask_is_exclusion,
+        residual=residual,
+        training=training,
+        gate_in_query=gate_in_query,
+    )
+    check_number(op, "qk_norm_eps", qk_norm_eps)
     context = ACTIVE.context
     seen = x if context is None else context.whole(x)  # of all ranks
     B, S = batch_and_rows(seen)
@@ -286,24 +337,77 @@ def gather(
     n = 1 if context is None or context.exchange == "gather" else context.size
     precision = matmul_precision(probe)
     fused = fused_core(
-        backend, x, dtype, precision, (B, H // n, S, D), (B, H_kv // n, S_k, D), left, right, scale, slopes,
-        "dropout" if drops else None, softcap or None, "rows" if context is not None and n == 1 else None,
-        masks=(mask, padding), cu=cu_seqlens,
-    )  # fmt: skip
+        backend,
+        x,
+        dtype,
+        precision,
+        (B, H // n, S, D),
+        (B, H_kv // n, S_k, D),
+        left,
+        right,
+        scale,
+        slopes,
+        "dropout" if drops else None,
+        softcap or None,
+        "rows" if context is not None and n == 1 else None,
+        masks=(mask, padding),
+        cu=cu_seqlens,
+    )
     wq, wk, wv = (*weights, None, None)[:3]
     bq, bk, bv = (*biases, None, None)[:3]
     t = AttentionTensors(
-        key_value=key_value, wq=wq, wk=wk, wv=wv, bq=bq, bk=bk, bv=bv, wo=out_weight, bo=out_bias, q_norm=q_norm, k_norm=k_norm,
-        q_norm_bias=q_norm_bias, k_norm_bias=k_norm_bias, sinks=sinks, wg=gate_weight, bg=gate_bias, cos=cos, sin=sin,
-        mask=mask, padding=padding, slopes=slopes, cu=cu_seqlens, **lora_tensors, **tensors,
-    )  # fmt: skip
+        key_value=key_value,
+        wq=wq,
+        wk=wk,
+        wv=wv,
+        bq=bq,
+        bk=bk,
+        bv=bv,
+        wo=out_weight,
+        bo=out_bias,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        q_norm_bias=q_norm_bias,
+        k_norm_bias=k_norm_bias,
+        sinks=sinks,
+        wg=gate_weight,
+        bg=gate_bias,
+        cos=cos,
+        sin=sin,
+        mask=mask,
+        padding=padding,
+        slopes=slopes,
+        cu=cu_seqlens,
+        **lora_tensors,
+        **tensors,
+    )
     o = AttentionOptions(
-        num_heads=H, num_kv_heads=H_kv, qkv_layout=qkv_layout, gate_in_query=gate_in_query, qk_norm=qk_norm_kind,
-        qk_norm_eps=float(qk_norm_eps), theta=theta, interleaved=rotary_interleaved, mask_is_exclusion=mask_is_exclusion,
-        left=left, right=right,
-        max_len=max_len, scale=scale, softcap=softcap, dropout_p=float(dropout_p), first_plane=0, planes=0,
-        recompute=choose_mode(recompute), backend=backend, precision=precision,
-        workspace=choose_workspace(op, workspace, probe), fused=fused, lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, context=context, **options,
-    )  # fmt: skip
+        num_heads=H,
+        num_kv_heads=H_kv,
+        qkv_layout=qkv_layout,
+        gate_in_query=gate_in_query,
+        qk_norm=qk_norm_kind,
+        qk_norm_eps=float(qk_norm_eps),
+        theta=theta,
+        interleaved=rotary_interleaved,
+        mask_is_exclusion=mask_is_exclusion,
+        left=left,
+        right=right,
+        max_len=max_len,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=float(dropout_p),
+        first_plane=0,
+        planes=0,
+        recompute=choose_mode(recompute),
+        backend=backend,
+        precision=precision,
+        workspace=choose_workspace(op, workspace, probe),
+        fused=fused,
+        lora=lora_numbers,
+        lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
+        dtype=dtype,
+        context=context,
+        **options,
+    )
     return t, o

@@ -78,13 +78,14 @@ class AttentionSublayer(AttentionForward):
         shared = of_update[of_out]  # which all groups read; the other one is cut as the weight is
         return {
             name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
-            for name in (f"w{part.letter}", *of_update) if name in need
-        }  # fmt: skip
+            for name in (f"w{part.letter}", *of_update)
+            if name in need
+        }
 
     def add_to_sums(
         self, sums: dict[str, WeightGrad], part: Projection, d: Tensor, du: Tensor | None, rows: Tensor, start: int = 0
     ) -> None:
-        """From the gradient d of a projection's result and the rows, from `start` on, that it reads."""
+        """Adds what follows from the gradient d of a projection's result and the rows, from `start` on, that it reads."""
         of_update = tuple(map(sums.get, names_of(part.letter)))
         if (of_weight := sums.get(f"w{part.letter}")) is not None:
             of_weight.add(d, rows)
@@ -103,11 +104,13 @@ class AttentionSublayer(AttentionForward):
             grads.written(sums)
 
     def gate_gradient(self, do: Tensor, out: Tensor, gate: Tensor) -> Tensor:
-        """Of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the factor sigmoid(gate).
-        1 - sigmoid(gate) would have few digits in 16 bits."""
+        """Returns the gradient of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the
+        factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
         made = (do * out).transpose(1, 2)
         if gate.shape[3] == 1 != self.D:
-            made = self.p.attn_delta(out, do, self.row_core).transpose(1, 2)[..., None]
+            context, core = self.o.context, self.core
+            core = core if context is None else context.core_of_rows(core)
+            made = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
         return (made * torch.sigmoid(-gate)).to(gate.dtype)
 
     def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
@@ -138,9 +141,18 @@ class AttentionSublayer(AttentionForward):
             heads.close()
             return made, buffer
         *made, dmask, _ = attention_grads(
-            self.p, *heads, do, out, lse, self.core, delta=delta, need_dq=need_dq, need_dkv=need_dkv,
-            dmask_shape=self.t.mask.shape if "mask" in inner else None, out=outs,
-        )  # fmt: skip
+            self.p,
+            *heads,
+            do,
+            out,
+            lse,
+            self.core,
+            delta=delta,
+            need_dq=need_dq,
+            need_dkv=need_dkv,
+            dmask_shape=self.t.mask.shape if "mask" in inner else None,
+            out=outs,
+        )
         if dmask is not None:
             add_part("mask", dmask, 1, grads, self.index, self.count)
         if buffer:
@@ -148,11 +160,16 @@ class AttentionSublayer(AttentionForward):
         return [None if grad is None else grad.transpose(1, 2) for grad in made], None
 
     def projected_gradients(
-        self, made: list[Tensor | None], buffer: tuple | None, raw, dgate: Tensor | None, inner: Collection[str],
+        self,
+        made: list[Tensor | None],
+        buffer: tuple | None,
+        raw,
+        dgate: Tensor | None,
+        inner: Collection[str],
         grads: PartGrads,
-    ) -> list[Tensor | None]:  # fmt: skip
-        """Of each projection [rows, outputs], from those of the gate and of q, k, v as the core read them; adds those of q's
-        and k's norms.
+    ) -> list[Tensor | None]:
+        """Returns the gradient of each projection [rows, outputs], from those of the gate and of q, k, v as the core read them;
+        adds those of q's and k's norms.
 
         Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer. made: is emptied.
         """
@@ -183,9 +200,13 @@ class AttentionSublayer(AttentionForward):
         return [d for _, d in self.parts(dqkv)]
 
     def add_projection_gradients(
-        self, ds: list[Tensor | None], h: Tensor | None, need: Collection[str], grads: PartGrads,
+        self,
+        ds: list[Tensor | None],
+        h: Tensor | None,
+        need: Collection[str],
+        grads: PartGrads,
         totals: dict[bool, Tensor | None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Adds those of the projections' weights and biases, and in `totals` of h and key_value, from those of results."""
         wanted = {False: self.needs_dh(need), True: "key_value" in need}
         formed: dict[bool, list] = {False: [], True: []}
@@ -208,10 +229,17 @@ class AttentionSublayer(AttentionForward):
                 grads.written(sums)
 
     def add_gradients(
-        self, whole: AttentionSublayer, h: Tensor | None, df: Tensor, du: Tensor | None, saved: dict[str, Tensor | None],
-        need: Collection[str], grads: PartGrads, totals: dict[bool, Tensor | None],
-    ) -> None:  # fmt: skip
-        """This group's gradients, from that of the branch's result.
+        self,
+        whole: AttentionSublayer,
+        h: Tensor | None,
+        df: Tensor,
+        du: Tensor | None,
+        saved: dict[str, Tensor | None],
+        need: Collection[str],
+        grads: PartGrads,
+        totals: dict[bool, Tensor | None],
+    ) -> None:
+        """Adds this group's gradients, from that of the branch's result.
 
         saved: out, lse and qkv of all heads, None for what is recomputed. totals: the gradients of h and of key_value.
         """
@@ -253,7 +281,8 @@ class AttentionSublayer(AttentionForward):
 
     def backward(self, dy, saved, needs, f=None):
         t, o, need = self.t, self.o, needed_names(AttentionTensors, needs)
-        dy, df, grads, saved = self.around_branch(dy, saved, need, f)
+        f, saved = self.recomputed_branch(saved, need, f)
+        dy, df, grads = self.branch_gradients(dy, f, need)
         f, inner = None, self.behind_core(need)
         recomputes = reads_core(need) and (saved.get("out") is None or (self.gated and saved.get("qkv") is None))
         h = self.held_inputs() if inner or recomputes else None

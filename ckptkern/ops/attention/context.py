@@ -58,18 +58,18 @@ class Context(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of which a rank has one, or two."""
+        """Returns how many chunks the sequence has, of which a rank has one, or two."""
         return 2 * self.size if self.zigzag else self.size
 
     def rows(self, S: int) -> list[Rows]:
-        """Where the S rows of this rank are in the sequence."""
+        """Returns where the S rows of this rank are in the sequence."""
         if not self.zigzag:
             return [Rows(0, S, self.rank * S)]
         half = S // 2
         return [Rows(0, half, self.rank * half), Rows(half, S, (2 * self.size - 1 - self.rank) * half)]
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's rows of x, which has those of all ranks along dim."""
+        """Returns this rank's rows of x, which has those of all ranks along dim."""
         parts = [x.narrow(dim, rows.first, rows.stop - rows.start) for rows in self.rows(x.shape[dim] // self.size)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
@@ -129,10 +129,21 @@ class Context(NamedTuple):
 
 
 def check_context(
-    op: str, context: Context, x: Tensor, H: int, H_kv: int, left: int | None, right: int | None, drops: bool, *,
-    key_value: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, alibi_slopes: Tensor | None,
+    op: str,
+    context: Context,
+    x: Tensor,
+    H: int,
+    H_kv: int,
+    left: int | None,
+    right: int | None,
+    drops: bool,
+    *,
+    key_value: Tensor | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    alibi_slopes: Tensor | None,
     attn_mask: Tensor | None,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Why this call runs in PyTorch ops, if it does. Raises ValueError for what a split sequence does not cover."""
     S = x.shape[-2]
     if key_value is not None:
@@ -165,7 +176,7 @@ def check_context(
 
 
 def check_longest(op: str, cu_seqlens: Tensor, max_seqlen: int) -> None:
-    """A ValueError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
+    """Raises a ValueError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
     message = f"{op}: on several ranks max_seqlen={max_seqlen} must not be below the longest sequence; leave it out"
     fits = (cu_seqlens.diff() <= max_seqlen).all()
     if not fits.is_cpu or torch.compiler.is_compiling():
@@ -237,9 +248,18 @@ class GatheredHeads(SpreadHeads):
         return o, torch.cat(lse, 2), None if delta[0] is None else torch.cat(delta, 2)
 
     def grads(
-        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, *, delta: Tensor | None,
-        need_dq: bool, need_dkv: bool, dq: Tensor | None,
-    ) -> list[Tensor | None]:  # fmt: skip
+        self,
+        p: ModuleType,
+        do: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        core: eager.AttentionCore,
+        *,
+        delta: Tensor | None,
+        need_dq: bool,
+        need_dkv: bool,
+        dq: Tensor | None,
+    ) -> list[Tensor | None]:
         """Gradients of this rank's rows of q, k and v. Those of k and v are summed over rows and ranks in float32."""
         if not (need_dq or need_dkv):
             return [None] * 3
@@ -251,15 +271,25 @@ class GatheredHeads(SpreadHeads):
             sums = k.new_zeros((B, size * S, 2 * H_kv, D), dtype=torch.promote_types(k.dtype, torch.float32))
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
-            outs = [None if sums is None else one[:, :, :columns] for one in self._halves(sums)]
+            outs = [None] * 2 if sums is None else sums.transpose(1, 2)[:, :, :columns].chunk(2, 1)
             later = rows.start > 0  # what other rows have given stays
             places = [dq[:, :, at] if need_dq else None, *outs]
             if later and need_dkv:
                 places[1:] = [torch.empty_like(one) for one in outs]
             made = attention_grads(
-                p, self.q[:, :, at], k[:, :, :columns], v[:, :, :columns], do[:, :, at], o[:, :, at], lse[:, :, at], own,
-                delta=None if delta is None else delta[:, :, at], need_dq=need_dq, need_dkv=need_dkv, out=places,
-            )[:3]  # fmt: skip
+                p,
+                self.q[:, :, at],
+                k[:, :, :columns],
+                v[:, :, :columns],
+                do[:, :, at],
+                o[:, :, at],
+                lse[:, :, at],
+                own,
+                delta=None if delta is None else delta[:, :, at],
+                need_dq=need_dq,
+                need_dkv=need_dkv,
+                out=places,
+            )[:3]
             for place, part in zip(places, made, strict=True):
                 if place is not None and part is not place:
                     place.copy_(part)
@@ -271,10 +301,6 @@ class GatheredHeads(SpreadHeads):
         parts = _c10d.wait_tensor(self.context.scattering(self.context.parted(sums).flatten(0, 1)))
         dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
         return [dq if need_dq else None, dk, dv]
-
-    @staticmethod
-    def _halves(sums: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if sums is None else sums.transpose(1, 2).chunk(2, 1)
 
     def sink_gradient(
         self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None
@@ -321,9 +347,12 @@ class ExchangedHeads(SpreadHeads):
             return tensor if tensor is None or tensor.shape[1] == 1 else tensor.narrow(1, rank * count, count)
 
         return core._replace(
-            plane_base=core.plane_base + rank * count, planes=core.planes or size * count, mask=own(core.mask),
-            slopes=None if core.slopes is None else own(core.slopes).clone(), sinks=own(core.sinks),
-        )  # fmt: skip
+            plane_base=core.plane_base + rank * count,
+            planes=core.planes or size * count,
+            mask=own(core.mask),
+            slopes=None if core.slopes is None else own(core.slopes).clone(),
+            sinks=own(core.sinks),
+        )
 
     def attend(self, p: ModuleType, core: eager.AttentionCore, do: Tensor | None = None):
         """(this rank's rows of o, its heads' lse, None)"""
@@ -341,9 +370,18 @@ class ExchangedHeads(SpreadHeads):
         return do, o
 
     def grads(
-        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, *, delta: Tensor | None,
-        need_dq: bool, need_dkv: bool, dq: Tensor | None,
-    ) -> list[Tensor | None]:  # fmt: skip
+        self,
+        p: ModuleType,
+        do: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        core: eager.AttentionCore,
+        *,
+        delta: Tensor | None,
+        need_dq: bool,
+        need_dkv: bool,
+        dq: Tensor | None,
+    ) -> list[Tensor | None]:
         """Gradients of this rank's rows of q, k and v."""
         if not (need_dq or need_dkv):
             return [None] * 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,10 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.checks import check_number, check_tensor
+from ..dispatch.checks import check_tensor
 from ..dispatch.choices import kernels_alone
 from ..dispatch.shard import refuse_context
-from ..registration.functions import bodies_are_seen
+from ..registration.functions import Bodies
 from ..sublayer.dropout import dropout_arguments
 
 
@@ -63,12 +62,23 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
     """
     mask = t.mask.view(torch.int8) if t.mask is not None and t.mask.dtype == torch.bool else t.mask
     return eager.AttentionCore(
-        scale=o.scale, precision=o.precision, window=(o.left, o.right), mask=mask, slopes=t.slopes,
+        scale=o.scale,
+        precision=o.precision,
+        window=(o.left, o.right),
+        mask=mask,
+        slopes=t.slopes,
         sinks=None if t.sinks is None else t.sinks[None],
-        dropout=dropout_arguments(t.rng, o.dropout_p), cu_q=t.cu_q, cu_k=t.cu_k, max_q=o.max_q, max_k=o.max_k,
-        fused=o.fused, softcap=o.softcap, plane_base=o.first_plane, planes=o.planes,
+        dropout=dropout_arguments(t.rng, o.dropout_p),
+        cu_q=t.cu_q,
+        cu_k=t.cu_k,
+        max_q=o.max_q,
+        max_k=o.max_k,
+        fused=o.fused,
+        softcap=o.softcap,
+        plane_base=o.first_plane,
+        planes=o.planes,
         workspace=o.workspace,
-    )  # fmt: skip
+    )
 
 
 # Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
@@ -125,25 +135,32 @@ def _accepts(kernel: str, index: int | None, dtype: torch.dtype, case: CoreCase)
         return getattr(torch.backends.cuda, f"can_use_{kernel}_attention")(asked)
 
 
-def _is_enabled(kernel: str) -> bool:
-    return getattr(torch.backends.cuda, f"{'mem_efficient' if kernel == 'efficient' else kernel}_sdp_enabled")()
-
-
 def _constant_kernels(index: int | None, dtype: torch.dtype, *case: Any) -> tuple[str, ...]:
     """`kernel_order` without what the user disables or torch refuses."""
     asked = CoreCase(dtype == torch.float32, *case)
     kernels = kernel_order(torch.cuda.get_device_capability(index), asked)
-    return tuple(kernel for kernel in kernels if _is_enabled(kernel) and _accepts(kernel, index, dtype, asked))
+    names = {"efficient": "mem_efficient"}  # what torch's setting calls it
+    enabled = (one for one in kernels if getattr(torch.backends.cuda, f"{names.get(one, one)}_sdp_enabled")())
+    return tuple(kernel for kernel in enabled if _accepts(kernel, index, dtype, asked))
 
 
-_constant_kernels._dynamo_marked_constant = True  # as in _choices: called, not traced
+_constant_kernels._dynamo_marked_constant = True  # as in `dispatch.choices`: called, not traced
 
 
 def fused_core(
-    backend: str, x: Tensor, dtype: torch.dtype, precision: str, q_shape: Sequence[int], k_shape: Sequence[int],
-    left: int | None, right: int | None, scale: float, *others: object, masks: Sequence[Tensor | None] = (),
+    backend: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    precision: str,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    left: int | None,
+    right: int | None,
+    scale: float,
+    *others: object,
+    masks: Sequence[Tensor | None] = (),
     cu: Tensor | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The name of torch's own kernel for the core of q [B, H, Sq, D] and k [B, H_kv, Sk, D], or "" for the backend's kernel.
 
     precision: of float32, `matmul_precision`. masks: their sum or conjunction is the core's. cu: of packed sequences. others:
@@ -159,7 +176,7 @@ def fused_core(
     """
     if (
         x.is_meta
-        and bodies_are_seen()
+        and Bodies.seen
         and not any(isinstance(other, Tensor) and other.requires_grad for other in (*others, *masks))
     ):
         return "cpu"  # what is allocated is counted: only the gradient of a mask or of slopes is of scores
@@ -170,15 +187,21 @@ def fused_core(
     head_dim = next((n for n in FLASH_HEAD_DIMS if n == D), 0)  # a number, even if torch.compile has a symbol for D
     bounded, packed = left is not None or right is not None, cu is not None
     if (
-        not x.is_cuda or kernels_alone() or dtype not in (torch.float16, torch.bfloat16, torch.float32)
+        not x.is_cuda
+        or kernels_alone()
+        or dtype not in (torch.float16, torch.bfloat16, torch.float32)
         or (dtype == torch.float32 and precision != "ieee")
-        or not head_dim or any(other is not None for other in others)
+        or not head_dim
+        or any(other is not None for other in others)
         or any(m.requires_grad or m.dtype not in (torch.bool, dtype) for m in masks)
         or any(m.dim() == 4 and (m.shape[1] != 1 or m.shape[2] != 1) for m in masks)
-        or not scale > 0 or (bounded and not packed and Sq != Sk)
-        or 0 in (*q_shape, *k_shape) or 1 in (Sq, Sk) or (packed and cu.shape[0] < 2)
+        or not scale > 0
+        or (bounded and not packed and Sq != Sk)
+        or 0 in (*q_shape, *k_shape)
+        or 1 in (Sq, Sk)
+        or (packed and cu.shape[0] < 2)
         or torch.are_deterministic_algorithms_enabled()
-    ):  # fmt: skip
+    ):
         return ""
     grouped = True if k_shape[1] != H else False  # noqa: SIM210 (a bool, likewise)
     windowed = True if bounded and (left is not None or right != 0) else False  # noqa: SIM210 (a bool, likewise)
@@ -201,9 +224,22 @@ def attend(p: ModuleType, q: Tensor, k: Tensor, v: Tensor, core: eager.Attention
 
 
 def attention_grads(
-    p: ModuleType, q, k, v, do, o, lse, core: eager.AttentionCore, *, delta=None, need_dq=True, need_dkv=True, dmask_shape=None,
-    need_dslopes=False, out=(None,) * 3,
-) -> tuple:  # fmt: skip
+    p: ModuleType,
+    q,
+    k,
+    v,
+    do,
+    o,
+    lse,
+    core: eager.AttentionCore,
+    *,
+    delta=None,
+    need_dq=True,
+    need_dkv=True,
+    dmask_shape=None,
+    need_dslopes=False,
+    out=(None,) * 3,
+) -> tuple:
     """(dq, dk, dv, dmask, dslopes) from o and lse, by the kernel that ran forward.
 
     out: tensors that dq, dk, dv are written to; torch's own kernels may make new ones instead. delta: from `attend`, if at
@@ -246,7 +282,7 @@ def in_context_parallel() -> bool:
     return (getattr(F.scaled_dot_product_attention, "__module__", None) or "").startswith("torch.distributed")
 
 
-in_context_parallel._dynamo_marked_constant = True  # as _constant_fused
+in_context_parallel._dynamo_marked_constant = True  # as _constant_kernels
 
 
 def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
@@ -258,13 +294,3 @@ def check_whole_sequence(op: str, *, takes_parts: bool = False) -> None:
             f"{op}: inside torch's context_parallel this op would attend to this rank's part of the sequence alone. Call "
             "torch.nn.functional.scaled_dot_product_attention there, in a ckptkern.checkpoint to recompute it"
         )
-
-
-def check_softcap(op: str, softcap: float | None) -> float:
-    """softcap, 0 for none."""
-    if softcap is None:
-        return 0.0
-    check_number(op, "softcap", softcap)
-    if not 0 < softcap < math.inf:
-        raise ValueError(f"{op}: softcap must be above 0 and finite, not {softcap!r}")
-    return float(softcap)

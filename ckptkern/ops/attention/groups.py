@@ -3,7 +3,7 @@ attention sublayer fits the workspace."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +26,8 @@ from .tensors import (
 def group_of(
     t: AttentionTensors, o: AttentionOptions, core: eager.AttentionCore, index: int, count: int
 ) -> tuple[AttentionTensors, AttentionOptions, eager.AttentionCore]:
-    """What group `index` of `count` has for its tensors, options and core, those of q's, k's and v's projections apart."""
+    """Returns what group `index` of `count` has for its tensors, options and core, those of q's, k's and v's projections
+    apart."""
 
     def cut(tensor, dim):
         return in_group((tensor,), index, count, dim)[0]
@@ -94,23 +95,28 @@ def _cuts(count: int, D: int, t: AttentionTensors, o: AttentionOptions) -> bool:
     return count == 1 or not drops or o.backend == "eager" or o.num_heads // count * D % 32 == 0
 
 
-def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[int, int]:
-    """Of the transient rows of all heads: (h; in forward o, if it is not saved, and o with a gate, or in backward the gradients
-    of h and of the branch's result, as far as they are not those of x and y)."""
-    (rows, d), (e, width), size, cast = x.shape, t.wo.shape, o.dtype.itemsize, x.dtype != o.dtype
+def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
+    """Counts, of a row, what is not x or y or their gradients: (h, the gradients of the branch's result)."""
+    d, e, size, cast, trailing = x.shape[1], t.wo.shape[0], o.dtype.itemsize, x.dtype != o.dtype, has_trailing_norm(o)
     h = d * size if cast or (o.norm and o.norm_first) else 0
-    trailing = has_trailing_norm(o)
     changed = (
         cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None
     )
-    df = e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
-    dh = 4 * d if size < 4 else d * size if cast else 0
+    return h, e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
+
+
+def bytes_beside(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> tuple[int, int]:
+    """Returns bytes of the transient rows of all heads: (h; in forward o, if it is not saved, and o with a gate, or in backward
+    the gradients of h and of the branch's result, as far as they are not those of x and y)."""
+    (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
+    h, df = bytes_around(x, t, o)
+    dh = 4 * d if size < 4 else d * size if x.dtype != o.dtype else 0
     whole = (o.recompute == "full") + has_gate(t, o)
     return rows * h, rows * max(whole * width * size, df + dh)
 
 
 def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
-    """Of what is transient of all heads at once, in the pass that takes more.
+    """Returns bytes of what is transient of all heads at once, in the pass that takes more.
 
     Both form q, k, v, a gate and its sigmoid, rotated copies of q and k if they are not rotated in place, and o. Backward has
     do, dq, dk and dv, the gate's gradient, the buffer of all if they are not what the projections read, and the temporaries of

@@ -7,11 +7,7 @@ from torch import Tensor
 from ...errors import ShapeError
 from ..dispatch.checks import (
     check_count,
-    check_flags,
-    check_input,
-    check_mode,
     check_number,
-    check_probability,
     check_weight,
 )
 from ..dispatch.choices import (
@@ -23,8 +19,8 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from ..sublayer.residual import around, check_norm
-from .arguments import check_hidden
-from .core import check_softcap, check_whole_sequence, fused_core
+from .arguments import check_hidden, check_scores
+from .core import check_whole_sequence, fused_core
 from .latent_tensors import LatentOptions, LatentSizes, LatentTensors
 from .rotary import check_rotary
 from .tensors import batch_and_rows
@@ -60,32 +56,69 @@ def check_latents(
 
 
 def gather_latent(
-    op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, *, q_bias, q_a_weight, q_a_bias, q_a_norm_weight,
-    kv_a_bias, kv_a_norm_weight, kv_b_bias, out_bias, latent_norm_eps, rotary, rotary_interleaved, is_causal, attn_mask,
-    mask_is_exclusion, key_padding_mask, window_size, scale, softcap, dropout_p, residual, training, recompute, workspace,
+    op,
+    x,
+    q_weight,
+    kv_a_weight,
+    kv_b_weight,
+    out_weight,
+    num_heads,
+    *,
+    q_bias,
+    q_a_weight,
+    q_a_bias,
+    q_a_norm_weight,
+    kv_a_bias,
+    kv_a_norm_weight,
+    kv_b_bias,
+    out_bias,
+    latent_norm_eps,
+    rotary,
+    rotary_interleaved,
+    is_causal,
+    attn_mask,
+    mask_is_exclusion,
+    key_padding_mask,
+    window_size,
+    scale,
+    softcap,
+    dropout_p,
+    residual,
+    training,
+    recompute,
+    workspace,
     **others,
-) -> tuple[LatentTensors, LatentOptions]:  # fmt: skip
+) -> tuple[LatentTensors, LatentOptions]:
     """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
     options."""
     check_whole_sequence(op)
-    check_mode(op, recompute)
-    check_probability(op, dropout_p)
-    check_flags(
-        op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion, residual=residual,
+    softcap = check_scores(
+        op,
+        x,
+        recompute,
+        dropout_p,
+        scale,
+        softcap,
+        "[B, S, d] or [S, d]",
+        rotary_interleaved=rotary_interleaved,
+        is_causal=is_causal,
+        mask_is_exclusion=mask_is_exclusion,
+        residual=residual,
         training=training,
-    )  # fmt: skip
+    )
     check_number(op, "latent_norm_eps", latent_norm_eps)
-    check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "num_heads", num_heads)
-    softcap = check_softcap(op, softcap)
-    check_input(op, x)
-    if x.dim() not in (2, 3):
-        raise ShapeError(f"{op}: input must be [B, S, d] or [S, d], not {tuple(x.shape)}")
     (B, S), H = batch_and_rows(x), num_heads
     sizes = check_latents(
-        op, x, H, (q_a_weight, q_a_bias, q_a_norm_weight), (q_weight, q_bias, None), (kv_a_weight, kv_a_bias, kv_a_norm_weight),
-        (kv_b_weight, kv_b_bias, None), out_weight,
-    )  # fmt: skip
+        op,
+        x,
+        H,
+        (q_a_weight, q_a_bias, q_a_norm_weight),
+        (q_weight, q_bias, None),
+        (kv_a_weight, kv_a_bias, kv_a_norm_weight),
+        (kv_b_weight, kv_b_bias, None),
+        out_weight,
+    )
     check_weight(op, "out_weight", out_weight, out_bias, x, H * sizes.v, "core attention")
     tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, sizes.rope)
@@ -96,18 +129,55 @@ def gather_latent(
     shape = (B, H, S, sizes.D)
     precision = matmul_precision(probe)
     fused = fused_core(
-        backend, x, dtype, precision, shape, shape, left, right, scale, "dropout" if training and dropout_p > 0.0 else None,
-        softcap or None, masks=(mask, padding),
-    )  # fmt: skip
+        backend,
+        x,
+        dtype,
+        precision,
+        shape,
+        shape,
+        left,
+        right,
+        scale,
+        "dropout" if training and dropout_p > 0.0 else None,
+        softcap or None,
+        masks=(mask, padding),
+    )
     t = LatentTensors(
-        wqa=q_a_weight, bqa=q_a_bias, q_a_norm=q_a_norm_weight, wq=q_weight, bq=q_bias, wkva=kv_a_weight, bkva=kv_a_bias,
-        kv_a_norm=kv_a_norm_weight, wkvb=kv_b_weight, bkvb=kv_b_bias, wo=out_weight, bo=out_bias, cos=cos, sin=sin, mask=mask,
-        padding=padding, **tensors,
-    )  # fmt: skip
+        wqa=q_a_weight,
+        bqa=q_a_bias,
+        q_a_norm=q_a_norm_weight,
+        wq=q_weight,
+        bq=q_bias,
+        wkva=kv_a_weight,
+        bkva=kv_a_bias,
+        kv_a_norm=kv_a_norm_weight,
+        wkvb=kv_b_weight,
+        bkvb=kv_b_bias,
+        wo=out_weight,
+        bo=out_bias,
+        cos=cos,
+        sin=sin,
+        mask=mask,
+        padding=padding,
+        **tensors,
+    )
     o = LatentOptions(
-        num_heads=H, latent_norm_eps=float(latent_norm_eps), theta=theta, interleaved=rotary_interleaved,
-        mask_is_exclusion=mask_is_exclusion, left=left, right=right, scale=scale, softcap=softcap, dropout_p=float(dropout_p),
-        recompute=choose_mode(recompute), backend=backend, precision=precision,
-        workspace=choose_workspace(op, workspace, probe), fused=fused, dtype=dtype, **options,
-    )  # fmt: skip
+        num_heads=H,
+        latent_norm_eps=float(latent_norm_eps),
+        theta=theta,
+        interleaved=rotary_interleaved,
+        mask_is_exclusion=mask_is_exclusion,
+        left=left,
+        right=right,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=float(dropout_p),
+        recompute=choose_mode(recompute),
+        backend=backend,
+        precision=precision,
+        workspace=choose_workspace(op, workspace, probe),
+        fused=fused,
+        dtype=dtype,
+        **options,
+    )
     return t, o

@@ -17,16 +17,14 @@ from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
 from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .core import attend, attention_grads
-from .core_sublayer import CoreSublayer, add_part, reads_core
+from .core_sublayer import CoreSublayer, add_part, reads_core, rotary_of, sublayer_core
 from .latent_tensors import (
     LatentGroup,
     LatentOptions,
     LatentSizes,
     LatentTensors,
-    latent_core,
     latent_group,
     latent_groups,
-    latent_rotary,
     sizes_of,
 )
 from .rotary import reference_rotary
@@ -61,13 +59,9 @@ class LatentSublayer(CoreSublayer):
     def sizes(self) -> LatentSizes:
         return sizes_of(self.t, self.o.num_heads)
 
-    @functools.cached_property
-    def core(self) -> eager.AttentionCore:
-        return latent_core(self.t, self.o)
-
-    @functools.cached_property
-    def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        return latent_rotary(self.S, self.t, self.o)
+    @property
+    def rotary_dim(self) -> int:
+        return self.sizes.rope
 
     @functools.cached_property
     def group_count(self) -> int:
@@ -84,13 +78,13 @@ class LatentSublayer(CoreSublayer):
         return rows.unflatten(1, (heads, rows.shape[1] // heads)).unflatten(0, (self.B, self.S))
 
     def rotate(self, rows: Tensor, heads: int) -> None:
-        """The last dimensions of each head of q, or of k's one, in place."""
+        """Rotates the last dimensions of each head of q, or of k's one, in place."""
         if self.angles[0] is not None:
             part = self.by_token(rows, heads)[..., -self.sizes.rope :]
             self.p.heads_fwd(part, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
     def rotate_back(self, part: Tensor) -> None:
-        """The gradient [B, S, heads, rope] of what was rotated becomes that of what was not, in place."""
+        """Turns the gradient [B, S, heads, rope] of what was rotated into that of what was not, in place."""
         if self.angles[0] is not None:
             self.p.heads_bwd(part, None, None, 0.0, *self.angles, self.o.interleaved, out=part)
 
@@ -172,25 +166,21 @@ class LatentSublayer(CoreSublayer):
         saved = self.project(latents, latent_group(self.t, sizes, self.core, 0, 1)) if save_raw else (None, None)
         out = lse = None
         for group in self.groups():
-            made = self.attend_to(latents, group, saved)
+            heads = self.heads(latents, group, *self.projected(latents, group, saved))
+            part, part_lse, _ = attend(self.p, *heads, group.core)
+            heads = None
+            part = self.without_zeros(part)
             if group.count == 1:
-                out, lse = made
+                out, lse = part, part_lse
                 break
             if out is None:
                 like = self.x.new_empty((), dtype=self.o.dtype)
                 out = eager.empty_heads(like.expand(self.B, sizes.H, self.S, sizes.v))
-                lse = made[1].new_empty(out.shape[:3])
-            for whole, part in zip((out, lse), made, strict=True):
-                in_group((whole,), group.index, group.count, 1)[0].copy_(part)
-            made = None
+                lse = part_lse.new_empty(out.shape[:3])
+            for whole, of_group in ((out, part), (lse, part_lse)):
+                in_group((whole,), group.index, group.count, 1)[0].copy_(of_group)
+            part = part_lse = of_group = None
         return {"out": out, "lse": lse, "latents": latents.raw if save_raw else None, "q": saved[0], "kv": saved[1]}
-
-    def attend_to(self, latents: Latents, group: LatentGroup, saved: tuple) -> tuple[Tensor, Tensor]:
-        """(o, lse) of a group."""
-        heads = self.heads(latents, group, *self.projected(latents, group, saved))
-        out, lse, _ = attend(self.p, *heads, group.core)
-        heads = None
-        return self.without_zeros(out), lse
 
     def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
         """dropout(o Wo^T + bo) [tokens, d]."""
@@ -201,9 +191,13 @@ class LatentSublayer(CoreSublayer):
 
     def backward(self, dy, saved, needs, f=None):
         need = needed_names(LatentTensors, needs)
-        dy, df, grads, saved = self.around_branch(dy, saved, need, f)
+        f, saved = self.recomputed_branch(saved, need, f)
+        dy, df, grads = self.branch_gradients(dy, f, need)
         f, inner = None, self.behind_core(need)
-        wants, parts = self.needs_of(inner, need), PartGrads(self.t, self.group_count)
+        through_h = bool(inner) and self.needs_dh(need)
+        q_latent, kv_latent = (through_h or not of.isdisjoint(need) for of in (OF_Q_LATENT, OF_KV_LATENT))
+        dq, dkv = q_latent or not OF_Q.isdisjoint(need), kv_latent or not OF_KV.isdisjoint(need)
+        wants, parts = LatentNeeds(q_latent, kv_latent, dq, dkv), PartGrads(self.t, self.group_count)
         totals: dict[str, Tensor | None] = {"q": None, "kv": None, "rope": None}
         reads = inner or (saved.get("out") is None and reads_core(need))
         latents = self.latents(saved.get("latents")) if reads else None
@@ -219,20 +213,20 @@ class LatentSublayer(CoreSublayer):
             grads |= self.input_gradients(dh.to(self.o.dtype), dy, need)
         return self.finished(grads, need)
 
-    def needs_of(self, inner: Collection[str], need: Collection[str]) -> LatentNeeds:
-        """inner: the inputs whose gradients come through the core."""
-        through_h = bool(inner) and self.needs_dh(need)
-        q_latent = through_h or not OF_Q_LATENT.isdisjoint(need)
-        kv_latent = through_h or not OF_KV_LATENT.isdisjoint(need)
-        return LatentNeeds(
-            q_latent, kv_latent, q_latent or not OF_Q.isdisjoint(need), kv_latent or not OF_KV.isdisjoint(need)
-        )
-
     def add_gradients(
-        self, group: LatentGroup, latents: Latents | None, df: Tensor, saved: dict[str, Tensor | None], need: Collection[str],
-        wants: LatentNeeds, inner: Collection[str], grads: PartGrads, totals: dict[str, Tensor | None],
-    ) -> None:  # fmt: skip
-        """A group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated part."""
+        self,
+        group: LatentGroup,
+        latents: Latents | None,
+        df: Tensor,
+        saved: dict[str, Tensor | None],
+        need: Collection[str],
+        wants: LatentNeeds,
+        inner: Collection[str],
+        grads: PartGrads,
+        totals: dict[str, Tensor | None],
+    ) -> None:
+        """Adds a group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated
+        part."""
         out, lse = saved.get("out"), saved.get("lse")
         recomputed = out is None and (bool(inner) or reads_core(need))
         do = delta = heads = None
@@ -254,18 +248,26 @@ class LatentSublayer(CoreSublayer):
             return
         if out.shape[-1] < self.sizes.D:
             out = eager.empty_heads(do).copy_(self.filled(out))
+        mask_shape = None
+        if "mask" in inner:
+            B, H, *rows_and_columns = self.t.mask.shape
+            mask_shape = B, H if H == 1 else group.heads, *rows_and_columns
         *made, dmask, _ = attention_grads(
-            self.p, *heads, do, out, lse, group.core, delta=delta, need_dq=wants.dq, need_dkv=wants.dkv,
-            dmask_shape=self.mask_shape(group) if "mask" in inner else None,
-        )  # fmt: skip
+            self.p,
+            *heads,
+            do,
+            out,
+            lse,
+            group.core,
+            delta=delta,
+            need_dq=wants.dq,
+            need_dkv=wants.dkv,
+            dmask_shape=mask_shape,
+        )
         heads = do = out = lse = delta = None
         if dmask is not None:
             add_part("mask", dmask, 1, grads, group.index, group.count)
         self.add_projection_gradients(group, latents, made, need, wants, grads, totals)
-
-    def mask_shape(self, group: LatentGroup) -> tuple[int, ...]:
-        B, H, Sq, Sk = self.t.mask.shape
-        return (B, H if H == 1 else group.heads, Sq, Sk)
 
     def add_out_gradients(
         self, group: LatentGroup, df: Tensor, out: Tensor | None, need: Collection[str], grads: PartGrads
@@ -277,16 +279,22 @@ class LatentSublayer(CoreSublayer):
             self.add_weight_gradient("wo", place, df, self.out_rows(out[..., : self.sizes.v]), grads)
 
     def add_weight_gradient(self, name: str, place, d: Tensor, rows: Tensor, grads: PartGrads) -> None:
-        """d^T rows, of the part of the weight at `place`."""
+        """Adds d^T rows, the gradient of the part of the weight at `place`."""
         total = grads.of_weight(name, place)
         total.add(d, rows)
         grads.written({name: total})
 
     def add_projection_gradients(
-        self, group: LatentGroup, latents: Latents, made: list[Tensor | None], need: Collection[str], wants: LatentNeeds,
-        grads: PartGrads, totals: dict[str, Tensor | None],
-    ) -> None:  # fmt: skip
-        """From the gradients of q, k, v as the core read them. made: is emptied."""
+        self,
+        group: LatentGroup,
+        latents: Latents,
+        made: list[Tensor | None],
+        need: Collection[str],
+        wants: LatentNeeds,
+        grads: PartGrads,
+        totals: dict[str, Tensor | None],
+    ) -> None:
+        """Adds what follows from the gradients of q, k, v as the core read them. made: is emptied."""
         dv, dk, dq = (made.pop() for _ in range(3))
         (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], group.count > 1
         if wants.dq:
@@ -314,14 +322,14 @@ class LatentSublayer(CoreSublayer):
     def add_layer_gradients(
         self, letter: str, place: slice | None, d: Tensor, rows: Tensor, need: Collection[str], grads: PartGrads
     ) -> None:
-        """Of w and b of a linear layer, from the gradient of its result and the rows that it reads."""
+        """Adds the gradients of w and b of a linear layer, from the gradient of its result and the rows that it reads."""
         if (name := f"b{letter}") in need:
             grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), place)
         if (name := f"w{letter}") in need:
             self.add_weight_gradient(name, place, d, rows, grads)
 
     def latent_gradient(self, name: str, d: Tensor, raw: Tensor, need: Collection[str], grads: PartGrads) -> Tensor:
-        """Of a latent before its norm, from that of what the projection reads."""
+        """Returns the gradient of a latent before its norm, from that of what the projection reads."""
         weight, d = getattr(self.t, name), d.to(self.o.dtype)
         if weight is None:
             return d
@@ -334,7 +342,7 @@ class LatentSublayer(CoreSublayer):
     def add_latent_gradients(
         self, raw: Tensor, need: Collection[str], wants: LatentNeeds, grads: PartGrads, totals: dict[str, Tensor | None]
     ) -> Tensor | None:
-        """Those of the latents' weights and norms; returns that of h. totals: is emptied."""
+        """Adds the gradients of the latents' weights and norms; returns that of h. totals: is emptied."""
         t, o, rope, kv_rank = self.t, self.o, self.sizes.rope, self.sizes.kv_rank
         of_q, of_kv = self.raw_parts(raw)
         reads_h = not {"wqa", "wkva"}.isdisjoint(need)
@@ -379,9 +387,9 @@ def latent_reference(x: Tensor, t: LatentTensors, o: LatentOptions) -> Tensor:
     k, value = linear(norm(latent, t.kv_a_norm), t.wkvb, t.bkvb).unflatten(-1, (H, nope + v)).split([nope, v], -1)
     unrotated, q = q.split([nope, rope], -1)
     shared = shared.unsqueeze(2)
-    cos, sin = latent_rotary(S, t, o)
+    cos, sin = rotary_of(S, rope, t, o)
     if cos is not None:
         q, shared = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, shared))
     q, k = torch.cat((unrotated, q), -1), torch.cat((k, shared.expand(B, S, H, rope)), -1)
-    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2), latent_core(t, o))
+    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), value.transpose(1, 2), sublayer_core(t, o))
     return reference_output(x, linear(out.transpose(1, 2).reshape(*x.shape[:-1], H * v), t.wo, t.bo), t, o)

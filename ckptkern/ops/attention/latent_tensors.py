@@ -9,10 +9,7 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from ... import eager
-from ..sublayer.residual import has_trailing_norm
-from .core import CoreOptions, CoreTensors, core_of
-from .masks import merged_mask
-from .rotary import positions_of, rotary_tables
+from .groups import bytes_around
 from .tensors import in_group, part_of
 
 
@@ -50,6 +47,8 @@ class LatentTensors(NamedTuple):
     resid_rng: Tensor | None = None
     path_rng: Tensor | None = None
 
+    slopes = sinks = cu = None  # what it does not take of attention
+
 
 class LatentOptions(NamedTuple):
     """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
@@ -80,6 +79,8 @@ class LatentOptions(NamedTuple):
     fused: str
     dtype: torch.dtype
 
+    max_len, first_plane, planes, context = 0, 0, 0, None
+
 
 class LatentSizes(NamedTuple):
     """H: heads. nope, rope, v: dimensions of a head: of q and k those that no position rotates and those that one does, of v.
@@ -98,7 +99,7 @@ class LatentSizes(NamedTuple):
 
     @property
     def D(self) -> int:
-        """Of core attention, which has one head dim: the smaller ones are filled with zeros."""
+        """Returns the head dim of core attention, which has one: the smaller ones are filled with zeros."""
         return max(self.qk, self.v)
 
     @property
@@ -112,24 +113,6 @@ def sizes_of(t: LatentTensors, num_heads: int) -> LatentSizes:
     v = t.wo.shape[1] // H
     q_rank = 0 if t.wqa is None else t.wqa.shape[0]
     return LatentSizes(H, t.wkvb.shape[0] // H - v, t.wkva.shape[0] - kv_rank, v, q_rank, kv_rank)
-
-
-def latent_core(t: LatentTensors, o: LatentOptions) -> eager.AttentionCore:
-    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
-    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
-    options = CoreOptions(
-        dropout_p=o.dropout_p, scale=o.scale, left=o.left, right=o.right, max_q=0, max_k=0, backend=o.backend,
-        precision=o.precision, fused=o.fused, softcap=o.softcap, workspace=workspace,
-    )  # fmt: skip
-    return core_of(CoreTensors(mask, rng=t.rng), options)
-
-
-def latent_rotary(S: int, t: LatentTensors, o: LatentOptions) -> tuple[Tensor | None, Tensor | None]:
-    """(cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
-    if not o.theta:
-        return t.cos, t.sin
-    rope = t.wkva.shape[0] - t.wkvb.shape[1]
-    return rotary_tables(positions_of(S, t.wo.device, None), rope, o.theta, interleaved=o.interleaved)
 
 
 # -- groups of heads ---------------------------------------------------------------------------------------------------
@@ -186,17 +169,12 @@ def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
 
 
 def _bytes_beside(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Of the transient rows of all heads: h, the latents before and after their norms, and the larger of forward's o, if it is
-    not saved, and of backward's gradients of the branch's result, the latents and h."""
-    (rows, d), (e, width), size, cast = x.shape, t.wo.shape, o.dtype.itemsize, x.dtype != o.dtype
-    h = d * size if cast or (o.norm and o.norm_first) else 0
+    """Returns bytes of the transient rows of all heads: h, the latents before and after their norms, and the larger of
+    forward's o, if it is not saved, and of backward's gradients of the branch's result, the latents and h."""
+    (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
+    h, df = bytes_around(x, t, o)
     held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
     held += (sizes.q_rank * (t.q_a_norm is not None) + sizes.kv_rank * (t.kv_a_norm is not None)) * size
-    trailing = has_trailing_norm(o)
-    changed = (
-        cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None
-    )
-    df = e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
     # sums over groups in float32, of which the largest is copied when it is rounded
     of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
     of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
@@ -204,9 +182,9 @@ def _bytes_beside(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOpti
 
 
 def _bytes_of_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and the gradients of
-    the first three as the core reads them, of which kv and q are not if they were saved and o is not without zeros; then
-    the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
+    """Returns bytes of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and
+    the gradients of the first three as the core reads them, of which kv and q are not if they were saved and o is not without
+    zeros; then the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
     size, eagerly, D, kv = o.dtype.itemsize, o.backend == "eager", sizes.D, sizes.nope + sizes.v
     saved, filled = o.recompute == "none", sizes.v < D
     q = 0 if saved and sizes.qk == D else D

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from ... import eager
 from ..registration.rows import cast_parameter
 from ..sublayer.residual import reference_inputs, reference_norm, reference_output
+from .core_sublayer import rotary_of, sublayer_core
 from .rotary import reference_rotary
-from .sublayer import rotary_of, sublayer_core, update_of
+from .sublayer import update_of
 from .tensors import (
     AttentionOptions,
     AttentionTensors,
@@ -64,7 +65,7 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         k, v = kv.split(o.num_kv_heads, 2)
     if t.q_norm is not None:
         q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
-    cos, sin = rotary_of(S, t, o)
+    cos, sin = rotary_of(S, D, t, o)
     if cos is not None:
         q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
     core = sublayer_core(t, o)

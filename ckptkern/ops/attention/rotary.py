@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import check_count, check_number, check_tensor, is_number
+from ..dispatch.checks import check_count, check_positive, check_tensor, is_number
 
 
 def rotary_tables(
@@ -27,7 +25,7 @@ def rotary_tables(
     if not isinstance(positions, Tensor):
         raise TypeError(f"rotary_tables: positions must be a Tensor, not {type(positions).__name__}")
     check_count("rotary_tables", "dim", dim)
-    check_theta("rotary_tables", "theta", theta)
+    check_positive("rotary_tables", "theta", theta)
     if dim % 2:
         raise ValueError(f"rotary_tables: dim must be even, not {dim}")
     frequencies = theta ** (-torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim)
@@ -56,12 +54,6 @@ def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     return torch.cat((rotated * cos + crossed * sin, rest), -1)
 
 
-def check_theta(op: str, name: str, theta: float) -> None:
-    check_number(op, name, theta)
-    if not 0 < theta < math.inf:
-        raise ValueError(f"{op}: {name} must be above 0 and finite, not {theta!r}")
-
-
 def check_rotary(
     op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
 ) -> tuple[Tensor | None, Tensor | None, float]:
@@ -70,7 +62,7 @@ def check_rotary(
     if rotary is None:
         return None, None, 0.0
     if is_number(rotary):
-        check_theta(op, "rotary", rotary)
+        check_positive(op, "rotary", rotary)
         if D % 2:
             raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}")
         return None, None, float(rotary)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from ... import eager
 from ...errors import DeviceError, DtypeError, ShapeError
 from ...subclasses import own_dispatch
-from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_tensor
+from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_softcap, check_tensor
 from ..dispatch.choices import (
     autocast_dtype,
     choose_backend,
@@ -31,7 +31,6 @@ from .core import (
     attend,
     attention_grads,
     check_sinks,
-    check_softcap,
     check_whole_sequence,
     core_of,
     fused_core,
@@ -67,10 +66,20 @@ class Attention(Op):
             dsinks, delta = sink_gradient(p, do, saved["y"], saved["lse"], core, delta)
             dsinks = dsinks.to(t.sinks.dtype)
         *grads, dmask, dslopes = attention_grads(
-            p, q, k, v, do, saved["y"], saved["lse"], core, delta=delta, need_dq=needed(needs, Q),
-            need_dkv=needed(needs, K) or needed(needs, V), dmask_shape=t.mask.shape if need_dmask else None,
+            p,
+            q,
+            k,
+            v,
+            do,
+            saved["y"],
+            saved["lse"],
+            core,
+            delta=delta,
+            need_dq=needed(needs, Q),
+            need_dkv=needed(needs, K) or needed(needs, V),
+            dmask_shape=t.mask.shape if need_dmask else None,
             need_dslopes=needed(needs, SLOPES),
-        )  # fmt: skip
+        )
         heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
         return [*heads, dmask.to(t.mask.dtype) if need_dmask else None, dslopes, dsinks] + [None] * (OTHERS - 3)
 
@@ -84,13 +93,15 @@ class Attention(Op):
 _apply = build(Attention)
 
 
-def _cast_qkv(
-    op: str, query: Tensor, key: Tensor, value: Tensor, *, jagged: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cast_qkv(op: str, query: Tensor, key: Tensor, value: Tensor, *, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Checks query, key and value; returns them in one dtype."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_input(f"{op}: {name}", tensor, jagged=jagged)
+        check_input(f"{op}: {name}", tensor, jagged=not packed)
         if tensor.device != query.device:
             raise DeviceError(f"{op}: query is on {query.device} but {name} is on {tensor.device}")
+        if tensor.dim() != 3 if packed else tensor.dim() < 2:
+            shape = "[tokens, heads, head_dim]" if packed else "[..., S, D]"
+            raise ShapeError(f"{op}: {name} must be {shape}, but has shape {tuple(tensor.shape)}")
     dtype = autocast_dtype(query)
     if dtype is not None and torch.float64 not in (query.dtype, key.dtype, value.dtype):
         return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -144,10 +155,7 @@ def scaled_dot_product_attention(
     op = "scaled_dot_product_attention"
     check_probability(op, dropout_p)
     check_number(op, "scale", 1.0 if scale is None else scale)
-    query, key, value = _cast_qkv(op, query, key, value, jagged=True)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise ShapeError(f"{op}: {name} must be [..., S, D], but has shape {tuple(tensor.shape)}")
+    query, key, value = _cast_qkv(op, query, key, value, packed=False)
     left, right = check_window(op, window_size)
     softcap = check_softcap(op, softcap)
     diagonal = diagonal_of(op, attn_mask, query.shape[-2], key.shape[-2])
@@ -160,7 +168,9 @@ def scaled_dot_product_attention(
         )
     if kind := own_dispatch((query, key, value, attn_mask if diagonal is None else None, alibi_slopes, sinks)):
         bounded = left is not None or right not in (None, 0) or (right == 0 and attn_mask is not None)
-        _check_subclass(op, kind, bounded or softcap, alibi_slopes, sinks)
+        if bounded or softcap or alibi_slopes is not None or sinks is not None:
+            raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
+        compose_of(op, kind)
         is_causal = is_causal or right == 0
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -179,43 +189,78 @@ def scaled_dot_product_attention(
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
     check_sinks(op, sinks, query, query.shape[1])
-    out = _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace)
+    tensors = CoreTensors(mask, slopes, sinks)
+    out = _attention(
+        op, query, key, value, tensors, scale, left, right, workspace, dropout_p=dropout_p, softcap=softcap
+    )
     out = out[..., :D_v] if D_v != D else out
     return out if dims == 4 else out.unflatten(0, batch) if dims > 4 else out.reshape(out.shape[4 - dims :])
-
-
-def _check_subclass(op: str, kind: type, bounded: bool | float, *others: Tensor | None) -> None:
-    if bounded or any(other is not None for other in others):
-        raise TypeError(f"{op}: window_size, alibi_slopes, softcap and sinks do not go with a {kind.__name__}")
-    compose_of(op, kind)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if scale is None and head_dim else 1.0 if scale is None else scale
 
 
-def _attention(op, query, key, value, mask, slopes, sinks, dropout_p, scale, left, right, softcap, workspace) -> Tensor:
-    """Calls the op, on the backend that forms all its gradients."""
+def _attention(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tensors: CoreTensors,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    workspace: int | str | None = None,
+    *,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    max_q: int = 0,
+    max_k: int = 0,
+) -> Tensor:
+    """Calls the op, on the backend that forms all its gradients. tensors: without the dropout's state."""
     check_whole_sequence(op)
+    slopes = tensors.slopes
     learned = slopes is not None and slopes.requires_grad and torch.is_grad_enabled()
     reason = "the kernels form no gradient of alibi_slopes" if learned else None
     backend = choose_backend(op, query, reason or head_dim_not_covered(query.shape[-1]))
     workspace = choose_workspace(op, workspace, query)  # it may raise, and an error draws nothing
-    tensors = CoreTensors(mask, slopes, sinks, draw_state(query, dropout_p, True))
+    tensors = tensors._replace(rng=draw_state(query, dropout_p, True))
     precision = matmul_precision(query)
     fused = fused_core(
-        backend, query, query.dtype, precision, query.shape, key.shape, left, right, scale, slopes, tensors.rng,
-        softcap or None, masks=(mask,),
-    )  # fmt: skip
+        backend,
+        query,
+        query.dtype,
+        precision,
+        query.shape,
+        key.shape,
+        left,
+        right,
+        scale,
+        slopes,
+        tensors.rng,
+        softcap or None,
+        masks=(tensors.mask,),
+        cu=tensors.cu_q,
+    )
     options = CoreOptions(
-        dropout_p=float(dropout_p), scale=float(scale), left=left, right=right, max_q=0, max_k=0, backend=backend,
-        precision=precision, fused=fused, softcap=softcap, workspace=workspace,
-    )  # fmt: skip
+        dropout_p=float(dropout_p),
+        scale=float(scale),
+        left=left,
+        right=right,
+        max_q=max_q,
+        max_k=max_k,
+        backend=backend,
+        precision=precision,
+        fused=fused,
+        softcap=softcap,
+        workspace=workspace,
+    )
     return _apply(options, query, key, value, *tensors)
 
 
 def _to_four_dims(dims, query, key, value, attn_mask):
-    """To 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last result."""
+    """Reshapes to 4 dimensions: fewer gain leading ones; more batch dimensions become one and are returned as the last
+    result."""
     least = 3 if dims > 4 else 4
     query, key, value = (
         t.reshape((1,) * (least - t.dim()) + tuple(t.shape)) if t.dim() < least else t for t in (query, key, value)
@@ -229,7 +274,7 @@ def _to_four_dims(dims, query, key, value, attn_mask):
 
 
 def _broadcast(op, query, key, value, enable_gqa):
-    """One batch size; without enable_gqa also one number of heads, or one for both key and value."""
+    """Expands to one batch size; without enable_gqa also one number of heads, or one for both key and value."""
     if query.shape[-1] != key.shape[-1]:
         raise ShapeError(f"{op}: query has head dim {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[2] != value.shape[2]:
@@ -283,10 +328,7 @@ def varlen_attn(
     RuntimeError (backend).
     """
     op = "varlen_attn"
-    query, key, value = _cast_qkv(op, query, key, value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 3:
-            raise ShapeError(f"{op}: {name} must be [tokens, heads, head_dim], but has shape {tuple(tensor.shape)}")
+    query, key, value = _cast_qkv(op, query, key, value, packed=True)
     for name, cu in (("cu_seq_q", cu_seq_q), ("cu_seq_k", cu_seq_k)):
         check_tensor(op, name, cu, query, floating=False)
         if cu.dim() != 1 or cu.dtype != torch.int32 or cu.numel() < 1:
@@ -302,21 +344,12 @@ def varlen_attn(
         raise ShapeError(
             f"{op}: {H_kv} key and value heads for {H} query heads need enable_gqa=True and must divide them"
         )
-    check_whole_sequence(op)
     left, right = check_window(op, window_size)
     right = within(right, 0 if is_causal else None)
     check_number(op, "scale", 1.0 if scale is None else scale)
     check_count(op, "max_q", max_q, least=0)
     check_count(op, "max_k", max_k, least=0)
     packed = [t.transpose(0, 1).unsqueeze(0) for t in (query, key, value)]
-    backend, precision = choose_backend(op, query, head_dim_not_covered(D)), matmul_precision(query)
-    scale = _scale(scale, D)
-    fused = fused_core(
-        backend, query, query.dtype, precision, packed[0].shape, packed[1].shape, left, right, scale, cu=cu_seq_q
-    )
-    options = CoreOptions(
-        dropout_p=0.0, scale=float(scale), left=left, right=right, max_q=max_q, max_k=max_k, backend=backend,
-        precision=precision, fused=fused, workspace=choose_workspace(op, None, query),
-    )  # fmt: skip
     tensors = CoreTensors(cu_q=cu_seq_q, cu_k=cu_seq_k)
-    return _apply(options, *packed, *tensors).squeeze(0).transpose(0, 1)
+    out = _attention(op, *packed, tensors, _scale(scale, D), left, right, max_q=max_q, max_k=max_k)
+    return out.squeeze(0).transpose(0, 1)

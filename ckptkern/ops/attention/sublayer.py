@@ -14,11 +14,9 @@ from ... import eager
 from ..registration.rows import rows_2d
 from ..sublayer.lora import LowRank, low_rank
 from .context import ExchangedHeads, GatheredHeads
-from .core import CoreOptions, CoreTensors, attend, core_of
+from .core import attend
 from .core_sublayer import CoreSublayer
 from .groups import Division, division, group_of
-from .masks import merged_mask
-from .rotary import positions_of, rotary_tables
 from .tensors import (
     LAYERS,
     AttentionOptions,
@@ -39,29 +37,6 @@ from .tensors import (
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
 
 
-def rotary_of(S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[Tensor | None, Tensor | None]:
-    """(cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
-    context, whole = o.context, S if o.context is None else S * o.context.size
-    if o.theta:
-        positions = positions_of(whole, t.wo.device, t.cu)
-        positions = positions if context is None else context.own(positions, 0)
-        return rotary_tables(positions, head_dim(t, o), o.theta, interleaved=o.interleaved)
-    if context is None or t.cos is None or t.cos.shape[-2] == S:
-        return t.cos, t.sin
-    return context.own(t.cos, -2), context.own(t.sin, -2)
-
-
-def sublayer_core(t: AttentionTensors, o: AttentionOptions) -> eager.AttentionCore:
-    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
-    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
-    options = CoreOptions(
-        dropout_p=o.dropout_p, scale=o.scale, left=o.left, right=o.right, max_q=o.max_len, max_k=o.max_len,
-        backend=o.backend, precision=o.precision, fused=o.fused, softcap=o.softcap, first_plane=o.first_plane, planes=o.planes,
-        workspace=workspace,
-    )  # fmt: skip
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), options)
-
-
 def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) -> LowRank | None:
     """The low-rank update of wq, wk, wv or wo, for `rows` rows of x."""
     return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
@@ -78,7 +53,7 @@ class AttentionForward(CoreSublayer):
 
     def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, **options: bool | None):
         super().__init__(x, t, o, **options)
-        self.D = head_dim(t, o)
+        self.D = self.rotary_dim = head_dim(t, o)
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
 
     @functools.cached_property
@@ -122,22 +97,9 @@ class AttentionForward(CoreSublayer):
     def projections(self) -> list[Projection]:
         return projections(self.t, self.o)
 
-    @functools.cached_property
-    def core(self) -> eager.AttentionCore:
-        return sublayer_core(self.t, self.o)
-
-    @functools.cached_property
-    def angles(self) -> tuple[Tensor | None, Tensor | None]:
-        return rotary_of(self.S, self.t, self.o)
-
-    @property
-    def row_core(self) -> eager.AttentionCore:
-        """The core of what is formed row by row."""
-        return self.core if self.o.context is None else self.o.context.core_of_rows(self.core)
-
     @property
     def width(self) -> int:
-        """Of o's rows."""
+        """Returns the width of o's rows."""
         return self.o.num_heads * self.D
 
     @functools.cached_property
@@ -266,20 +228,16 @@ class AttentionForward(CoreSublayer):
             return {"out": out, "lse": lse, "qkv": qkv}
         qkv = self.project(h) if save_raw else None
         heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
-        out = eager.empty_heads(heads)
-        lse = None
+        out, lse, shape = eager.empty_heads(heads), None, heads.shape[:3]
+        shape = shape if self.o.context is None else self.o.context.lse_shape(*shape)
         for group in self.groups():
             raw, _ = group.raw(h, self, qkv, letters="qkv")
             made, of_group, _ = group.attended(group.heads(raw, save_raw))
-            lse = of_group.new_empty(self.lse_shape()) if lse is None else lse
+            lse = of_group.new_empty(shape) if lse is None else lse
             (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
             part.copy_(made)
             lse_part.copy_(of_group)
         return {"out": out, "lse": lse, "qkv": qkv}
-
-    def lse_shape(self) -> tuple[int, int, int]:
-        shape = self.B, self.o.num_heads, self.S
-        return shape if self.o.context is None else self.o.context.lse_shape(*shape)
 
     def raw(
         self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None, letters: str = "qkvg"
@@ -291,7 +249,7 @@ class AttentionForward(CoreSublayer):
         return whole.split(qkv, self.index, self.count), whole.gate(qkv, self.index, self.count)
 
     def gate_alone(self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None) -> Tensor | None:
-        """This group's gate, likewise, by the one matmul that it comes from."""
+        """Returns this group's gate, likewise, by the one matmul that it comes from."""
         if not self.gated:
             return None
         return self.raw(h, whole, qkv, "q" if self.o.gate_in_query else "g")[1]

@@ -126,12 +126,12 @@ def has_gate(t: AttentionTensors, o: AttentionOptions) -> bool:
 
 
 def query_columns(t: AttentionTensors, o: AttentionOptions) -> int:
-    """Of the projection of q, which may have the gate's, too."""
+    """Returns the columns of the projection of q, which may have the gate's, too."""
     return t.wo.shape[1] * (2 if o.gate_in_query else 1)
 
 
 def gate_columns(t: AttentionTensors) -> int:
-    """Of a projection of the gate alone."""
+    """Returns the columns of a projection of the gate alone."""
     return 0 if t.wg is None else t.wg.shape[0]
 
 
@@ -183,7 +183,7 @@ def key_rows(S: int, t: AttentionTensors) -> int:
 
 
 def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[int]:
-    """Of the projections' buffer, a block of rows for each: [B S (H D + gate) + B S_k 2 H_kv D]."""
+    """Returns the shape of the projections' buffer, a block of rows for each: [B S (H D + gate) + B S_k 2 H_kv D]."""
     own, kv = query_columns(t, o) + gate_columns(t), 2 * o.num_kv_heads * head_dim(t, o)
     return (B * (S * own + key_rows(S, t) * kv),)
 

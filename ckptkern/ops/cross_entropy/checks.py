@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..dispatch.checks import check_number, check_tensor
+from ..dispatch.checks import check_number, check_softcap, check_tensor
 
 NAME = "linear_cross_entropy"
 TOP = 64  # log-probabilities of a token at most
@@ -49,11 +49,7 @@ def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float,
         check_number(NAME, name, value)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"{NAME}: label_smoothing must be between 0 and 1, not {label_smoothing}")
-    if softcap is not None:
-        check_number(NAME, "softcap", softcap)
-        if not softcap > 0:
-            raise ValueError(f"{NAME}: softcap must be positive or None, not {softcap}")
-    return float(label_smoothing), float(logit_scale), float(softcap or 0.0), float(z_loss)
+    return float(label_smoothing), float(logit_scale), check_softcap(NAME, softcap), float(z_loss)
 
 
 def check_top_k(k: int | None, classes: int | None) -> None:

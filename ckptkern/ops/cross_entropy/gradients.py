@@ -24,10 +24,6 @@ def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None)
     return list(itertools.pairwise([*bounds, entries]))
 
 
-def all_reduced(x: Tensor, group: str) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", group))
-
-
 class HeadGradients:
     """Of x, w and b, as `needs` asks, of logits x w^T + b, by ranges of the vocabulary.
 
@@ -36,9 +32,17 @@ class HeadGradients:
     """
 
     def __init__(
-        self, rows: Tensor | None, parameter: Tensor, w: Tensor, b: Tensor | None, lse: Tensor, dtype: torch.dtype,
-        needs: int, chunks: list[tuple[int, int]], group: str = "",
-    ):  # fmt: skip
+        self,
+        rows: Tensor | None,
+        parameter: Tensor,
+        w: Tensor,
+        b: Tensor | None,
+        lse: Tensor,
+        dtype: torch.dtype,
+        needs: int,
+        chunks: list[tuple[int, int]],
+        group: str = "",
+    ):
         (M,), d = lse.shape, w.shape[1]
         need_dx, need_dw, self.needs_bias = flags(needs, 3)
         self.rows, self.parameter, self.w, self.chunks, self.group = rows, parameter, w, chunks, group
@@ -51,7 +55,7 @@ class HeadGradients:
         self.db = torch.empty_like(b) if self.needs_bias else None
 
     def dz(self, start: int, stop: int) -> Tensor:
-        """Where the gradients of these logits are to be written: [M, stop - start] in x's dtype."""
+        """Returns where the gradients of these logits are to be written: [M, stop - start] in x's dtype."""
         return self.workspace_rows[:, : stop - start]
 
     def add(self, start: int, stop: int, total: Tensor | None) -> None:
@@ -69,7 +73,9 @@ class HeadGradients:
         dx = self.dx
         if dx is not None:
             dx = dx if self.chunks else dx.zero_()
-            dx = all_reduced(dx, self.group) if self.group else dx
+            if self.group:
+                dx = torch.ops._c10d_functional.all_reduce(dx, "sum", self.group)
+                dx = torch.ops._c10d_functional.wait_tensor(dx)
             dx = unflattened(cast_parameter(dx, self.workspace_rows.dtype), like)
         if self.main is not None:
             self.parameter.grad_added_to_main_grad = True

@@ -28,10 +28,16 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
     """Do gradients of the sum of all losses take less memory from forward to backward than exponentials of logits, and is it
     eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
     if (
-        o.recompute == "full" or o.results != ("loss",) or o.group or torch.compiler.is_compiling() or x.is_meta
-        or choose_mode("full") != "full" or not torch.is_grad_enabled()
-        or torch._C._are_functorch_transforms_active() or not AS_THEY_ARE.issuperset(map(type, (x, w, b, target)))
-    ):  # fmt: skip
+        o.recompute == "full"
+        or o.results != ("loss",)
+        or o.group
+        or torch.compiler.is_compiling()
+        or x.is_meta
+        or choose_mode("full") != "full"
+        or not torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or not AS_THEY_ARE.issuperset(map(type, (x, w, b, target)))
+    ):
         return False
     (V, d), M = w.shape, target.numel()
     bytes_of_gradients = x.requires_grad * M * d * x.dtype.itemsize + w.requires_grad * 4 * V * d

@@ -134,11 +134,26 @@ def linear_cross_entropy(
     returned = [one.removeprefix("return_") for one, wanted in flags.items() if wanted]
     beside = {"lse_squared": z_loss, "arg_max": return_accuracy, "top_k": top_k}
     results = token_results(
-        NAME, "target", input, linear_weight, linear_bias, target, weight,
+        NAME,
+        "target",
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        weight,
         ("loss", *returned, *(one for one, wanted in beside.items() if wanted)),
-        group, vocab_start, workspace, recompute, ignore_index=ignore_index, label_smoothing=label_smoothing,
-        logit_scale=logit_scale, softcap=softcap, top_k=top_k or 0, summed=reduction != "none", lora=lora,
-    )  # fmt: skip
+        group,
+        vocab_start,
+        workspace,
+        recompute,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        top_k=top_k or 0,
+        summed=reduction != "none",
+        lora=lora,
+    )
     loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
     return output(loss, results, target, reduction, ignore_index) if returned or top_k else loss
 
@@ -157,18 +172,36 @@ def output(
 
 @overload
 def selected_log_probs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, *, bias: Tensor | None = ..., temperature: float = ...,
-    return_entropy: Literal[False] = ..., lora: LoRA | None = ..., ignore_index: int = ...,
-    group: torch.distributed.ProcessGroup | None = ..., vocab_start: int | None = ..., recompute: str = ...,
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    temperature: float = ...,
+    return_entropy: Literal[False] = ...,
+    lora: LoRA | None = ...,
+    ignore_index: int = ...,
+    group: torch.distributed.ProcessGroup | None = ...,
+    vocab_start: int | None = ...,
+    recompute: str = ...,
     workspace: int | str | None = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def selected_log_probs(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, *, bias: Tensor | None = ..., temperature: float = ...,
-    return_entropy: Literal[True], lora: LoRA | None = ..., ignore_index: int = ...,
-    group: torch.distributed.ProcessGroup | None = ..., vocab_start: int | None = ..., recompute: str = ...,
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    *,
+    bias: Tensor | None = ...,
+    temperature: float = ...,
+    return_entropy: Literal[True],
+    lora: LoRA | None = ...,
+    ignore_index: int = ...,
+    group: torch.distributed.ProcessGroup | None = ...,
+    vocab_start: int | None = ...,
+    recompute: str = ...,
     workspace: int | str | None = ...,
-) -> TokenLogProbs: ...  # fmt: skip
+) -> TokenLogProbs: ...
 def selected_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -205,10 +238,25 @@ def selected_log_probs(
             f"{SELECTED}: temperature must be positive, not {temperature}; the arg max is return_accuracy's"
         )
     results = token_results(
-        SELECTED, "tokens", hidden, weight, bias, tokens, None, TokenLogProbs._fields[: 1 + return_entropy], group, vocab_start,
-        workspace, recompute, ignore_index=ignore_index, label_smoothing=0.0, logit_scale=1.0 / temperature, softcap=0.0,
-        top_k=0, lora=lora,
-    )  # fmt: skip
+        SELECTED,
+        "tokens",
+        hidden,
+        weight,
+        bias,
+        tokens,
+        None,
+        TokenLogProbs._fields[: 1 + return_entropy],
+        group,
+        vocab_start,
+        workspace,
+        recompute,
+        ignore_index=ignore_index,
+        label_smoothing=0.0,
+        logit_scale=1.0 / temperature,
+        softcap=0.0,
+        top_k=0,
+        lora=lora,
+    )
     found = public(results, hidden.shape[:-1])
     if tokens.dim() == hidden.dim():
         found["log_probs"] = found["log_probs"].view(tokens.shape)
@@ -226,10 +274,22 @@ def check_arguments(
 
 
 def token_results(
-    op: str, target_name: str, input: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weight: Tensor | None,
-    names: tuple[str, ...], group, vocab_start: int | None, workspace: int | str | None, recompute: str, summed: bool = False,
-    lora: LoRA | None = None, **options,
-) -> TokenResults:  # fmt: skip
+    op: str,
+    target_name: str,
+    input: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    weight: Tensor | None,
+    names: tuple[str, ...],
+    group,
+    vocab_start: int | None,
+    workspace: int | str | None,
+    recompute: str,
+    summed: bool = False,
+    lora: LoRA | None = None,
+    **options,
+) -> TokenResults:
     """Those of these names, [M]; of checked arguments but for target and weight. summed: is only their sum read, so that it may
     be the one value? options: fields of the op's options."""
     x = cast_input(op, input, w)
@@ -251,11 +311,19 @@ def token_results(
     kinds = UpdateOptions(lora=tuple(numbers), lora_dtype=update_dtype(input, x.dtype, update[:2]))
     if not probabilities:
         o = LinearCrossEntropyOptions(
-            **options, **kinds._asdict(), candidates=0 if target.dim() < input.dim() else target.shape[-1],
-            vocab_start=first, group=name, size=size, equal_shards=vocab_start is None,
-            recompute=choose_mode(recompute) if lora is None else "full", backend=choose_backend(op, x),
-            precision=matmul_precision(x), workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS), results=names,
-        )  # fmt: skip
+            **options,
+            **kinds._asdict(),
+            candidates=0 if target.dim() < input.dim() else target.shape[-1],
+            vocab_start=first,
+            group=name,
+            size=size,
+            equal_shards=vocab_start is None,
+            recompute=choose_mode(recompute) if lora is None else "full",
+            backend=choose_backend(op, x),
+            precision=matmul_precision(x),
+            workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS),
+            results=names,
+        )
         if summed and forms_in_forward(o, x, w, b, target):
             return TokenResults(loss=SumOfLosses.apply(o, x, w, b, target, weight)[None])
         return of_rows(apply(o, x, w, b, target, weight, *update), names)

@@ -36,9 +36,17 @@ X, W, B, TARGET, CLASS_WEIGHT = range(5)
 
 
 def statistics_of(
-    inputs: Callable[[int, int], Tensor], x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, weights: Tensor | None,
-    candidates: Tensor | None, o: Any, first: int = 0, beside: int = 0,
-) -> dict[str, Tensor]:  # fmt: skip
+    inputs: Callable[[int, int], Tensor],
+    x: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    target: Tensor,
+    weights: Tensor | None,
+    candidates: Tensor | None,
+    o: Any,
+    first: int = 0,
+    beside: int = 0,
+) -> dict[str, Tensor]:
     """TokenStatistics of the rows w, from `first` of this rank's on, and logits and parts that are saved, by name.
 
     inputs: (start, stop) -> those rows of the operand x [M, d], which has `beside` transient bytes a row.
@@ -48,9 +56,18 @@ def statistics_of(
 
     def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
         made = p.cross_entropy_fwd(
-            inputs(start, stop), w, b, target[start:stop], weights, head, weighted=o.label_smoothing > 0, keep=keep,
-            entropy="entropy" in o.results, arg_max="arg_max" in o.results, logits=holds,
-        )  # fmt: skip
+            inputs(start, stop),
+            w,
+            b,
+            target[start:stop],
+            weights,
+            head,
+            weighted=o.label_smoothing > 0,
+            keep=keep,
+            entropy="entropy" in o.results,
+            arg_max="arg_max" in o.results,
+            logits=holds,
+        )
         parts = None if made.parts is None else made.parts.t()
         top_z, top_v = top_of(made.z, o.top_k, head.first) if o.top_k else (None, None)
         z_c = None if candidates is None else logits_of_candidates(made.z, candidates[start:stop], head.first)
@@ -64,7 +81,7 @@ def statistics_of(
 
 
 def token_bytes(x: Tensor, V: int, o: Any) -> int:
-    """Of a token's transient tensors in forward, for V rows of w."""
+    """Returns bytes of a token's transient tensors in forward, for V rows of w."""
     if o.backend == "eager":
         buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + o.holds_logits
         return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.dtype.itemsize if o.recompute != "full" else 0))

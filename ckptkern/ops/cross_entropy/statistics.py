@@ -83,9 +83,14 @@ class Sums:
     """
 
     def __init__(
-        self, target: Tensor, class_weight: Tensor | None, ignore_index: int, smoothing: float, entries,
+        self,
+        target: Tensor,
+        class_weight: Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+        entries,
         candidates: Tensor | None = None,
-    ):  # fmt: skip
+    ):
         self.target, self.ignored = target, target == ignore_index
         self.padding = None if candidates is None else (candidates == ignore_index).t()
         self.share = 1.0 - smoothing

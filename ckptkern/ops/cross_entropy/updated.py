@@ -56,17 +56,17 @@ class UpdatedHead:
 
     @property
     def bytes_beside(self) -> int:
-        """Of a row of [x | u], or of [W | B]."""
+        """Returns the bytes of a row of [x | u], or of [W | B]."""
         return (self.w.shape[1] + self.b.shape[1]) * self.w.dtype.itemsize
 
     @property
     def bytes_of_token(self) -> int:
-        """Of [x | u] and what makes it: x in the update's dtype, dropped, and steps between."""
+        """Returns the bytes of [x | u] and what makes it: x in the update's dtype, dropped, and steps between."""
         return self.bytes_beside + 3 * self.w.shape[1] * self.update.a.dtype.itemsize
 
     @property
     def bytes_of_all(self) -> int:
-        """Of what backward holds of all tokens: u and du, and a copy of u that is joined of chunks."""
+        """Returns the bytes of what backward holds of all tokens: u and du, and a copy of u that is joined of chunks."""
         return (
             self.rows.shape[0] * self.b.shape[1] * (2 * self.b.dtype.itemsize + 4 * max(1, self.b.dtype.itemsize // 4))
         )
@@ -91,7 +91,7 @@ class UpdatedHead:
 
     @functools.cached_property
     def u(self) -> Tensor:
-        """Of all tokens."""
+        """Returns u of all tokens."""
         return torch.cat([self.inner(*chunk) for chunk in self.chunks()])
 
     def write_gradient(
@@ -104,8 +104,17 @@ class UpdatedHead:
             here = slice(start, stop)
             of_tokens = type(gradients)(*(None if one is None else one[here] for one in gradients))
             sums = self.p.cross_entropy_bwd(
-                self.inputs(start, stop), weights, bias, target[here], class_weight, lse[here], of_tokens, head, dz[here], db=db
-            )  # fmt: skip
+                self.inputs(start, stop),
+                weights,
+                bias,
+                target[here],
+                class_weight,
+                lse[here],
+                of_tokens,
+                head,
+                dz[here],
+                db=db,
+            )
             total = sums if total is None or sums is None else total.add_(sums)
         return total
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ def check_mode(op: str, recompute: str) -> None:
 
 
 def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, str]:
-    """The modes of a layer's attentions and of its MLP, from one for both ("selective" recomputes all of the MLP) or a
+    """Returns the modes of a layer's attentions and of its MLP, from one for both ("selective" recomputes all of the MLP) or a
     pair."""
     if isinstance(recompute, (tuple, list)) and len(recompute) == 2:
         attention, mlp = recompute
@@ -46,7 +48,7 @@ def check_probability(op: str, p: float) -> None:
 
 
 def is_number(value) -> bool:
-    """Is it one value: a number, a tensor or an array of no dimensions, or a symbolic number of torch.compile?"""
+    """Says whether it is one value: a number, a tensor or an array of no dimensions, or a symbolic number of torch.compile."""
     if isinstance(value, Tensor):
         return value.dim() == 0
     # isinstance first: to torch.compile a symbolic number is a float, and has no attribute
@@ -54,13 +56,27 @@ def is_number(value) -> bool:
 
 
 def check_number(op: str, name: str, value) -> None:
-    """Does not call float(), which would turn a symbolic number of torch.compile into a constant."""
+    """Checks for a number without float(), which would turn a symbolic number of torch.compile into a constant."""
     if type(value) is float:
         return
     if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient is formed for {name}")
     if not is_number(value) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number, not {value!r}")
+
+
+def check_positive(op: str, name: str, value) -> None:
+    check_number(op, name, value)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{op}: {name} must be above 0 and finite, not {value!r}")
+
+
+def check_softcap(op: str, softcap: float | None, name: str = "softcap") -> float:
+    """Returns softcap, 0 for none."""
+    if softcap is None:
+        return 0.0
+    check_positive(op, name, softcap)
+    return float(softcap)
 
 
 def check_count(op: str, name: str, value, least: int = 1) -> None:
@@ -96,7 +112,7 @@ def check_input(op: str, x: Tensor, name: str = "input", *, jagged: bool = False
 def check_weight(
     op: str, name: str, weight: Tensor, bias: Tensor | None, x: Tensor, in_features: int, source: str
 ) -> None:
-    """`weight` [N, in_features] and `bias` [N] fit an input with `in_features` features that comes from `source`."""
+    """Checks that `weight` [N, in_features] and `bias` [N] fit an input with `in_features` features, of `source`."""
     if not torch.compiler.is_compiling() and layer_fits(x, weight, bias, in_features):
         return
     check_tensor(op, name, weight, x)
@@ -104,11 +120,11 @@ def check_weight(
     if len(shape) != 2:
         raise ShapeError(f"{op}: {name} must be [out_features, in_features], but has shape {tuple(shape)}")
     if shape[1] != in_features:
+        hint = f"; {name} must be [out_features, in_features], as in nn.Linear, but is {tuple(shape)}: pass {name}.t()"
         raise ShapeError(
             f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
-            + (f"; {name} must be [out_features, in_features], as in nn.Linear, but is {tuple(shape)}: pass {name}.t()"
-               if shape[0] == in_features else "")
-        )  # fmt: skip
+            + (hint if shape[0] == in_features else "")
+        )
     if bias is None:
         return
     check_tensor(op, f"the bias of {name}", bias, x)
@@ -120,7 +136,7 @@ def check_weight(
 
 
 def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
-    """`tensor` is a dense Tensor on the device of the input x, and floating point if `floating`."""
+    """Checks that `tensor` is a dense Tensor on the device of the input x, and floating point if `floating`."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:

@@ -1,4 +1,4 @@
-"""What is chosen for a call: backend, mode, precision and workspace."""
+"""Chooses for a call: backend, implementation, mode, precision and workspace."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ _log = logging.getLogger("ckptkern")
 
 
 class _Choice:
-    """The requested backend, process-wide as torch's own backend flags are. torch.compile guards on an attribute of an
+    """Holds the requested backend, process-wide as torch's own backend flags are. torch.compile guards on an attribute of an
     object and compiles again when it changes; a ContextVar would break the graph, and a thread-local is not guarded.
     """
 
     def __init__(self):
         self.backend = os.environ.get("CKPTKERN_BACKEND", "auto")
         self.impl = ""  # of all matmuls, instead of the table's
-        self.workspace = (
-            ""  # bytes, "" for the device's default; in digits, because a number that changes becomes a symbol
-        )
+        # bytes, "" for the device's default; in digits, because a number that changes becomes a symbol
+        self.workspace = ""
         self.seen: list[tuple] | None = None  # the arguments of choose_impl, while somebody asks
 
 
@@ -80,7 +79,7 @@ def _log_once(reason: str) -> None:
 
 @_constant
 def _device_reason(device_type: str, index: int | None) -> str | None:
-    """Why no kernel can run on this device, or None. It does not change within a process."""
+    """Returns why no kernel can run on this device, or None. It does not change within a process."""
     try:
         import triton
     except ImportError:
@@ -96,14 +95,14 @@ def _device_reason(device_type: str, index: int | None) -> str | None:
 
 
 def head_dim_not_covered(head_dim: int) -> str | None:
-    """Why no attention kernel covers this head dim, or None."""
+    """Returns why no attention kernel covers this head dim, or None."""
     if head_dim <= MAX_HEAD_DIM:
         return None
     return f"the attention kernels cover head dims up to {MAX_HEAD_DIM}, not {head_dim}"
 
 
 def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
-    """The backend that runs `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
+    """Returns the backend that runs `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
     name = _choice.backend
     check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
     if name == "eager" or (name == "auto" and not x.is_cuda):
@@ -121,20 +120,22 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
 
 
 def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
-    """The compute capability; on a CPU, where kernels are interpreted or emulated, that of the GPU that they are tuned for."""
+    """Returns the compute capability; on a CPU, where kernels are interpreted or emulated, that of the GPU that they are
+    tuned for."""
     return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
 @_constant
 def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
-    """From the table that `python -m ckptkern autotune` wrote on this machine, else by our rule."""
+    """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else that of our
+    rule."""
     row = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
     return row["impl"] if row else _impls.default_impl(op, capability_of(device_type, index), dtype, size)
 
 
 def surely(comparison: bool) -> bool:
-    """Does a comparison with a number of rows hold? In a graph for any number nothing is sure: it has what is right for all,
-    and no guard that splits the range of torch.export's Dim."""
+    """Says whether a comparison with a number of rows holds. In a graph for any number nothing is sure: it has what is right
+    for all, and no guard that splits the range of torch.export's Dim."""
     if not torch.compiler.is_compiling():
         return comparison
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -143,7 +144,7 @@ def surely(comparison: bool) -> bool:
 
 
 def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, name: str | None = None) -> str:
-    """The implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` gives.
+    """Returns the implementation of an op's matmuls (`_impls`), on the backend that `choose_backend` gives.
 
     features, hidden, out: of the op's input, of the layer between (linear_act: 0) and of its output. name: what the table calls
     the op, if it is another one. Under backend("triton") no library's matmul replaces a kernel.
@@ -162,7 +163,7 @@ def choose_impl(op: str, x: Tensor, features: int, hidden: int, out: int, *, nam
 
 @contextmanager
 def forced_impl(name: str) -> Iterator[None]:
-    """All matmuls that may take this implementation do so inside; for tests, and to time implementations."""
+    """Makes all matmuls inside take this implementation, if they may; for tests, and to time implementations."""
     check_choice("forced_impl", "name", name, _impls.IMPLS)
     outer, _choice.impl = _choice.impl, name
     try:
@@ -172,14 +173,14 @@ def forced_impl(name: str) -> Iterator[None]:
 
 
 def compose(op: str, reason: str) -> None:
-    """PyTorch ops replace this op: logs it once, or raises under backend("triton")."""
+    """Logs once that PyTorch ops replace this op, or raises under backend("triton")."""
     if kernels_alone():
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
     _log_once(reason)
 
 
 def compose_of(op: str, kind: type) -> None:
-    """`compose`, because `kind` has operations of its own."""
+    """Calls `compose`, because `kind` has operations of its own."""
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias does not hold numbers; it can only be an attn_mask")
     compose(op, f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward saves what they save")
@@ -191,13 +192,13 @@ def log_composed(kind: type) -> None:
 
 
 def kernels_alone() -> bool:
-    """Is the backend "triton", under which nothing may replace our kernels?"""
+    """Says whether the backend is "triton", under which nothing may replace our kernels."""
     return _choice.backend == "triton"
 
 
 @functools.cache
 def primitives(name: str) -> Any:
-    """What the ops call: `ckptkern.eager`, or functions of the same names, by an implementation over it or over
+    """Returns what the ops call: `ckptkern.eager`, or functions of the same names, by an implementation over it or over
     `triton_kernels`."""
     if name == "eager":
         return eager
@@ -207,7 +208,7 @@ def primitives(name: str) -> Any:
 
 
 def matmul_precision(x: Tensor) -> str:
-    """Input precision of float32 matmuls: "tf32" where torch's own setting allows it, else "ieee".
+    """Returns the input precision of float32 matmuls: "tf32" where torch's own setting allows it, else "ieee".
 
     torch.compile cannot trace the setting, so a compiled graph carries "auto" and its ops read it when they run.
     """
@@ -233,7 +234,7 @@ _NESTED = threading.local()  # keeps_modes: this thread's ops keep to their own 
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Inside a region of several layers: what its recompute recomputes at once is then what they save in their modes."""
+    """Lets ops keep to their modes inside a region of several layers, whose recompute then recomputes what they do not save."""
     before = getattr(_NESTED, "keeps_modes", False)
     _NESTED.keeps_modes = True
     try:
@@ -243,7 +244,7 @@ def own_modes() -> Iterator[None]:
 
 
 def choose_mode(recompute: str) -> str:
-    """The mode of a call: "none" if it is part of something that will be, or is being, recomputed.
+    """Returns the mode of a call: "none" if it is part of something that will be, or is being, recomputed.
 
     A non-reentrant checkpoint, torch's or ours, shows by its saved-tensor hooks, in forward and in recompute. A reentrant one
     shows because it runs forward inside a backward pass. Recomputing inside a recompute costs GEMMs and saves no memory.
@@ -261,7 +262,7 @@ def choose_mode(recompute: str) -> str:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Autocast's dtype for x's device, None if it is off; meta tensors have no autocast."""
+    """Returns autocast's dtype for x's device, None if it is off; meta tensors have no autocast."""
     if (x.is_cpu or x.is_cuda) and not torch._C._is_any_autocast_enabled():  # a fifth of the host time of what follows
         return None
     device_type = x.device.type
@@ -276,7 +277,7 @@ def autocast_off(x: Tensor) -> AbstractContextManager:
 
 
 def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
-    """Autocast's dtype inside autocast, else x's own, which the weights must then share.
+    """Returns autocast's dtype inside autocast, else x's own, which the weights must then share.
 
     A bias of another dtype is cast. F.linear does so too for an input that is not contiguous (nn.MultiheadAttention's
     batch_first); for a contiguous one it raises.
@@ -295,7 +296,7 @@ def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
 
 
 def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
-    """x in the compute dtype."""
+    """Returns x in the compute dtype."""
     dtype = compute_dtype(op, x, *weights)
     return x if x.dtype is dtype else x.to(dtype)
 
@@ -306,7 +307,7 @@ WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 @_constant
 def default_workspace(device_type: str, index: int | None) -> int:
-    """1/32 of a GPU's memory, at least 256 MiB; 32 MiB elsewhere.
+    """Returns 1/32 of a GPU's memory, at least 256 MiB; 32 MiB elsewhere.
 
     Every further chunk costs a pass over the float32 sums of the weights' gradients. A backward that needs less runs as one
     chunk, and its peak is lower than that of PyTorch's own backward.
@@ -331,8 +332,8 @@ class workspace:
     """
 
     def __init__(self, size: int | str | None):
-        found = parse_bytes("workspace", size)
-        self.outer, _choice.workspace = _choice.workspace, "" if found is None else str(found)
+        nbytes = parse_bytes("workspace", size)
+        self.outer, _choice.workspace = _choice.workspace, "" if nbytes is None else str(nbytes)
 
     def __enter__(self) -> None:
         pass
@@ -346,7 +347,7 @@ UNBOUNDED = 2**62  # of tensors without memory, unless a mode counts what they w
 
 
 def choose_workspace(op: str, value: int | str | None, x: Tensor, summed: int = 0, least: int = WORKSPACE) -> int:
-    """workspace in bytes: the given value, that of `workspace`, or the default of x's device, and on a CPU `least`, or the
+    """Returns workspace in bytes: the value, that of `workspace`, or the default of x's device, and on a CPU `least`, or the
     float32 sums of the weight that has most elements, `summed`, over which each chunk makes a pass."""
     if value is not None:
         return parse_bytes(op, value)

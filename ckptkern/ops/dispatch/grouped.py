@@ -26,13 +26,13 @@ MOST_EXPERTS = 1023  # of one launch
 
 
 def capability_of(x: Tensor) -> tuple[int, int]:
-    """The compute capability of x's GPU; (0, 0) without one."""
+    """Returns the compute capability of x's GPU; (0, 0) without one."""
     return torch.cuda.get_device_capability(x.device.index) if x.is_cuda else (0, 0)
 
 
 def runs_grouped(groups: eager.Groups, *operands: Tensor) -> bool:
-    """Does torch's kernel take these operands, rows [R, K] or stacks [E, N, K]? bfloat16, and sizes of a matrix, strides and
-    addresses of 16 bytes, as TMA wants them. It asks for no value of a tensor."""
+    """Says whether torch's kernel takes these operands, rows [R, K] or stacks [E, N, K]: bfloat16, and sizes of a matrix,
+    strides and addresses of 16 bytes, as TMA wants them. It asks for no value of a tensor."""
     return (
         groups.order.numel() > 0
         and 0 < groups.offs.numel() - 1 <= MOST_EXPERTS
@@ -58,7 +58,7 @@ def _grouped_mm(a: Tensor, b: Tensor, groups: eager.Groups) -> Tensor:
 
 
 class GroupedExperts:
-    """The experts' launchers, of the same arguments and results. kernels: has the launchers of triton_kernels."""
+    """Replaces the experts' launchers, with the same arguments and results. kernels: has the launchers of triton_kernels."""
 
     kernels: ModuleType
 

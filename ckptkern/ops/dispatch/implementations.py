@@ -25,7 +25,7 @@ from .grouped import GroupedExperts
 
 
 class Kernels:
-    """The kernels as they are, and the matmuls without an epilogue, which are cuBLAS's."""
+    """Gives the kernels as they are, and the matmuls without an epilogue, which are cuBLAS's."""
 
     def __init__(self, kernels: ModuleType):
         self.kernels = kernels
@@ -36,12 +36,12 @@ class Kernels:
     linear, mm = staticmethod(eager.linear), staticmethod(eager.mm)
 
     def apply_dropout(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
-        """As dropout.apply_dropout, which stands on this file."""
+        """Does as dropout.apply_dropout, which stands on this file."""
         return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
 
 
 class Library(GroupedExperts, Kernels):
-    """cuBLAS's matmuls, and elementwise kernels between them."""
+    """Runs cuBLAS's matmuls, and elementwise kernels between them."""
 
     def linear_fwd(
         self, x, w, b, activation, precision, *, dropout=eager.NO_DROPOUT, row_base=0, save_z=False, save_bits=False
@@ -55,14 +55,14 @@ class Library(GroupedExperts, Kernels):
         return LinearForward(self.apply_dropout(h, dropout, row_base), z if save_z else None, bits)
 
     def relu(self, x, w, b):
-        """relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded z. That of
-        tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""
+        """Returns relu(z), with a bias by cuBLASLt's epilogue. Rounding changes no sign, so its bits are those of a rounded
+        z. That of tanh-GELU would not round z, which a recompute needs: forward and recompute would differ."""
         if b is not None and x.is_cuda and x.shape[1]:  # without features ATen gives b as it is
             return torch._addmm_activation(b, x, w.t())
         return self.kernels.act_fwd(self.linear(x, w, b), None, "relu")
 
     def recomputed(self, x, w, b, activation):
-        """z, or relu's own result by the matmul that forward ran: it tells what z would."""
+        """Returns z, or relu's own result by the matmul that forward ran: it tells what z would."""
         return self.relu(x, w, b) if activation == "relu" else self.linear(x, w, b)
 
     def mlp_bwd(self, x, w1, b1, dy, w2, activation, precision, *, save_h=True, **wanted):
@@ -80,11 +80,11 @@ class Library(GroupedExperts, Kernels):
         return self.hidden_grads(self.kernels.hidden_grad, dy, w, (z, activation), save_h, **wanted)
 
     def gated_act_grad(self, dy, wd, g, u, activation, precision, *, save_h=True, **wanted):
-        """over_gu: dg and du may be written over g and u."""
+        """Takes over_gu, too: dg and du may be written over g and u."""
         return self.hidden_grads(self.kernels.gated_hidden_grad, dy, wd, (g, u, activation), save_h, **wanted)
 
     def hidden_grads(self, launcher, dy, w, saved, save_h, *, dropout=eager.NO_DROPOUT, row_base=0, **wanted):
-        """What the elementwise kernel gives of dh = dropout(dy w), with h behind the dropout."""
+        """Returns what the elementwise kernel gives of dh = dropout(dy w), with h behind the dropout."""
         dh = self.apply_dropout(self.mm(dy, w), dropout, row_base)
         grads = launcher(dh, *saved, save_h=save_h, over=True, **wanted)
         del dh
@@ -126,8 +126,9 @@ MEASURED = {("moe_mlp", (9, 0)): ("triton", 2048)}
 
 
 def default_impl(op: str, capability: tuple[int, int], dtype: torch.dtype, size: int) -> str:
-    """The implementation where nothing was tuned: what was measured to take less time there, else libraries, which their makers
-    tune for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute. What libraries
-    have no route for takes the kernels: chains of narrow layers, and experts where grouped_mm has no fast path (`grouped`)."""
+    """Returns the implementation where nothing was tuned: what was measured to take less time there, else libraries, which
+    their makers tune for every GPU, dtype and size, so that a step takes no more matmul time than eager's and its recompute.
+    What libraries have no route for takes the kernels: chains of narrow layers, and experts where grouped_mm has no fast
+    path (`grouped`)."""
     impl, features = MEASURED.get((op, capability), ("library", 0))
     return impl if size <= features and dtype.itemsize == 2 else "library"

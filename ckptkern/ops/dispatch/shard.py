@@ -8,16 +8,18 @@ from torch import Tensor
 
 
 class NotSharded(Exception):
-    """What is called has no sharded form; the block then runs on the whole parameters."""
+    """Says that what is called has no sharded form; the block then runs on the whole parameters."""
 
 
 class _Active:
-    """The shard (`sharded.Shard`) that the ops run on, or None, and the group over which a sequence is split
-    (`attention.context.Context`), or None. Attributes of an object, as the backend in _choices."""
+    """Holds the shard (`sharded.Shard`) that the ops run on, or None, and the group over which a sequence is split
+    (`attention.context.Context`), or None. gathered: are parameters there for this call alone, so that no recompute finds
+    them? Attributes of an object, as the backend in `choices`."""
 
     def __init__(self):
         self.shard: Any = None
         self.context: Any = None
+        self.gathered = False
 
 
 ACTIVE = _Active()
@@ -41,11 +43,11 @@ def refuse_context(reason: str) -> None:
 
 
 def ranks_of_rows() -> int:
-    """Over how many ranks the rows of a sequence are split."""
+    """Returns over how many ranks the rows of a sequence are split."""
     count = ACTIVE.shard.size if ACTIVE.shard is not None and ACTIVE.shard.sequence else 1
     return count if ACTIVE.context is None else count * ACTIVE.context.size
 
 
 def whole_rows(x: Tensor) -> int:
-    """The rows of a sample of x [..., S, d] on all ranks together."""
+    """Returns the rows of a sample of x [..., S, d] on all ranks together."""
     return x.shape[-2] * ranks_of_rows()

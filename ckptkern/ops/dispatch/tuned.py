@@ -29,7 +29,8 @@ def _version(package: str) -> str:
 
 
 def machine(device_type: str, index: int | None) -> dict[str, str]:
-    """What a table is valid for: a GPU and versions. On a CPU nothing can be chosen, but where kernels are interpreted."""
+    """Returns what a table is valid for: a GPU and versions. On a CPU nothing can be chosen, but where kernels are
+    interpreted."""
     device = torch.cuda.get_device_name(index) if device_type == "cuda" else device_type
     return {"device": device, **{name: _version(name) for name in ("torch", "triton", "ckptkern")}}
 
@@ -43,8 +44,9 @@ def path(device_type: str, index: int | None) -> Path:
     return Path(folder) / f"implementations-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
 
 
-def read(file: Path, wanted: dict[str, str]) -> dict[Key, Row]:
-    """The rows of `file`. Raises ValueError with what is wrong: it is damaged, or for another machine or version."""
+def read(file: Path, wanted: dict[str, str]) -> tuple[dict[Key, Row], str | None]:
+    """Returns the rows of `file`, and why it cannot be used: it is damaged, or for another machine or version. A file that is
+    not there has no rows."""
     came: dict[str, str] = {}
     rows: dict[Key, Row] = {}
     try:
@@ -53,32 +55,35 @@ def read(file: Path, wanted: dict[str, str]) -> dict[Key, Row]:
             came = {name: data["machine"][name] for name in wanted}
             rows = {(row["op"], row["dtype"], SIZES[SIZES.index(row["features"])]): row for row in data["impls"]}
         unknown = {row["impl"] for row in rows.values()}.difference(IMPLS)
+    except FileNotFoundError:
+        return {}, None
+    except OSError as error:
+        return {}, str(error)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from None
+        return {}, f"it is damaged ({type(error).__name__}: {error})"
     if version != FORMAT:
-        raise ValueError(f"another version of ckptkern wrote it: its format is {version!r}, not {FORMAT}")
+        return {}, f"another version of ckptkern wrote it: its format is {version!r}, not {FORMAT}"
     if other := [f"{name} {came[name]}, not {wanted[name]}" for name in wanted if came[name] != wanted[name]]:
-        raise ValueError(f"it was made for {'; '.join(other)}")
+        return {}, f"it was made for {'; '.join(other)}"
     if unknown:
-        raise ValueError(f"it names unknown implementations: {', '.join(sorted(map(str, unknown)))}")
-    return rows
+        return {}, f"it names unknown implementations: {', '.join(sorted(map(str, unknown)))}"
+    return rows, None
 
 
 @functools.cache
 def table(device_type: str, index: int | None) -> dict[Key, Row]:
-    """What was tuned for this device; nothing if there is no such file, or none that can be used, which is said once."""
+    """Returns what was tuned for this device; nothing if there is no file, or none that can be used, which is said once."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return {}
-    file: Path | None = None
     try:
         file = path(device_type, index)
-        return read(file, machine(device_type, index))
-    except FileNotFoundError:
-        return {}
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
+        rows, why = read(file, machine(device_type, index))
+    except RuntimeError as error:  # there is no home
+        file, rows, why = Path("the table of tuned implementations"), {}, str(error)
+    if why:
         warnings.warn(
-            f"{file or 'the table of tuned implementations'} is not used, because {error}. Matmuls take the default "
-            "implementations; `python -m ckptkern autotune` writes the file again",
+            f"{file} is not used, because {why}. Matmuls take the default implementations; `python -m ckptkern autotune` "
+            "writes the file again",
             stacklevel=2,
         )
-        return {}
+    return rows

@@ -3,14 +3,20 @@ comes from its LM head, or as its k largest log-probabilities."""
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
 from ..cross_entropy.loss import check_arguments, public, reduced_over, token_results
-from ..dispatch.checks import check_choice, check_input, check_number, check_tensor, check_weight
+from ..dispatch.checks import (
+    check_choice,
+    check_input,
+    check_number,
+    check_positive,
+    check_softcap,
+    check_tensor,
+    check_weight,
+)
 from ..dispatch.choices import WORKSPACE_OF_LOSS, cast_input, choose_backend, choose_workspace
 from .op import NAME, LinearDistillationOptions, apply, divergence
 
@@ -61,16 +67,16 @@ def linear_distillation(
     given = student_input, student_weight, teacher_input, teacher_weight, student_bias, teacher_bias
     check_models(*given)
     check_options(NAME, beta, temperature, mask, reduction, student_input)
-    for name, value in (("softcap", softcap), ("teacher_softcap", teacher_softcap)):
-        if value is not None:
-            check_positive(NAME, name, value, " or None")
     x = cast_input(NAME, student_input, student_weight)
     teacher = cast_input(NAME, teacher_input, teacher_weight)
     o = LinearDistillationOptions(
-        beta=float(beta), temperature=float(temperature), softcap=float(softcap or 0.0),
-        teacher_softcap=float(teacher_softcap or 0.0), backend=choose_backend(NAME, x, "there is no kernel of it"),
+        beta=float(beta),
+        temperature=float(temperature),
+        softcap=check_softcap(NAME, softcap),
+        teacher_softcap=check_softcap(NAME, teacher_softcap, "teacher_softcap"),
+        backend=choose_backend(NAME, x, "there is no kernel of it"),
         workspace=choose_workspace(NAME, workspace, x, least=WORKSPACE_OF_LOSS),
-    )  # fmt: skip
+    )
     frozen = (None if one is None else one.detach() for one in (teacher, teacher_weight, teacher_bias))
     losses = apply(o, x, student_weight, student_bias, *frozen, mask)
     return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), student_input.shape[:-1])
@@ -109,12 +115,6 @@ def check_options(op: str, beta: float, temperature: float, mask: Tensor | None,
         raise DtypeError(f"{op}: mask must be bool, True for tokens that count, not {mask.dtype}")
     if mask.shape != x.shape[:-1]:
         raise ShapeError(f"{op}: mask must have shape {tuple(x.shape[:-1])}, but has {tuple(mask.shape)}")
-
-
-def check_positive(op: str, name: str, value: float, more: str = "") -> None:
-    check_number(op, name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{op}: {name} must be positive and finite{more}, not {value}")
 
 
 def linear_topk_distillation(
@@ -157,9 +157,14 @@ def linear_topk_distillation(
     Raises what linear_cross_entropy raises.
     """
     check_arguments(
-        TOPK, student_input, student_weight, student_bias, "full", dict(add_tail_bucket=add_tail_bucket),
+        TOPK,
+        student_input,
+        student_weight,
+        student_bias,
+        "full",
+        dict(add_tail_bucket=add_tail_bucket),
         ("student_weight", "student_input"),
-    )  # fmt: skip
+    )
     check_options(TOPK, beta, temperature, mask, reduction, student_input)
     check_tensor(TOPK, "teacher_log_probs", teacher_log_probs, student_input)
     lead = student_input.shape[:-1]
@@ -176,10 +181,24 @@ def linear_topk_distillation(
     if mask is not None:
         padding = padding | ~mask[..., None]
     results = token_results(
-        TOPK, "teacher_tokens", student_input, student_weight, student_bias, teacher_tokens.masked_fill(padding, PADDING), None,
-        ("log_probs",), group, vocab_start, workspace, "full", ignore_index=PADDING, label_smoothing=0.0,
-        logit_scale=1.0 / temperature, softcap=0.0, top_k=0,
-    )  # fmt: skip
+        TOPK,
+        "teacher_tokens",
+        student_input,
+        student_weight,
+        student_bias,
+        teacher_tokens.masked_fill(padding, PADDING),
+        None,
+        ("log_probs",),
+        group,
+        vocab_start,
+        workspace,
+        "full",
+        ignore_index=PADDING,
+        label_smoothing=0.0,
+        logit_scale=1.0 / temperature,
+        softcap=0.0,
+        top_k=0,
+    )
     log_q = public(results, lead)["log_probs"].view(padding.shape)
     both = teacher_log_probs.detach().to(log_q.dtype), log_q
     log_p, log_q = (distribution(one, padding, add_tail_bucket) for one in both)

@@ -43,10 +43,12 @@ def models(tensors, o: LinearDistillationOptions) -> tuple[eager.Model, eager.Mo
     return (
         eager.Model(rows, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), o.head(o.softcap)),
         eager.Model(
-            teacher, cast_parameter(teacher_w, teacher.dtype), cast_parameter(teacher_b, teacher.dtype),
+            teacher,
+            cast_parameter(teacher_w, teacher.dtype),
+            cast_parameter(teacher_b, teacher.dtype),
             o.head(o.teacher_softcap),
         ),
-    )  # fmt: skip
+    )
 
 
 def of_tokens(model: eager.Model, start: int, stop: int) -> eager.Model:
@@ -129,8 +131,8 @@ class LinearDistillation(Op):
 
 
 def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Of each class, the part of D_beta(p, q), in differentiable PyTorch ops: its sum over the classes is the divergence of
-    `eager.distillation`."""
+    """Returns the part of D_beta(p, q) of each class, in differentiable PyTorch ops: its sum over the classes is the divergence
+    of `eager.distillation`."""
     if beta == 0:
         return log_p.exp() * (log_p - log_q)
     if beta == 1:

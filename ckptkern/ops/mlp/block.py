@@ -35,9 +35,24 @@ across = across_ranks(_apply)
 
 
 def gather(
-    op, x, up_weight, up_bias, down_weight, down_bias, activation, dropout_p, *, gate_weight, gate_bias, lora, residual,
-    training, recompute, workspace, **others,
-) -> tuple[MLPTensors, MLPOptions]:  # fmt: skip
+    op,
+    x,
+    up_weight,
+    up_bias,
+    down_weight,
+    down_bias,
+    activation,
+    dropout_p,
+    *,
+    gate_weight,
+    gate_bias,
+    lora,
+    residual,
+    training,
+    recompute,
+    workspace,
+    **others,
+) -> tuple[MLPTensors, MLPOptions]:
     """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
     check_options(op, activation, recompute, dropout_p)
     check_flags(op, residual=residual, training=training)
@@ -61,11 +76,19 @@ def gather(
     name, sizes = "mlp" if gate_weight is None else "gated_mlp", (x.shape[-1], up_weight.shape[0], down_weight.shape[0])
     impl = choose_impl(op, probe, *sizes, name=name)
     o = MLPOptions(
-        gated=gate_weight is not None, activation=activation, dropout_p=float(dropout_p), first_column=0,
-        recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe, up_weight.numel()), lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()), dtype=dtype, **options,
-    )  # fmt: skip
+        gated=gate_weight is not None,
+        activation=activation,
+        dropout_p=float(dropout_p),
+        first_column=0,
+        recompute=choose_mode(recompute),
+        backend=impl,
+        precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe, up_weight.numel()),
+        lora=lora_numbers,
+        lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
+        dtype=dtype,
+        **options,
+    )
     return t, o
 
 
@@ -120,13 +143,33 @@ def mlp_block(
     RuntimeError (backend).
     """
     arguments = dict(
-        up_weight=up_weight, up_bias=up_bias, down_weight=down_weight, down_bias=down_bias, activation=activation,
-        dropout_p=dropout_p, gate_weight=gate_weight, gate_bias=gate_bias, norm=norm, norm_weight=norm_weight,
-        norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift, norm_eps=norm_eps, norm_first=norm_first,
-        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
-        lora=lora, layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
-        recompute=recompute, workspace=workspace,
-    )  # fmt: skip
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+        activation=activation,
+        dropout_p=dropout_p,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_scale=norm_scale,
+        norm_shift=norm_shift,
+        norm_eps=norm_eps,
+        norm_first=norm_first,
+        post_norm=post_norm,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps,
+        lora=lora,
+        layer_scale=layer_scale,
+        resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p,
+        residual=residual,
+        recompute=recompute,
+        workspace=workspace,
+    )
     if ACTIVE.shard is not None:
         return ACTIVE.shard.mlp_block(x, training, arguments)
     t, o = gather("mlp_block", x, training=training, **arguments)

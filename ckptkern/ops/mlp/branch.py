@@ -85,7 +85,7 @@ def branch_options(
     recompute: str,
     workspace: int | str | None,
 ) -> BranchOptions:
-    """Those of a call of `mlp` or `gated_mlp`."""
+    """Returns the options of a call of `mlp` or `gated_mlp`."""
     impl = choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0])
     bytes_ = choose_workspace(op, workspace, x, up_weight.numel())
     return BranchOptions(
@@ -129,7 +129,8 @@ class MLPBranch:
         return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
     def parameter(self, name: str) -> Any:
-        """In the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for the caller alone."""
+        """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
+        the caller alone."""
         parameter = getattr(self.t, name)
         if type(parameter) is Frozen:
             if name in self.copies:
@@ -194,19 +195,30 @@ class MLPBranch:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
+    def result_of(self, saved: dict[str, Tensor], start: int) -> Tensor:
+        """Returns y of rows that begin at `start` from what `saves` names of them, by one matmul."""
+        hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
+        return self.linear("down", hidden, start)
+
     def chunks(self, rows: int) -> list[tuple[int, int]]:
         """[start, stop) of the rows that are taken at once, the same in forward and backward."""
         bytes_ = 0 if self.o.workspace is None else self.row_bytes()  # sizes may be symbols
         return token_chunks(rows, bytes_, self.o.workspace)
 
     def row_bytes(self) -> int:
-        """Of a row's transient tensors in either pass."""
+        """Returns bytes of a row's transient tensors in either pass."""
         if self.by_step:
             return self.bytes_by_step()
         return backward_bytes(
-            *self.t.up_weight.shape, self.t.down_weight.shape[0], self.dtype, self.t.up_weight.is_cuda, self.gated,
-            self.t.rng is not None, self.o.backend, self.o.activation,
-        )  # fmt: skip
+            *self.t.up_weight.shape,
+            self.t.down_weight.shape[0],
+            self.dtype,
+            self.t.up_weight.is_cuda,
+            self.gated,
+            self.t.rng is not None,
+            self.o.backend,
+            self.o.activation,
+        )
 
     def bytes_by_step(self) -> int:
         """`backward_bytes` step by step."""
@@ -344,7 +356,7 @@ class Sums:
         return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
     def bias_part(self, layer: str) -> bool | torch.dtype:
-        """In which dtype a kernel sums a bias's gradient; False where it is not needed."""
+        """Returns the dtype in which a kernel sums a bias's gradient; False where it is not needed."""
         name = BIAS[layer]
         return name in self.need and (getattr(self.branch.t, name).dtype if self.once else self.totals[name].part)
 
@@ -374,10 +386,17 @@ class Sums:
 
 @functools.cache
 def backward_bytes(
-    hidden: int, features: int, out: int, dtype: torch.dtype, on_gpu: bool, gated: bool, drops: bool, backend: str,
+    hidden: int,
+    features: int,
+    out: int,
+    dtype: torch.dtype,
+    on_gpu: bool,
+    gated: bool,
+    drops: bool,
+    backend: str,
     activation: str,
-) -> int:  # fmt: skip
-    """Of a row's transient tensors in backward.
+) -> int:
+    """Returns bytes of a row's transient tensors in backward.
 
     They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
     Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds

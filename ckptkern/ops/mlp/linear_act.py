@@ -32,7 +32,7 @@ class LinearAct(Op):
 
     @staticmethod
     def saves(o):
-        """Of relu at "none" its own output, which the next layer saves anyway."""
+        """Names, of relu at "none", its own output, which the next layer saves anyway."""
         if o.activation == "identity" or o.recompute == "full":
             return ()
         if o.activation == "relu":

@@ -32,20 +32,23 @@ def _cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tens
     return [cast_parameter(t, dtype) for t in tensors]
 
 
-def _plain(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The weights, the Frozen ones dequantised."""
-    return [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
+def _packed(p, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width: int, dtype: torch.dtype):
+    """Packs a chain that fits one kernel, with Frozen weights dequantised."""
+    weights = [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
+    return p.pack_stack(weights, [b for b in biases if b is not None], width, dtype)
 
 
 def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
     """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
     L = len(weights)
-    packed = p.pack_stack(_plain(weights, rows.dtype), [b for b in biases if b is not None], width, rows.dtype)
+    packed = _packed(p, weights, biases, width, rows.dtype)
     dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
     dws = [
         dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
-        if needed(needs, 1 + i) else None for i, w in enumerate(weights)
-    ]  # fmt: skip
+        if needed(needs, 1 + i)
+        else None
+        for i, w in enumerate(weights)
+    ]
     dbs = [
         db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if needed(needs, 1 + L + i) else None
         for i, w in enumerate(weights)
@@ -61,8 +64,8 @@ def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -
 
 
 def _row_bytes(o: LinearStackOptions, weights: Sequence[Tensor], dtype: torch.dtype, on_gpu: bool) -> int:
-    """Of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer, with what its
-    activation's gradient holds. Forward takes no more, and the same chunks."""
+    """Returns bytes of a row's transient tensors in backward: every z or h, the last h, and z, dh, dz, h of the current layer,
+    with what its activation's gradient holds. Forward takes no more, and the same chunks."""
     widths = [w.shape[0] for w in weights]
     temporaries = eager.ACTIVATIONS[o.activation].temporaries if o.backend == "eager" else 0
     held, summed = sum(widths) + (4 + temporaries) * max(widths), max(sum(w.shape) for w in weights)
@@ -103,7 +106,7 @@ class LinearStack(Op):
         width = _narrow_width(o, x, weights)
         save_bits = "bits" in saves
         if width is not None:
-            packed = p.pack_stack(_plain(weights, x.dtype), [b for b in biases if b is not None], width, x.dtype)
+            packed = _packed(p, weights, biases, width, x.dtype)
             last = weights[-1].shape[0]
             y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
             return unflattened(y, x), saved
@@ -181,9 +184,15 @@ class LinearStack(Op):
                     h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
-                        dz, ws[i], stored_rows[i - 1], activation, precision, save_h=h is None and need_dw[i],
-                        h_over_z=not stored, db=sums[i - 1],
-                    )  # fmt: skip
+                        dz,
+                        ws[i],
+                        stored_rows[i - 1],
+                        activation,
+                        precision,
+                        save_h=h is None and need_dw[i],
+                        h_over_z=not stored,
+                        db=sums[i - 1],
+                    )
                     h = made if h is None else h
                 if need_dw[i]:
                     weight_grads[i].add(dz, h)
@@ -257,7 +266,11 @@ def linear_stack(
     x = cast_input(op, x, *weights)
     impl = choose_impl(op, x, max(max(w.shape) for w in weights), 0, features)
     options = LinearStackOptions(
-        activation=activation, recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(x),
-        workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)), layers=len(weights),
-    )  # fmt: skip
+        activation=activation,
+        recompute=choose_mode(recompute),
+        backend=impl,
+        precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)),
+        layers=len(weights),
+    )
     return _apply(options, x, *weights, *biases)

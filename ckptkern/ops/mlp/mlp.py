@@ -11,9 +11,9 @@ from ..dispatch.choices import cast_input
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import in_order, mask, needed_names
-from ..registration.op import Op
 from ..registration.rows import rows_2d, unflattened
 from ..sublayer.dropout import draw_state
+from ..sublayer.op import SublayerOp
 from . import branch as mlp_branch
 from .block import mlp_block
 from .branch import BranchOptions, MLPBranch, branch_options
@@ -31,10 +31,10 @@ class MLPTensors(NamedTuple):
     gate_weight = None
 
 
-class MLP(Op):
+class MLP(SublayerOp):
     name = "mlp"
-    Tensors: type = MLPTensors
-    Options = BranchOptions
+    Tensors, Options = MLPTensors, BranchOptions
+    in_torch_ops = staticmethod(mlp_branch.reference)
     gated = False
     first_weights = mask(MLPTensors, "up_weight")
 
@@ -47,26 +47,18 @@ class MLP(Op):
         return o.recompute == "full" or bool(needs & cls.first_weights)
 
     @classmethod
-    def forward(cls, tensors, o):
-        x, *others = tensors
+    def compute(cls, x, t, o):
         rows = rows_2d(x)
-        y, saved = MLPBranch(cls.Tensors(*others), o, rows.shape[0], rows.dtype).forward(rows)
-        return unflattened(y, x), saved
+        return MLPBranch(t, o, rows.shape[0], rows.dtype).forward(rows)
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
-        x, *others = tensors
-        rows, branch_x = rows_2d(dy), None if x is None else rows_2d(x)
-        branch = MLPBranch(cls.Tensors(*others), o, rows.shape[0], rows.dtype)
-        grads = branch.backward(rows, branch_x, saved, needed_names(cls.Tensors, needs))
+        (x, t), rows = cls.split(tensors), rows_2d(dy)
+        branch, x = MLPBranch(t, o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
+        grads = branch.backward(rows, x, saved, needed_names(cls.Tensors, needs))
         if "x" in grads:
             grads["x"] = unflattened(grads["x"], dy)
         return in_order(grads, cls.Tensors, needs)
-
-    @classmethod
-    def reference(cls, tensors, o):
-        x, *others = tensors
-        return mlp_branch.reference(x, cls.Tensors(*others), o)
 
 
 _apply = build(MLP)

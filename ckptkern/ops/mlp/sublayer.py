@@ -77,6 +77,16 @@ class MLPOptions(NamedTuple):
     dtype: torch.dtype
 
 
+def chunks_around(sublayer: Sublayer, of_branch: int, widest: int) -> list[tuple[int, int]]:
+    """Returns [start, stop) of the rows that fit the workspace. of_branch: bytes of a row in the branch; widest: features of
+    what it reads or gives."""
+    o = sublayer.o
+    row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
+    beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
+    around = AROUND_NORM * row if o.backend == "eager" else beside
+    return token_chunks(sublayer.x.shape[0], max(of_branch + beside, around), o.workspace)
+
+
 class MLPSublayer(Sublayer):
     """What an MLP sublayer computes, for one input, in chunks of tokens."""
 
@@ -86,23 +96,16 @@ class MLPSublayer(Sublayer):
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once."""
-        rows, o = self.x.shape[0], self.o
-        if o.workspace is None:  # before sizes that may be symbols are compared
-            return [(0, rows)]
-        branch, widest = self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0])
-        wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
-        eagerly = o.backend == "eager"
-        beside = AROUND_BRANCH * wide * widest  # what the branch reads and gives, and their gradients
-        around = (AROUND_NORM if eagerly else AROUND_BRANCH) * wide * widest
-        return token_chunks(rows, max(branch + beside, around), o.workspace)
+        if self.o.workspace is None:  # before sizes that may be symbols are compared
+            return [(0, self.x.shape[0])]
+        return chunks_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
 
     def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
         """The branch's result, which no mode saves: by one matmul from the hidden layer if that was saved, or all of it."""
         branch, start = self.branch, self.first_row
         if branch.updates or not saved:
             return self.drop(branch.forward_rows(h, start)[0])
-        hidden = saved["h"] if "h" in saved else branch.activated(list(saved.values()), start)
-        return self.drop(branch.linear("down", hidden, start))
+        return self.drop(branch.result_of(saved, start))
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", and what its branch saves."""

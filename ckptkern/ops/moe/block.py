@@ -67,9 +67,21 @@ _apply = build(MoEBlock)
 
 
 def check_router(
-    op: str, x: Tensor, experts: int, router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups,
-    top_groups, group_score, routed_scaling_factor, router_dtype,
-) -> dict[str, Any]:  # fmt: skip
+    op: str,
+    x: Tensor,
+    experts: int,
+    router_weight,
+    router_bias,
+    score_bias,
+    top_k,
+    scoring,
+    normalize,
+    num_groups,
+    top_groups,
+    group_score,
+    routed_scaling_factor,
+    router_dtype,
+) -> dict[str, Any]:
     """Checks the arguments of the choice; returns them as options."""
     check_weight(op, "router_weight", router_weight, router_bias, x, x.shape[-1], "input")
     if router_weight.shape[0] != experts:
@@ -107,9 +119,14 @@ def check_router(
             f"{op}: router_dtype must be torch.float32, or None for the compute dtype, not {router_dtype!r}"
         )
     return dict(
-        top_k=top_k, scoring=scoring, normalize=normalize, num_groups=num_groups, top_groups=top_groups,
-        group_score=group_score, routed_scaling_factor=float(routed_scaling_factor),
-    )  # fmt: skip
+        top_k=top_k,
+        scoring=scoring,
+        normalize=normalize,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=group_score,
+        routed_scaling_factor=float(routed_scaling_factor),
+    )
 
 
 def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
@@ -136,11 +153,39 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 
 
 def gather(
-    op, x, router_weight, gate_up_weight, down_weight, activation, *, top_k, scoring, normalize, score_bias, num_groups,
-    top_groups, group_score, routed_scaling_factor, router_bias, router_dtype, gate_up_bias, down_bias, shared_gate_weight,
-    shared_gate_bias, shared_up_weight, shared_up_bias, shared_down_weight, shared_down_bias, shared_expert_gate, lora,
-    residual, training, recompute, workspace, **others,
-) -> tuple[MoETensors, MoEOptions]:  # fmt: skip
+    op,
+    x,
+    router_weight,
+    gate_up_weight,
+    down_weight,
+    activation,
+    *,
+    top_k,
+    scoring,
+    normalize,
+    score_bias,
+    num_groups,
+    top_groups,
+    group_score,
+    routed_scaling_factor,
+    router_bias,
+    router_dtype,
+    gate_up_bias,
+    down_bias,
+    shared_gate_weight,
+    shared_gate_bias,
+    shared_up_weight,
+    shared_up_bias,
+    shared_down_weight,
+    shared_down_bias,
+    shared_expert_gate,
+    lora,
+    residual,
+    training,
+    recompute,
+    workspace,
+    **others,
+) -> tuple[MoETensors, MoEOptions]:
     """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
     check_options(op, activation, recompute)
     check_flags(op, residual=residual, training=training)
@@ -148,12 +193,29 @@ def gather(
     features = x.shape[-1]
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
     routing = check_router(
-        op, x, len(gate_up_weight), router_weight, router_bias, score_bias, top_k, scoring, normalize, num_groups, top_groups,
-        group_score, routed_scaling_factor, router_dtype,
-    )  # fmt: skip
+        op,
+        x,
+        len(gate_up_weight),
+        router_weight,
+        router_bias,
+        score_bias,
+        top_k,
+        scoring,
+        normalize,
+        num_groups,
+        top_groups,
+        group_score,
+        routed_scaling_factor,
+        router_dtype,
+    )
     values = (
-        shared_gate_weight, shared_gate_bias, shared_up_weight, shared_up_bias, shared_down_weight, shared_down_bias
-    )  # fmt: skip
+        shared_gate_weight,
+        shared_gate_bias,
+        shared_up_weight,
+        shared_up_bias,
+        shared_down_weight,
+        shared_down_bias,
+    )
     shared = dict(zip(SHARED, values, strict=False))  # without their updates
     kind = check_shared(op, x, shared, shared_expert_gate)
     tensors, options = around(op, x, "down_weight", features, residual=residual, **others)
@@ -168,20 +230,36 @@ def gather(
         op, x, gate_up_weight, down_weight, router, shared_gate_weight, shared_up_weight, shared_down_weight
     )
     t = MoETensors(
-        router_weight=router_weight, router_bias=router_bias, score_bias=score_bias, gate_up_weight=gate_up_weight,
-        gate_up_bias=gate_up_bias, down_weight=down_weight, down_bias=down_bias, shared_expert_gate=shared_expert_gate,
-        **{f"shared_{name}": one for name, one in shared.items()}, **updates, **tensors,
-    )  # fmt: skip
+        router_weight=router_weight,
+        router_bias=router_bias,
+        score_bias=score_bias,
+        gate_up_weight=gate_up_weight,
+        gate_up_bias=gate_up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+        shared_expert_gate=shared_expert_gate,
+        **{f"shared_{name}": one for name, one in shared.items()},
+        **updates,
+        **tensors,
+    )
     probe = x.new_empty(0, dtype=dtype)
     # of the experts, which run most matmuls; the shared expert's follow
     impl = choose_impl(op, probe, features, down_weight.shape[2], features, name="moe_mlp")
     o = MoEOptions(
-        activation=activation, shared=kind, router_dtype=torch.promote_types(dtype, router_dtype or dtype),
-        recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()), dtype=dtype, **routing, **options,
-        experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2], lora_dtype=update_dtype(x, dtype, of_shared),
+        activation=activation,
+        shared=kind,
+        router_dtype=torch.promote_types(dtype, router_dtype or dtype),
+        recompute=choose_mode(recompute),
+        backend=impl,
+        precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()),
+        dtype=dtype,
+        **routing,
+        **options,
+        experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2],
+        lora_dtype=update_dtype(x, dtype, of_shared),
         lora=() if all(one is None for one in of_shared) else numbers[2 * len(EXPERT_LAYERS) :],
-    )  # fmt: skip
+    )
     return t, o
 
 
@@ -192,21 +270,45 @@ def moe_block(
     down_weight: Tensor,
     activation: str = "silu",
     *,
-    top_k: int, scoring: str = "softmax", normalize: bool = True, score_bias: Tensor | None = None,
-    num_groups: int = 1, top_groups: int | None = None, group_score: str = "top2", routed_scaling_factor: float = 1.0,
-    router_bias: Tensor | None = None, router_dtype: torch.dtype | None = None,
-    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
-    shared_gate_weight: Tensor | None = None, shared_gate_bias: Tensor | None = None,
-    shared_up_weight: Tensor | None = None, shared_up_bias: Tensor | None = None,
-    shared_down_weight: Tensor | None = None, shared_down_bias: Tensor | None = None,
-    shared_expert_gate: Tensor | None = None, lora: Mapping[str, LoRA] | None = None,
-    norm: str | None = None, norm_weight: Tensor | None = None, norm_bias: Tensor | None = None,
-    norm_scale: Tensor | None = None, norm_shift: Tensor | None = None, norm_eps: float = 1e-5, norm_first: bool = True,
-    post_norm: str | None = None, post_norm_weight: Tensor | None = None, post_norm_bias: Tensor | None = None,
+    top_k: int,
+    scoring: str = "softmax",
+    normalize: bool = True,
+    score_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int | None = None,
+    group_score: str = "top2",
+    routed_scaling_factor: float = 1.0,
+    router_bias: Tensor | None = None,
+    router_dtype: torch.dtype | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    shared_gate_weight: Tensor | None = None,
+    shared_gate_bias: Tensor | None = None,
+    shared_up_weight: Tensor | None = None,
+    shared_up_bias: Tensor | None = None,
+    shared_down_weight: Tensor | None = None,
+    shared_down_bias: Tensor | None = None,
+    shared_expert_gate: Tensor | None = None,
+    lora: Mapping[str, LoRA] | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None,
+    norm_shift: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    norm_first: bool = True,
+    post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None,
+    post_norm_bias: Tensor | None = None,
     post_norm_eps: float = 1e-5,
-    layer_scale: Tensor | float | None = None, resid_dropout_p: float = 0.0, drop_path_p: float = 0.0,
-    residual: bool = True, training: bool = True, recompute: str = "full", workspace: int | str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    layer_scale: Tensor | float | None = None,
+    resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
+    residual: bool = True,
+    training: bool = True,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> tuple[Tensor, Tensor]:
     """Computes an MoE layer with its router and everything around it, as one region; returns (y, router_logits).
 
         h = norm(x) * (1 + norm_scale) + norm_shift;  logits = h router_weight^T + router_bias;  s = scoring(logits)
@@ -247,16 +349,49 @@ def moe_block(
     if ACTIVE.shard is not None:
         raise NotSharded("moe_block has no sharded form")
     t, o = gather(
-        "moe_block", x, router_weight, gate_up_weight, down_weight, activation, top_k=top_k, scoring=scoring,
-        normalize=normalize, score_bias=score_bias, num_groups=num_groups, top_groups=top_groups, group_score=group_score,
-        routed_scaling_factor=routed_scaling_factor, router_bias=router_bias, router_dtype=router_dtype,
-        gate_up_bias=gate_up_bias, down_bias=down_bias, shared_gate_weight=shared_gate_weight,
-        shared_gate_bias=shared_gate_bias, shared_up_weight=shared_up_weight, shared_up_bias=shared_up_bias,
-        shared_down_weight=shared_down_weight, shared_down_bias=shared_down_bias, shared_expert_gate=shared_expert_gate,
-        lora=lora, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias, norm_scale=norm_scale, norm_shift=norm_shift,
-        norm_eps=norm_eps, norm_first=norm_first,
-        post_norm=post_norm, post_norm_weight=post_norm_weight, post_norm_bias=post_norm_bias, post_norm_eps=post_norm_eps,
-        layer_scale=layer_scale, resid_dropout_p=resid_dropout_p, drop_path_p=drop_path_p, residual=residual,
-        training=training, recompute=recompute, workspace=workspace,
-    )  # fmt: skip
+        "moe_block",
+        x,
+        router_weight,
+        gate_up_weight,
+        down_weight,
+        activation,
+        top_k=top_k,
+        scoring=scoring,
+        normalize=normalize,
+        score_bias=score_bias,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=group_score,
+        routed_scaling_factor=routed_scaling_factor,
+        router_bias=router_bias,
+        router_dtype=router_dtype,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        shared_gate_weight=shared_gate_weight,
+        shared_gate_bias=shared_gate_bias,
+        shared_up_weight=shared_up_weight,
+        shared_up_bias=shared_up_bias,
+        shared_down_weight=shared_down_weight,
+        shared_down_bias=shared_down_bias,
+        shared_expert_gate=shared_expert_gate,
+        lora=lora,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_scale=norm_scale,
+        norm_shift=norm_shift,
+        norm_eps=norm_eps,
+        norm_first=norm_first,
+        post_norm=post_norm,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps,
+        layer_scale=layer_scale,
+        resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p,
+        residual=residual,
+        training=training,
+        recompute=recompute,
+        workspace=workspace,
+    )
     return _apply(o, x, *drawn(t, o, x, training))

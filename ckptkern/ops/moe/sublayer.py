@@ -15,8 +15,8 @@ from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums, row_bytes
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
-from ..mlp.sublayer import AROUND_BRANCH, AROUND_NORM
-from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, token_chunks
+from ..mlp.sublayer import MLPTensors, chunks_around
+from ..registration.gradients import BiasGrad, WeightGrad, by_chunks
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
@@ -67,26 +67,7 @@ class MoETensors(NamedTuple):
     path_rng: Tensor | None = None
 
 
-class SharedTensors(NamedTuple):
-    """The shared expert's, as MLPBranch reads them."""
-
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    gate_lora_a: Tensor | None
-    gate_lora_b: Tensor | None
-    up_lora_a: Tensor | None
-    up_lora_b: Tensor | None
-    down_lora_a: Tensor | None
-    down_lora_b: Tensor | None
-    lora_rng: Tensor | None
-    rng = None
-
-
-SHARED = SharedTensors._fields[:-1]
+SHARED = tuple(name for name in MLPTensors._fields if f"shared_{name}" in MoETensors._fields)
 
 
 class MoEOptions(NamedTuple):
@@ -133,12 +114,12 @@ def saves(o: MoEOptions) -> tuple[str, ...]:
     return ("index", "gu", *(f"shared_{name}" for name in shared))
 
 
-def shared_of(t: MoETensors) -> SharedTensors | None:
-    return (
-        None
-        if t.shared_up_weight is None
-        else SharedTensors(*(getattr(t, f"shared_{name}") for name in SHARED), t.lora_rng)
-    )
+def shared_of(t: MoETensors) -> MLPTensors | None:
+    """Returns the shared expert's tensors, as MLPBranch reads them."""
+    if t.shared_up_weight is None:
+        return None
+    own = {name: getattr(t, f"shared_{name}", None) for name in MLPTensors._fields}
+    return MLPTensors(**own | {"lora_rng": t.lora_rng})
 
 
 class Gradients:
@@ -156,15 +137,10 @@ class Gradients:
         self.gates = t.shared_expert_gate is not None and (self.need_dh or "shared_expert_gate" in need)
         self.linear = {
             name: WeightGrad(getattr(t, name), chunks)
-            for name in ("router_weight", "shared_expert_gate") if name in need
-        }  # fmt: skip
+            for name in ("router_weight", "shared_expert_gate")
+            if name in need
+        }
         self.bias = BiasGrad(t.router_bias, chunks) if "router_bias" in need else None
-
-    def add_linear(self, name: str, dz: Tensor, h: Tensor) -> None:
-        if name in self.linear:
-            self.linear[name].add(dz, h)
-        if name == "router_weight" and self.bias is not None:
-            self.bias.add(eager.column_sum(dz, self.bias.part))
 
     def results(self) -> dict[str, Tensor | None]:
         made = self.experts.results() | {name: one.result() for name, one in self.linear.items()}
@@ -184,7 +160,7 @@ class MoESublayer(Sublayer):
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once."""
-        rows, o, t, d = self.x.shape[0], self.o, self.t, self.x.shape[1]
+        (rows, d), o, t = self.x.shape, self.o, self.t
         if o.workspace is None:  # before sizes that may be symbols are compared
             return [(0, rows)]
         wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
@@ -192,8 +168,7 @@ class MoESublayer(Sublayer):
         if self.shared is not None:
             branch = max(branch, self.shared.row_bytes() + wide * d)
         router = wide * (ROUTER_ROWS * t.router_weight.shape[0] + 2 * d * (o.router_dtype != o.dtype))
-        around = (AROUND_NORM if o.backend == "eager" else AROUND_BRANCH) * wide * d
-        return token_chunks(rows, max(branch + router + AROUND_BRANCH * wide * d, around), o.workspace)
+        return chunks_around(self, branch + router, d)
 
     # -- the router
 
@@ -229,8 +204,7 @@ class MoESublayer(Sublayer):
         """(the shared expert's result, what it saves), from what forward saved of it, if it did."""
         if not saved:
             return self.shared.forward_rows(h, self.first_row)
-        hidden = saved["h"] if "h" in saved else self.shared.activated(list(saved.values()), self.first_row)
-        return self.shared.linear("down", hidden, self.first_row), saved
+        return self.shared.result_of(saved, self.first_row), saved
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
@@ -244,9 +218,15 @@ class MoESublayer(Sublayer):
         return saved | {"y": self.output(self.drop(f)), LOGITS: logits, "index": index}
 
     def backward(
-        self, dy: Tensor, dlogits: Tensor, saved: dict[str, Tensor], index: Tensor, groups: eager.Groups,
-        need: Collection[str], sums: Gradients,
-    ) -> dict[str, Tensor | None]:  # fmt: skip
+        self,
+        dy: Tensor,
+        dlogits: Tensor,
+        saved: dict[str, Tensor],
+        index: Tensor,
+        groups: eager.Groups,
+        need: Collection[str],
+        sums: Gradients,
+    ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
         h = self.inputs()
         scores = scores_of(self.logits(h), self.o)
@@ -267,15 +247,18 @@ class MoESublayer(Sublayer):
         return grads | self.input_gradients(dh, dy, need) if sums.need_dh else grads
 
     def add_linear_gradients(self, name: str, dz: Tensor, h: Tensor, dh: Tensor | None, sums: Gradients) -> None:
-        """Of z = h w^T: w's to the sums, and h's to dh."""
-        sums.add_linear(name, dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
+        """Adds the gradients of z = h w^T: w's to the sums, and h's to dh."""
+        if name in sums.linear:
+            sums.linear[name].add(dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
+        if name == "router_weight" and sums.bias is not None:
+            sums.bias.add(eager.column_sum(dz, sums.bias.part))
         if sums.need_dh:
             dh += eager.mm(dz, self.cast(getattr(self.t, name), dz.dtype))
 
     def add_shared_gradients(
         self, df: Tensor, h: Tensor, dh: Tensor | None, saved: dict[str, Tensor], sums: Gradients
     ) -> None:
-        """Of the shared expert, whose gate's gradient takes what it gave: by one matmul more."""
+        """Adds those of the shared expert, whose gate's gradient takes what it gave: by one matmul more."""
         gate = self.shared_gate(h)
         if sums.gates:
             if not saved:

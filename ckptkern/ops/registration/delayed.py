@@ -22,15 +22,16 @@ MODES = ("auto", "stash", "recompute")
 
 
 class _Thread(threading.local):
-    """stash: of the backward that runs in this thread, if its weights' gradients wait."""
+    """stash: of the backward that runs in this thread, if its weights' gradients wait; without one, matmuls run as soon as
+    their operands are there."""
 
     stash: Stash | None = None
 
 
-_thread = _Thread()
+THREAD = _Thread()
 
 
-class _Process:
+class Process:
     """Process-wide, because backward has threads of its own. mode: of `split_backward`; by_hand: who takes what waits."""
 
     mode = "auto"
@@ -43,10 +44,10 @@ class Room:
 
     def __init__(self, size: int):
         self.size = size
-        _Process.held += size
+        Process.held += size
 
     def __del__(self):
-        _Process.held -= self.size
+        Process.held -= self.size
 
 
 class Sum:
@@ -62,7 +63,7 @@ class Sum:
 
     def add(self, *operands: Any) -> None:
         """Adds the matmul of these operands, now or when the sum is asked for."""
-        stash = _thread.stash
+        stash = THREAD.stash
         if stash is None:
             self.matmul(*operands)
             return
@@ -170,11 +171,11 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
 @contextmanager
 def stashing(stash: Stash) -> Iterator[None]:
     """Inside, in this thread, `Sum.add` runs no matmul."""
-    before, _thread.stash = _thread.stash, stash
+    before, THREAD.stash = THREAD.stash, stash
     try:
         yield
     finally:
-        _thread.stash = before
+        THREAD.stash = before
 
 
 def workspace_limit(workspaces: Iterable[int | None]) -> float:
@@ -183,29 +184,20 @@ def workspace_limit(workspaces: Iterable[int | None]) -> float:
 
 def stash_limit(workspaces: Iterable[int | None]) -> float:
     """Bytes that a region may stash: in "auto" as many as its workspace, with what all others hold."""
-    if _Process.mode == "auto":
-        return max(workspace_limit(workspaces) - _Process.held, 0)
-    return torch.inf if _Process.mode == "stash" else 0
+    if Process.mode == "auto":
+        return max(workspace_limit(workspaces) - Process.held, 0)
+    return torch.inf if Process.mode == "stash" else 0
 
 
 def is_first_of_several() -> bool:
     """May another backward pass over the graph ask for what this one does not?"""
     return (
-        _Process.mode != "recompute"
+        Process.mode != "recompute"
         and not torch.compiler.is_compiling()
         and state.asked() is not None
         and not torch.is_grad_enabled()
         and torch._C._autograd._get_current_graph_task_keep_graph()
     )
-
-
-def is_now() -> bool:
-    """Do matmuls of weights' gradients run as soon as their operands are there?"""
-    return _thread.stash is None
-
-
-def waits_by_hand() -> delay_weight_gradients | None:
-    return _Process.by_hand
 
 
 class split_backward:
@@ -228,13 +220,13 @@ class split_backward:
 
     def __init__(self, mode: str):
         check_choice("split_backward", "mode", mode, MODES)
-        self.outer, _Process.mode = _Process.mode, mode
+        self.outer, Process.mode = Process.mode, mode
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        _Process.mode = self.outer
+        Process.mode = self.outer
 
 
 class delay_weight_gradients:
@@ -266,15 +258,15 @@ class delay_weight_gradients:
         self.queue: list[tuple[Tensor, Delayed, Any]] = []
 
     def __enter__(self) -> delay_weight_gradients:
-        if _Process.by_hand is not None:
+        if Process.by_hand is not None:
             raise RuntimeError(
                 "delay_weight_gradients: weights' gradients are delayed already; leave the outer `with` first"
             )
-        _Process.by_hand = self
+        Process.by_hand = self
         return self
 
     def __exit__(self, kind: type | None, *error: object) -> None:
-        _Process.by_hand = None
+        Process.by_hand = None
         if kind is None:
             self.flush()
         self.queue.clear()

@@ -28,7 +28,7 @@ from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from . import codec as _codec
-from .delayed import Delayed, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing, waits_by_hand
+from .delayed import Delayed, Process, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing
 from .gradients import having_main_grad, into_main_grad
 from .library import LIBRARY, Registered, call_forward, register
 from .needs import asked, needed, present, split, wanted
@@ -36,7 +36,7 @@ from .op import Op, call_of, direct_backward, direct_forward, to_save
 
 
 def build(op: type[Op]):
-    """Register the op; returns `apply(options, *tensors) -> y`, or a tuple of all its results; its `parts` are for _across."""
+    """Registers the op; returns `apply(options, *tensors) -> y`, or a tuple of all results. `parts` is for `across_ranks`."""
     registered = register(op)
     gradients = _gradients(registered, _backward_function(registered))
     eager = _eager_function(registered, gradients)
@@ -66,7 +66,7 @@ def observed(tensors: Sequence[Tensor | None]) -> int:
     return seen
 
 
-class _Bodies:
+class Bodies:
     """Are ops run as their bodies, whatever observes them? Process-wide: backward has threads of its own."""
 
     seen = False
@@ -75,20 +75,16 @@ class _Bodies:
 @contextlib.contextmanager
 def bodies_seen() -> Iterator[None]:
     """Inside, a dispatch mode sees what an op's body calls, and not the library op around it."""
-    before, _Bodies.seen = _Bodies.seen, True
+    before, Bodies.seen = Bodies.seen, True
     try:
         yield
     finally:
-        _Bodies.seen = before
-
-
-def bodies_are_seen() -> bool:
-    return _Bodies.seen
+        Bodies.seen = before
 
 
 def runs_directly(seen: int) -> bool:
     """Does backward run an op's body without the library op around it? seen: what `observe` saw."""
-    return not seen & _OBSERVED or (_Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
+    return not seen & _OBSERVED or (Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
 
 
 def _distinct(tensors: tuple) -> tuple:
@@ -221,15 +217,13 @@ def _eager_function(registered: Registered, gradients) -> type:
         def forward(ctx, call, *tensors):
             """call: (options, needs, what `observe` saw of the tensors), one argument because each costs the host time."""
             options, needs, seen = call
-            if seen & DISPATCHED and not _Bodies.seen:
+            if seen & DISPATCHED and not Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:
                 results = direct_forward(op, tensors, options, seen)
             weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
             ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
-            _note_results(ctx, op, options, results)
-            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
-            return returned(op, options, results)
+            return _finished(ctx, op, tensors, results)
 
         @staticmethod
         def backward(ctx, dy, *more):
@@ -245,18 +239,21 @@ def _eager_function(registered: Registered, gradients) -> type:
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
             with precision:
-                if not torch.compiler.is_compiling() and (waits_by_hand() or state.asked() is not None):
+                if not torch.compiler.is_compiling() and (Process.by_hand or state.asked() is not None):
                     return (None, *_in_parts(ctx, op, gradients, upstream, dy, flat, options, needs))
                 return (None, *gradients(dy, flat, options, needs))
 
     return named(Eager, op, "")
 
 
-def _note_results(ctx, op: type[Op], options, results) -> None:
-    """Lets backward know which of several results nothing was computed of."""
+def _finished(ctx, op: type[Op], tensors, results):
+    """Saves for backward, and which of several results nothing was computed of; returns what the Function returns."""
+    options, needs, *_ = ctx.call
     if more := op.more_results(options):
         ctx.set_materialize_grads(False)
         ctx.results = [(t.shape, t.dtype, t.device) for t in results[: 1 + len(more)]]
+    ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
+    return returned(op, options, results)
 
 
 def _filled(ctx, upstream: tuple) -> list[Tensor]:
@@ -287,7 +284,7 @@ def _in_parts(
     """The gradients that a backward pass asks for, where it does not ask for all, or leaves weights to be flushed by hand.
 
     upstream: the gradients of the results, None where there is none; dy: the first, of zeros then."""
-    wanted, by_hand = asked(needs, flat), waits_by_hand()
+    wanted, by_hand = asked(needs, flat), Process.by_hand
     seen = observed((dy, *flat))
     if by_hand is not None and not any(map(by_hand.takes, flat)):
         by_hand = None
@@ -328,9 +325,7 @@ def _bare_function(registered: Registered, eager: type) -> type:
                 results = call_forward(registered, tensors, options)
             made += results[1 + len(op.more_results(options)) :]
             ctx.call = options, needs, state.Precision(), having_main_grad(tensors), True
-            _note_results(ctx, op, options, results)
-            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
-            return returned(op, options, results)
+            return _finished(ctx, op, tensors, results)
 
         @staticmethod
         def backward(ctx, *dys):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...eager import upcasts
-from .delayed import Delayed, Sum, accumulates, is_now
+from .delayed import THREAD, Delayed, Sum, accumulates
 from .rows import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
@@ -92,9 +92,15 @@ def grad_to_add_to(weight: Tensor) -> Tensor | None:
     """weight.grad, if this backward accumulates there and nothing asks for what is added."""
     grad = weight.grad
     if (
-        grad is None or type(grad) is not Tensor or grad.layout is not torch.strided or grad.dtype != weight.dtype
-        or grad.dtype.itemsize < 4 or grad.requires_grad or weight._backward_hooks or torch.is_grad_enabled()
-    ):  # fmt: skip
+        grad is None
+        or type(grad) is not Tensor
+        or grad.layout is not torch.strided
+        or grad.dtype != weight.dtype
+        or grad.dtype.itemsize < 4
+        or grad.requires_grad
+        or weight._backward_hooks
+        or torch.is_grad_enabled()
+    ):
         return None
     return grad if accumulates(weight) else None
 
@@ -119,11 +125,6 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 def having_main_grad(tensors: Iterable[Tensor | None]) -> dict[int, Tensor]:
     """Those that have it, by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones."""
     return {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
-
-
-def without_main_grad(tensors: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """Arguments of a library op, which is a function of tensors: it changes no buffer that hangs on one."""
-    return [t.detach() if hasattr(t, "main_grad") else t for t in tensors]
 
 
 def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:
@@ -183,7 +184,7 @@ class WeightGrad(Sum):
         return self.whole()
 
     def part(self) -> Tensor:
-        """Where in the whole weight's gradient this one is."""
+        """Returns where in the whole weight's gradient this one is."""
         if self.into is None:
             self.into = self.whole()[self.place]
         return self.into
@@ -206,7 +207,7 @@ class BiasGrad:
 def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
     """`WeightGrad` of all tokens at once."""
     if (
-        is_now()
+        THREAD.stash is None
         and a.dtype is weight.dtype
         and not hasattr(weight, "main_grad")
         and not (a.is_cpu and upcasts(a.dtype))
@@ -244,7 +245,7 @@ class PartGrads:
         return WeightGrad(weight, chunks, place=place, whole=whole)
 
     def written(self, sums: dict[str, WeightGrad]) -> None:
-        """Of these, those that nothing more is added to."""
+        """Takes those of the sums that nothing more is added to."""
         for name, grad in sums.items():
             if name not in self.sums:
                 result, before = grad.result(), self.grads.get(name)
@@ -268,7 +269,7 @@ class PartGrads:
             whole[place] = grad
 
     def add(self, name: str, grad: Tensor | None) -> None:
-        """To a sum that is not rounded here."""
+        """Adds to a sum that is not rounded here."""
         before = self.grads.get(name)
         self.grads[name] = grad if before is None else before.add_(grad)
 

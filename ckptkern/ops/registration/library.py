@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from ...frozen import regrouped
 from ..dispatch.choices import read_precision
 from . import codec as _codec
-from .gradients import without_main_grad
 from .needs import joined
 from .op import Op, names_of_saved, results_of, run_forward
 from .vmap import in_legacy_vmap, loop_over_batch
@@ -75,7 +74,9 @@ def register(op: type[Op]) -> Registered:
         options = options_of(lists)
         with torch._C._DisableAutocast():
             made = dict(zip(names_of_saved(op, options), saved, strict=True))
-            grads = op.backward(dy, without_main_grad(regrouped(tensors, lists[2])), made, options, joined(needs))
+            # a function of tensors, which changes no main_grad that hangs on one
+            own = [t.detach() if hasattr(t, "main_grad") else t for t in regrouped(tensors, lists[2])]
+            grads = op.backward(dy, own, made, options, joined(needs))
             return [dy.new_empty(0) if g is None else g for g in grads]
 
     def forward_on_meta(tensors, *lists):

@@ -21,7 +21,7 @@ class Op:
     """What an op is. Subclasses give these attributes and methods; `build()` makes it callable.
 
     name       the op's word, as users know it
-    Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (`_codec.pack` says of which types)
+    Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (of types that `codec.layout_of` says)
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
     kernels    are there Triton kernels of it?
     """

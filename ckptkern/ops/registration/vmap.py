@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -52,11 +52,7 @@ def in_legacy_vmap(op):
             return arg, None
 
         values, dims = zip(*map(split, args), strict=True)
-        results, _ = rule(_Batch(values[0].shape[0]), dims, *values)
+        results, _ = rule(SimpleNamespace(batch_size=values[0].shape[0]), dims, *values)
         return tree_map(lambda result: torch._add_batch_dim(result, 0, level), results)
 
     return call
-
-
-class _Batch(NamedTuple):
-    batch_size: int

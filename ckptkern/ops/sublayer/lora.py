@@ -178,18 +178,13 @@ def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> 
 
 
 def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]) -> torch.dtype:
-    """In which dtype a sublayer's updates are formed: autocast's inside autocast, else the widest of the given.
+    """Returns the dtype in which a sublayer's updates are formed: autocast's inside autocast, else the widest of the given.
 
     A float32 update of a 16-bit layer, as peft makes it, keeps its gradients' range and precision so.
     """
     if dtype != x.dtype or autocast_dtype(x) is not None:
         return dtype
     return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
-
-
-def drops(o: Any) -> bool:
-    """Has any update of a sublayer dropout?"""
-    return any(o.lora[1::2])
 
 
 def gather_lora(

@@ -23,7 +23,6 @@ from ..dispatch.choices import primitives
 from ..registration.gradients import by_chunks, token_chunks
 from ..registration.rows import beside_frozen, cast_parameter, rows_2d
 from .dropout import draw_state, dropout_arguments
-from .lora import drops
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
@@ -36,7 +35,7 @@ OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
 
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    drops_of = {"lora_rng": drops(o)} if hasattr(o, "lora") else {}
+    drops_of = {"lora_rng": any(o.lora[1::2])} if hasattr(o, "lora") else {}  # has an update dropout?
     drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
     if not training or not any(drops_of.values()):
         return t
@@ -105,7 +104,8 @@ class Sublayer:
         return viewed(self.held[key][1], views)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
-        """Of a gradient: its parameter's; True for a part, which is not rounded; False where it is not needed."""
+        """Returns the dtype of a gradient: its parameter's; True for a part, which is not rounded; False where it is not
+        needed."""
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
@@ -136,9 +136,17 @@ class Sublayer:
         return y
 
     def norm_bwd(
-        self, dy: Tensor, x: Tensor, weight, eps: float, kind: str, *, residual: Tensor | None = None, overwrites: bool = False,
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight,
+        eps: float,
+        kind: str,
+        *,
+        residual: Tensor | None = None,
+        overwrites: bool = False,
         **needs: bool | torch.dtype,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """overwrites: may dx be written over dy?"""
         chunks = self.norm_chunks(x)
         if len(chunks) == 1:
@@ -219,9 +227,16 @@ class Sublayer:
     ):
         """Gradients of `read`, the norm's input, of norm_weight and of norm_bias."""
         return self.norm_bwd(
-            dy, read, self.t.norm_weight, self.o.norm_eps, self.o.norm, residual=residual, overwrites=overwrites,
-            need_dweight=self.dtype_of("norm_weight", need), need_dbias=self.dtype_of("norm_bias", need),
-        )  # fmt: skip
+            dy,
+            read,
+            self.t.norm_weight,
+            self.o.norm_eps,
+            self.o.norm,
+            residual=residual,
+            overwrites=overwrites,
+            need_dweight=self.dtype_of("norm_weight", need),
+            need_dbias=self.dtype_of("norm_bias", need),
+        )
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
         """(gradient of x + z, that of the branch's last matmul in its dtype, those of the parameters between) from dy.
@@ -237,13 +252,18 @@ class Sublayer:
         df = self.scaled(df)
         if o.post_norm:
             df, grads["post_norm_weight"], grads["post_norm_bias"] = self.norm_bwd(
-                df, f, self.t.post_norm_weight, o.post_norm_eps, o.post_norm,
-                need_dweight=self.dtype_of("post_norm_weight", need), need_dbias=self.dtype_of("post_norm_bias", need),
-            )  # fmt: skip
+                df,
+                f,
+                self.t.post_norm_weight,
+                o.post_norm_eps,
+                o.post_norm,
+                need_dweight=self.dtype_of("post_norm_weight", need),
+                need_dbias=self.dtype_of("post_norm_bias", need),
+            )
         return dy, self.drop(df.to(o.dtype)), grads
 
     def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
-        """Of layer_scale, from the gradient df of what it gives."""
+        """Returns the gradient of layer_scale, from the gradient df of what it gives."""
         if self.t.layer_scale.dim() == 1:
             return eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
         total: Any = 0
@@ -257,8 +277,8 @@ class Sublayer:
         return "x" in need or (not self.trailing and not OF_NORM.isdisjoint(need))
 
     def input_gradients(self, dh: Tensor, dy: Tensor, need: Collection[str]) -> dict[str, Tensor | None]:
-        """Of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch reads, which may be
-        overwritten."""
+        """Returns the gradients of x [tokens, d], and of a leading norm's parameters, from the gradient dh of what the branch
+        reads, which may be overwritten."""
         residual = dy if self.o.residual else None
         if self.modulated:
             return self.modulated_gradients(dh, residual, need)
@@ -295,8 +315,11 @@ class Sublayer:
         return grads | dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
 
     def by_chunks(
-        self, chunks: list[tuple[int, int]], backward: Callable[[Any, slice], dict[str, Tensor | None]], need: Collection[str]
-    ) -> dict[str, Tensor | None]:  # fmt: skip
+        self,
+        chunks: list[tuple[int, int]],
+        backward: Callable[[Any, slice], dict[str, Tensor | None]],
+        need: Collection[str],
+    ) -> dict[str, Tensor | None]:
         """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, of others summed."""
         totals: dict[str, Tensor | None] = {}
 
@@ -416,9 +439,27 @@ def check_modulation(
 
 
 def around(
-    op, x, output, features, *, residual, norm, norm_weight, norm_bias, norm_eps, norm_first, norm_scale, norm_shift,
-    post_norm, post_norm_weight, post_norm_bias, post_norm_eps, resid_dropout_p, layer_scale, drop_path_p,
-) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    op,
+    x,
+    output,
+    features,
+    *,
+    residual,
+    norm,
+    norm_weight,
+    norm_bias,
+    norm_eps,
+    norm_first,
+    norm_scale,
+    norm_shift,
+    post_norm,
+    post_norm_weight,
+    post_norm_bias,
+    post_norm_eps,
+    resid_dropout_p,
+    layer_scale,
+    drop_path_p,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Checks a sublayer's arguments around its branch, whose last weight, `output`, has `features` rows; returns them as
     tensors and options."""
     if residual and features != x.shape[-1]:
@@ -433,12 +474,22 @@ def around(
     branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
     modulation = check_modulation(op, x, norm, norm_first, norm_scale=norm_scale, norm_shift=norm_shift)
     tensors = dict(
-        norm_weight=norm_weight, norm_bias=norm_bias, **modulation, post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias, layer_scale=layer_scale,
-    )  # fmt: skip
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        **modulation,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        layer_scale=layer_scale,
+    )
     options = dict(
-        norm=norm or "", norm_eps=float(norm_eps), norm_first=norm_first, post_norm=post_norm or "",
-        post_norm_eps=float(post_norm_eps), branch_factor=branch_factor, resid_p=float(resid_dropout_p),
-        path_p=float(drop_path_p), residual=residual,
-    )  # fmt: skip
+        norm=norm or "",
+        norm_eps=float(norm_eps),
+        norm_first=norm_first,
+        post_norm=post_norm or "",
+        post_norm_eps=float(post_norm_eps),
+        branch_factor=branch_factor,
+        resid_p=float(resid_dropout_p),
+        path_p=float(drop_path_p),
+        residual=residual,
+    )
     return tensors, options

@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ... import ops
-from ...conversion.binding import group_layers
-from ...conversion.recorder import Step, step_of
-from ...conversion.report import Row
-from ...extras import missing
-from ...ops.dispatch.choices import workspace
-from ...planning.timing import RATES
-from ..compiling import Chip, meta_as_on
-from . import liger
-from .model import forwards_of, layers_of, only
+from .. import ops
+from ..conversion.binding import group_layers
+from ..conversion.recorder import Step, step_of
+from ..conversion.report import Row
+from ..extras import missing
+from ..ops.dispatch.choices import workspace
+from ..planning.timing import RATES
+from . import estimate_liger as liger
+from .compiling import Chip, meta_as_on
+from .estimate_model import forwards_of, layers_of, only
 
 META = torch.device("meta")
 CHUNKS = 16  # of the loss in chunks

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...conversion import Conversion, convert, masks
-from ...conversion.alike import same_inside
-from ...conversion.binding import Forward, Fused
-from ...conversion.fuse import watch_of
+from ..conversion import Conversion, convert, masks
+from ..conversion.alike import same_inside
+from ..conversion.binding import Forward, Fused
+from ..conversion.fuse import watch_of
 
 NARROW, CLASSES, TOKENS = 64, 256, 8  # of the narrow model: its MLP's width, its vocabulary, the tokens of its call
 HEAD = 8  # the narrow model's width, for each head: rotary embeddings halve it, and some rotate a half of it

@@ -23,9 +23,10 @@ pytest.importorskip("transformers")
 from transformers import CONFIG_MAPPING
 
 from benchmarks.gpu import variants as gpu_variants
-from ckptkern.tools import estimate
-from ckptkern.tools.estimate import liger, variants
-from ckptkern.tools.estimate import model as models
+from ckptkern.benchmarks import estimate
+from ckptkern.benchmarks import estimate_liger as liger
+from ckptkern.benchmarks import estimate_model as models
+from ckptkern.benchmarks import estimate_variants as variants
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/h200/results.csv"
 TOKENS, WORKSPACE = 256, 2**20

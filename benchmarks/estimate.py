@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...conversion.report import aligned, write_rows
-from ...extras import missing
-from ...memory import format_size, parse_size
-from ...planning.timing import RATES
+from ..conversion.report import aligned, write_rows
+from ..extras import missing
+from ..memory import format_size, parse_size
+from ..planning.timing import RATES
 
 if TYPE_CHECKING:
-    from .model import LoRA
+    from .estimate_model import LoRA
 
 HELP = """\
 CONFIG is a config.json of transformers, or a folder that has one. Nothing is
@@ -59,7 +59,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from .variants import SLOW, VARIANTS
+    from .estimate_variants import SLOW, VARIANTS
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP
@@ -153,8 +153,8 @@ def states_of(parameters: Sequence[Tensor], optimizer: str, ranks: int) -> State
 
 def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound: int) -> Estimate:
     """Counts each variant."""
-    from .model import built, convert_like_narrow, kinds_of, layers_of, original_of, read_config
-    from .variants import VARIANTS, count_all, longest
+    from .estimate_model import built, convert_like_narrow, kinds_of, layers_of, original_of, read_config
+    from .estimate_variants import VARIANTS, count_all, longest
 
     config, dtype, lora = read_config(args.config), DTYPES[args.dtype], lora_of(args)
     set_layers(config, args.layers)
@@ -200,7 +200,7 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
 
 def lora_of(args: argparse.Namespace) -> LoRA | None:
     """Raises ValueError for a rank that is not positive, and for options of adapters without --lora."""
-    from .model import LoRA
+    from .estimate_model import LoRA
 
     if args.lora is None:
         if args.lora_targets or args.lora_dtype:
@@ -212,7 +212,7 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
 
 def set_layers(config: Any, layers: str) -> None:
     """Raises ValueError for a number that is none."""
-    from .model import pick_layers
+    from .estimate_model import pick_layers
 
     if layers == "auto":
         return
@@ -278,7 +278,7 @@ def show(found: Estimate, today: str | None) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from .variants import SLOW, VARIANTS
+    from .estimate_variants import SLOW, VARIANTS
 
     try:
         if args.picture and (hint := missing("matplotlib")):
@@ -300,7 +300,7 @@ def main(args: argparse.Namespace) -> int:
         states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
         write_rows(args.csv, (line._asdict() | states for line in found.lines))
     if args.picture:
-        from ...planning.figure import draw_points
+        from ..planning.figure import draw_points
 
         points = [(one.name, one.key.startswith("ckptkern"), one.peak, one.flops) for one in found.lines]
         draw_points(points, found.title, args.picture)

@@ -1,0 +1,112 @@
+"""TRL's SFTTrainer with packed sequences, DPOTrainer and GRPOTrainer, each of a converted model. Take one of them. DPO's frozen
+reference needs no conversion: it saves nothing.
+
+Install: pip install trl transformers tokenizers datasets
+Run: python examples/trl_trainers.py
+"""
+
+import tempfile
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, Trainer, set_seed
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import ckptkern
+
+words = {word: i for i, word in enumerate(["<pad>", "<eos>", *map(str, range(2046))])}
+tokens = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+tokens.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", padding_side="left")
+quiet = dict(logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
+
+
+def text(first: int, step: int, length: int) -> str:
+    """Each word follows from the one before it."""
+    return " ".join(str((first + step * place) % 64) for place in range(length))
+
+
+def build() -> LlamaForCausalLM:
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def convert(model: LlamaForCausalLM, packed: bool) -> ckptkern.Conversion:
+    example = dict(tokenizer([text(0, 5, 64)], return_tensors="pt"))
+    if packed:  # positions of two sequences in place of a mask, as in SFTTrainer's batches
+        example = {"input_ids": example["input_ids"], "position_ids": torch.arange(64)[None] % 32}
+    ckptkern.patch_trl(workspace="1MiB")  # TRL reads the head's weight itself, and never calls the head
+    return ckptkern.convert(model, **example, labels=example["input_ids"], workspace="1MiB")
+
+
+def sft(model: LlamaForCausalLM, **options) -> Trainer:
+    data = Dataset.from_dict({"text": [text(i, 5, 20 + i % 30) for i in range(96)]})
+    settings = SFTConfig(
+        packing=True, max_length=128, per_device_train_batch_size=2, max_steps=12, learning_rate=1e-2, **options
+    )
+    return SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
+
+
+def dpo(model: LlamaForCausalLM, **options) -> Trainer:
+    texts = {"prompt": [f"{i} " for i in range(64)]}
+    texts |= {name: [text(i, step, 31) for i in range(64)] for name, step in (("chosen", 5), ("rejected", 3))}
+    settings = DPOConfig(per_device_train_batch_size=4, max_steps=6, learning_rate=2e-3, **options)
+    return DPOTrainer(model, build(), settings, train_dataset=Dataset.from_dict(texts), processing_class=tokenizer)
+
+
+def even(completions: list[str], **_) -> list[float]:
+    """Returns the share of words that are even numbers."""
+    return [sum(int(word) % 2 == 0 for word in one.split()) / 24 for one in completions]
+
+
+def grpo(model: LlamaForCausalLM, **options) -> Trainer:
+    data = Dataset.from_dict({"prompt": [text(5 * i, 1, 8) for i in range(64)]})
+    settings = GRPOConfig(
+        per_device_train_batch_size=8,
+        num_generations=8,
+        max_completion_length=24,
+        temperature=0.9,
+        max_steps=12,
+        learning_rate=2.5e-2,
+        **options,
+    )
+    return GRPOTrainer(model, even, settings, data, processing_class=tokenizer)
+
+
+def train(
+    trainer_of, model: LlamaForCausalLM, gradient_checkpointing: bool = False
+) -> list[dict]:  # TRL's default is True
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(
+            model,
+            output_dir=folder,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=gradient_checkpointing,
+            use_cpu=True,
+            bf16=False,
+            **quiet,
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    for trainer_of, what in ((sft, "loss"), (dpo, "loss"), (grpo, "reward")):
+        model = build()
+        print(conversion := convert(model, packed=trainer_of is sft))
+        first, *_, last = train(trainer_of, model)
+        print("calls", conversion.calls)
+        print(f"{what} {first[what]:.2f} -> {last[what]:.2f}")
