@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 
 def agreed(measure: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Returns this rank's table (`table.Table`), which measure() returns, with the largest bytes and times of all ranks. If one
-    fails, all raise its error."""
+    """Returns this rank's `Table` with the largest bytes and times of all ranks. If one fails, all raise its error."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return measure()
     table, error = None, None
