@@ -65,7 +65,7 @@ build/triton-%: $(STAMP)
 	mv $@.part $@
 
 codegen-check: $(STAMP) $(OTHER_TRITON) ## compile every kernel for sm_80, sm_90 and later and check registers, memory and instructions. ARGS="--all", TRITON=3.6.0
-	$(WITH_TRITON) $(PY) -m benchmarks.codegen $(ARGS)
+	$(WITH_TRITON) $(PY) -m tests.codegen $(ARGS)
 
 emulate: $(STAMP) $(OTHER_TRITON) ## run the kernels' tests as compiled for sm_80 and sm_90, on the CPU; 40 minutes of two cores. ARGS="-k norm" or ARGS=--quick, TRITON=3.6.0
 	$(WITH_TRITON) $(VENV)/bin/pytest $(if $(filter tests/%,$(ARGS)),,tests/triton_kernels) --device emulated -n auto --dist worksteal $(ARGS)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 sys.path.append(
     str(ROOT)
-)  # benchmarks.codegen and others that are not installed; last, so that an installed ckptkern is tested
+)  # benchmarks.gpu and others that are not installed; last, so that an installed ckptkern is tested
 
 
 STARTED = pytest.StashKey[float]()

@@ -32,6 +32,7 @@ INSTALLED = {  # files: package
 OWN = {  # run from a checkout
     "benchmarks/*/**/*.py": "benchmarks",
     "examples/**/*.py": "examples",
+    "tests/codegen/*.py": "codegen",
     "tests/emulator/*.py": "emulator",
 }
 
@@ -165,7 +166,7 @@ def violations(tree: dict[str, tuple[bool, str]]) -> list[str]:
             elif top == "triton":
                 if here != "triton_kernels" and not (one.lazy and here in TRITON_ON_FIRST_USE):
                     complain("triton is imported on first use, by ops, tools and benchmarks")
-            elif top in ("benchmarks", "emulator"):
+            elif top in ("benchmarks", "codegen", "emulator"):
                 complain("not installed")
             elif top != "torch" and top not in sys.stdlib_module_names and here not in WITH_EXTRAS:
                 complain("not a dependency")

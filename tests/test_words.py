@@ -36,7 +36,7 @@ WORDS = {
     r"\bstock\b|\bplain (pytorch|torch|runs?)\b": "eager, unmodified",
     r"\bproofs?\b|\bprove[ns]?\b|\bimpostors?\b": "numerical check, checked, near-miss",
     r"\bmachine.code\b": "SASS",
-    r"\bbenchmarks[./]gate\b|\bcompile gate\b": "code-generation check, benchmarks.codegen",
+    r"\bbenchmarks[./]gate\b|\bcompile gate\b": "code-generation check, tests.codegen",
     r"\b(un)?pric(es?|ed|ing)\b": "estimate",
     r"\bjudge\w*\b": "check, tolerance",
     r"\bshipped\b": "default",

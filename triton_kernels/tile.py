@@ -57,7 +57,7 @@ INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so tha
 
 # (kernel, architecture) -> the tile per shape class: 16-bit rows, few of them or few columns ("few"), float32 rows, and rows
 # whose length is no multiple of 16 bytes (no asynchronous copy there, so operands pass through registers and the tile must be
-# smaller). Every entry passes the code-generation check: python -m benchmarks.codegen
+# smaller). Every entry passes the code-generation check: python -m tests.codegen
 TILES: dict[tuple[str, int], dict[str, Tile]] = {
     ("linear", 90): {
         "few": Tile(64, 64, 64, 4, 4),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import ckptkern
-from benchmarks.codegen.compiling import specialize
+from ckptkern.benchmarks.compiling import specialize
 
 from . import trace
 

@@ -114,7 +114,7 @@ class Run(NamedTuple):
         return ["env", table, *self.program("ckptkern", "autotune", "--minutes", minutes)]
 
     def sanitizer(self, seconds: int) -> list[str] | str:
-        return "no GPU" if self.dry else self.program("benchmarks.gpu.sanitizer", "--seconds", seconds - SLACK)
+        return "no GPU" if self.dry else self.program("tests.codegen.sanitizer", "--seconds", seconds - SLACK)
 
 
 class Step(NamedTuple):

@@ -7,9 +7,9 @@ import io
 import subprocess
 
 import pytest
+from codegen.sass import MATMULS
 from support import outside
 
-from benchmarks.codegen.sass import MATMULS
 from benchmarks.dev import routes
 
 CORES = {"attn_fwd", "attn_dq", "attn_dkdv"}

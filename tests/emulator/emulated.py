@@ -11,9 +11,9 @@ from unittest import mock
 
 import numpy as np
 import torch
+from codegen.compiling import Compiled, compile_launch
 
 import emulator
-from benchmarks.codegen.compiling import Compiled, compile_launch
 from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.ops.dispatch import choices as _choices
 

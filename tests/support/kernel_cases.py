@@ -15,11 +15,11 @@ from types import ModuleType
 
 import torch
 import triton
+from codegen.cases import AttentionCase, Case, Inputs
+from codegen.launchers import LAUNCHERS, Launcher
 from support.cases import SAMPLES
 from torch import Tensor
 
-from benchmarks.codegen.cases import AttentionCase, Case, Inputs
-from benchmarks.codegen.launchers import LAUNCHERS, Launcher
 from ckptkern import eager, state, triton_kernels
 
 ACTIVATIONS = tuple(eager.ACTIVATIONS)

@@ -10,9 +10,9 @@ import subprocess
 from importlib import metadata
 
 import pytest
+from codegen import cases, sass, spills
 from support import outside
 
-from benchmarks.codegen import cases, sass, spills
 from ckptkern.triton_kernels.tile import TILES
 
 
@@ -49,7 +49,7 @@ def test_a_default_tile_of_every_kernel_passes():
     """No spill, tensor cores, asynchronous copies. CI runs `make codegen-check`, which compiles all default tiles."""
     beside_others = "PYTEST_XDIST_WORKER" in os.environ  # which keep the other cores busy
     workers = "1" if beside_others else "2"
-    status, out, error = outcome("-m", "benchmarks.codegen", "--sample", "--workers", workers)
+    status, out, error = outcome("-m", "tests.codegen", "--sample", "--workers", workers)
     assert status == 0, f"{out[-4000:]}\n{error[-4000:]}"
     *table, verdict = out.splitlines()
     compiled = {line.split()[0] for line in table if re.search(r" reg +\d+ stack +\d+ smem ", line)}

@@ -8,10 +8,10 @@ import zlib
 import emulator
 import pytest
 import torch
+from codegen.cases import ARCHS
 from emulator.emulated import emulated
 from support.kernel_cases import LAUNCHERS, SUMS_OF_ROWS, TILE_NAMES, assert_equal, dropout_of, inputs_of, kernel, named
 
-from benchmarks.codegen.cases import ARCHS
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels.tile import TILES
 

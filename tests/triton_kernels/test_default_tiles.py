@@ -8,9 +8,9 @@ import dataclasses
 
 import pytest
 import torch
+from codegen.cases import MATMUL_OPS, AttentionCase, Case, default_cases
 from support.kernel_cases import Small, check_like_eager
 
-from benchmarks.codegen.cases import MATMUL_OPS, AttentionCase, Case, default_cases
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
 

@@ -4,13 +4,13 @@ import itertools
 
 import pytest
 import torch
+from codegen import experts
+from codegen.cases import Case
 from support.cases import NoSync
 from support.kernel_cases import DTYPES, Tails, check_like_eager
 from torch import Tensor
 
 import ckptkern
-from benchmarks.codegen import experts
-from benchmarks.codegen.cases import Case
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import INTERPRETED_TILE, family_of

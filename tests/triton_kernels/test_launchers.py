@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 import triton
+from codegen import experts
+from codegen.cases import DROPOUT_OPS, MATMUL_OPS, OPS, VARIANTS, AttentionCase, Case
 from support.cases import every_other, padded_rows, transposed
 from support.drop_ins import pairwise
 from support.kernel_cases import (
@@ -29,8 +31,6 @@ from support.kernel_cases import (
 )
 from torch import Tensor
 
-from benchmarks.codegen import experts
-from benchmarks.codegen.cases import DROPOUT_OPS, MATMUL_OPS, OPS, VARIANTS, AttentionCase, Case
 from ckptkern import eager, triton_kernels
 from ckptkern.triton_kernels.tile import TILES, Tile, device_arch
 

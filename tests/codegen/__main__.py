@@ -1,4 +1,4 @@
-"""``python -m benchmarks.codegen``."""
+"""``python -m tests.codegen``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_csv(reports: list[Report], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.codegen", description=description.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.codegen", description=description.split("\n")[0])
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--all", action="store_true", help="every activation and flag, not only the default tiles")
     kind.add_argument("--sample", action="store_true", help="one case of every kernel, in a minute")

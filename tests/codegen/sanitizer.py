@@ -1,7 +1,7 @@
 """Launches each kernel once under compute-sanitizer, and says which kernel each report is about.
 
-    python -m benchmarks.gpu.sanitizer [--only REGEX] [--seconds S]
-    python -m benchmarks.gpu.sanitizer --launch     the launches alone, for the tool that watches them
+    python -m tests.codegen.sanitizer [--only REGEX] [--seconds S]
+    python -m tests.codegen.sanitizer --launch     the launches alone, for the tool that watches them
 
 The cases are those of the code-generation check, in bfloat16, on aligned and unaligned sizes.
 """
@@ -32,9 +32,9 @@ sys.path.append(str(Path(__file__).parents[2] / "tests"))  # not installed: the 
 from emulator.emulated import emulated
 from support.kernel_cases import Small
 
-from benchmarks.codegen.cases import PADDED_DIMS, AttentionCase, Case, sample_cases
 from ckptkern.triton_kernels import experts_tiles
 from ckptkern.triton_kernels.tile import SMS, arch_of, family_of
+from codegen.cases import PADDED_DIMS, AttentionCase, Case, sample_cases
 
 TOOLS = ("memcheck", "racecheck")
 CASE, LAUNCH, END = "case ", "launch ", "all launched"
@@ -80,7 +80,7 @@ def run(tool: str, executable: str, cases: Sequence[str], device: str, end: floa
         log, status = output_of([
             executable, "--tool", tool, "--target-processes", "application-only", "--destroy-on-device-error", "kernel",
             "--show-backtrace", "no", "--print-limit", "0", "--error-exitcode", "9", sys.executable, "-m",
-            "benchmarks.gpu.sanitizer", "--device", device, "--launch", "--only", only,
+            "tests.codegen.sanitizer", "--device", device, "--launch", "--only", only,
         ], seconds)  # fmt: skip
         new, running = attributed(log)
         kernel, case = running or (NO_KERNEL, "")
@@ -200,7 +200,7 @@ def launch_all(cases: list[Case | AttentionCase], device: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.sanitizer", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.codegen.sanitizer", description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="(default: cuda)")
     parser.add_argument("--only", default="", metavar="REGEX", help="of case names, such as 'attn|norm'")
     parser.add_argument("--launch", action="store_true", help="launch, without the tool")

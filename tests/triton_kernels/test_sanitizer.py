@@ -7,16 +7,15 @@ import sys
 import time
 
 import pytest
+from codegen import sanitizer
 from support import outside
-
-from benchmarks.gpu import sanitizer
 
 COVERED = """
 import json, pkgutil, importlib
 from triton.runtime.jit import JITFunction
-from benchmarks.gpu.sanitizer import cases_of, large_tiles
+from codegen.sanitizer import cases_of, large_tiles
 from ckptkern import triton_kernels
-from benchmarks.codegen.compiling import catch_launches
+from codegen.compiling import catch_launches
 
 launched = set()
 with large_tiles(90):
