@@ -129,8 +129,8 @@ def write_gradient(
     dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Callable[[], Tensor] | None, out: Tensor, db: bool
 ) -> Tensor | None:
     """Writes to `out`, from the gradient dz of logits, that of the logits before softcap and scale, and zeros for ignored
-    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten. ignored: gives these when the slope's temporaries
-    are gone."""
+    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten. ignored: gives these after the slope, whose
+    temporaries are gone then."""
     if softcap:
         dz.mul_((u / softcap).tanh_().square_().neg_().add_(1))
     if scale != 1.0:
