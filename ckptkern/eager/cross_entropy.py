@@ -6,6 +6,7 @@ A chunk's logits are made in the wide type, float32 (float64 for float64), from 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -121,20 +122,21 @@ def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
     if gradients.wz is not None:
         even = gradients.wz[:, None]
         dz += even if class_weight is None else even * class_weight
-    return write_gradient(dz, u, head.softcap, head.scale, target == head.ignore_index, out, db)
+    return write_gradient(dz, u, head.softcap, head.scale, lambda: target == head.ignore_index, out, db)
 
 
 def write_gradient(
-    dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Tensor | None, out: Tensor, db: bool
+    dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Callable[[], Tensor] | None, out: Tensor, db: bool
 ) -> Tensor | None:
     """Writes to `out`, from the gradient dz of logits, that of the logits before softcap and scale, and zeros for ignored
-    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten."""
+    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten. ignored: gives these after the slope, whose
+    temporaries are gone then."""
     if softcap:
         dz.mul_((u / softcap).tanh_().square_().neg_().add_(1))
     if scale != 1.0:
         dz.mul_(scale)
     if ignored is not None:
-        dz.masked_fill_(ignored[:, None], 0)
+        dz.masked_fill_(ignored()[:, None], 0)
     if dz is not out:
         out.copy_(dz)
     return dz.sum(0) if db else None

@@ -128,4 +128,4 @@ def divergence_bwd(
         above_likeliest.scatter_(1, column, torch.where(here, 0, above_likeliest.gather(1, column)))
         dz = log_q.exp_().mul_(above_likeliest.sub_(of.student_kl[:, 1:]))
     dz.mul_((dy * (share_of_student(beta) * head.scale))[:, None])
-    return write_gradient(dz, u, head.softcap, 1.0, ignored, out, db)
+    return write_gradient(dz, u, head.softcap, 1.0, None if ignored is None else lambda: ignored, out, db)
