@@ -1,4 +1,4 @@
-"""Tables from results.csv, and the part of a page of the documentation that shows them.
+"""Tables and figures from results.csv, and the part of a page of the documentation that shows them.
 
 python -m ckptkern.benchmarks.report --page docs/figures.md            write that part again
 python -m ckptkern.benchmarks.report --page docs/figures.md --check    exit status 1 if it is not current
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ..extras import missing
 from .cases import CHECKPOINT
 
 SHOWN = ("ok", "published")  # statuses of rows in tables; others are named below them
@@ -179,9 +180,49 @@ def summary(folder: Path) -> str:
     return "\n\n".join(parts)
 
 
+def draw(folder: Path) -> None:
+    """Draws figures/CASE.png: time over eager's and saved bytes, a bar for each variant. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    by_case, env = read(folder)
+    (folder / "figures").mkdir(exist_ok=True)
+    for case, rows in by_case.items():
+        timed = [row for row in rows if row["status"] == "ok" and row["ratio"]]
+        if not timed:
+            continue
+        names = [row["variant"] for row in timed]
+        colors = [
+            "#0b6e7f" if "ckptkern" in name else "#e38b2c" if "checkpoint" in name else "#a9b4c0" for name in names
+        ]
+        figure = Figure(figsize=(10, 1.2 + 0.34 * len(timed)), layout="constrained")
+        figure.suptitle(f"{case}, {rows[0]['dtype']}, {env.get('device', '')}", fontsize=11)
+        time_axes, saved_axes = figure.subplots(1, 2, sharey=True)
+        for axes, title, field, scale in (
+            (time_axes, "time of forward + backward / eager", "ratio", 1.0),
+            (saved_axes, "saved for backward, MiB", "saved_bytes", 1 / MIB),
+        ):
+            bars = axes.barh(names, [float(row[field]) * scale for row in timed], color=colors)
+            axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+            axes.set_title(title, loc="left", fontsize=9)
+            axes.margins(x=0.15)
+            axes.spines[["top", "right"]].set_visible(False)
+        time_axes.axvline(1.0, color="#606870", linewidth=0.8, linestyle="--")
+        time_axes.invert_yaxis()
+        figure.savefig(folder / "figures" / f"{case.replace('/', '-')}.png", dpi=110)
+
+
 def write(folder: Path) -> None:
     """report.md."""
     (folder / "report.md").write_text(report(folder))
+
+
+def write_all(folder: Path, figures: bool = True) -> None:
+    """Writes report.md and, if asked for and matplotlib is there, the figures."""
+    write(folder)
+    if figures and (hint := missing("matplotlib")):
+        print(f"no figures: {hint}", file=sys.stderr)
+    elif figures:
+        draw(folder)
 
 
 def page_part(results: Path) -> str:

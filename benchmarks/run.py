@@ -1,6 +1,7 @@
 """``python -m ckptkern bench``: runs the benchmark cases on whatever is here and writes one folder of results.
 
-results.csv gets its rows as they come, and report.md is written after each case. Nothing but torch is needed.
+results.csv gets its rows as they come, report.md is written after each case, and the figures follow at the end. Nothing but
+torch is needed for the measurements; the figures want matplotlib.
 """
 
 from __future__ import annotations
@@ -267,6 +268,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="keep what is measured in --out, and measure what is missing there"
     )
+    parser.add_argument(
+        "--figures",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="draw figures/CASE.png (default); without them --out holds results.csv, env.json and report.md alone",
+    )
     micro.add_arguments(parser)
 
 
@@ -428,7 +435,7 @@ def run(
     say(f"cases: {len(jobs)}, variants: {count}; the budget is {minutes:.3g} minutes")
     sheet = Sheet(out / "results.csv", earlier, found["commit"])
     lost = measure_all(jobs, sheet, device, out, found, args.rounds, minutes)
-    report.write(out)
+    report.write_all(out, args.figures)
     status = sheet.end(again if args.resume else ())
     if dropped := [case for (case, _), row in sheet.rows.items() if row["status"] == "dropped" and case in again]:
         say(f"dropped, over the budget: {', '.join(dict.fromkeys(dropped))}")

@@ -75,7 +75,9 @@ class Run(NamedTuple):
         cases = ["--cases", self.cases] if self.cases else []
         small = ["--device", self.kind, *(["--rounds", "7"] if self.dry else [])]
         budget = ("--budget-minutes", f"{0.9 * seconds / 60:.2f}")
-        return self.program("ckptkern", "bench", "--out", self.out, "--resume", *budget, *small, *cases, *arguments)
+        return self.program(
+            "ckptkern", "bench", "--out", self.out, "--resume", "--no-figures", *budget, *small, *cases, *arguments
+        )
 
     def models(self, seconds: int) -> list[str]:
         """Blocks of many sizes come and go: they must not be cut into pieces in a timed step."""

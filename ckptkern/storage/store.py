@@ -270,10 +270,10 @@ class Chained(Store):
 
     def __init__(
         self,
-        then: Store | None,
-        min_bytes: int,
-        exclude: Iterable[Tensor],
-        select: Callable[[Tensor], bool] | None,
+        then: Store | None = None,
+        min_bytes: int = MIN_BYTES,
+        exclude: Iterable[Tensor] = (),
+        select: Callable[[Tensor], bool] | None = None,
     ):
         super().__init__(min_bytes, exclude, select)
         if then is not None and not isinstance(then, Store):

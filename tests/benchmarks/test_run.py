@@ -63,6 +63,8 @@ def test_rows_for_every_variant_environment_and_report(bench, monkeypatch, tmp_p
     text = (tmp_path / "out" / "report.md").read_text()
     assert "## tiny/d16x24, float32" in text
     assert re.search(r"\| ckptkern full \| \d+\.\d\d \| \d+\.\d\d \| \d+% \| 1\.5 KiB \|", text)
+    (figure,) = (tmp_path / "out" / "figures").iterdir()
+    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_wide_spread_and_a_busy_machine_are_named(bench, monkeypatch, tmp_path):
@@ -347,9 +349,9 @@ def test_the_commit_is_git_s_or_the_environment_s_or_loudly_unknown(monkeypatch,
     assert "WARNING: git knows no commit of this tree" in capsys.readouterr().err
 
 
-def test_the_folder_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):
+def test_a_folder_without_figures_has_three_files_also_after_an_interrupt(bench, monkeypatch, tmp_path):
     """The rows before it stay."""
-    rows = bench(case=TINY).rows
+    rows = bench("--no-figures", case=TINY).rows
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"results.csv", "env.json", "report.md"}
     sheet = run.Sheet(tmp_path / "out" / "results.csv", [*rows.values()])
 
@@ -391,6 +393,14 @@ def test_runs_on_the_gpu(bench):
     assert {"copy 1 GiB", "bf16 matmul 8192"} <= set(rows)
     assert rows["ckptkern full"]["status"] == "ok"
     assert float(rows["ckptkern full"]["graph_ms"]) > 0
+
+
+def test_report_without_matplotlib_says_how_to_get_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(report, "report", lambda folder: "text")
+    report.write_all(tmp_path)
+    assert capsys.readouterr().err == "no figures: matplotlib is not installed: pip install matplotlib\n"
+    assert (tmp_path / "report.md").read_text() == "text"
 
 
 HANGS = """

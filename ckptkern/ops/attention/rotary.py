@@ -64,7 +64,10 @@ def check_rotary(
     if is_number(rotary):
         check_positive(op, "rotary", rotary)
         if D % 2:
-            raise ShapeError(f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}")
+            raise ShapeError(
+                f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}: change the number of "
+                "heads, pass tables of fewer dimensions, or rotate nothing (rotary=None; rope_theta=None of a layer)"
+            )
         return None, None, float(rotary)
     if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
         raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")
