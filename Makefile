@@ -83,7 +83,7 @@ bench-head: $(STAMP) ## time and peak of the mean loss of a large vocabulary, be
 	$(PY) -m benchmarks.dev.head --page docs/how-to/linear-cross-entropy.md $(ARGS)
 
 exits: $(STAMP) ## run a short DDP training by torchrun and count the runs that do not exit as they should. ARGS="--runs 200"
-	$(PY) -m benchmarks.dev.exits $(ARGS)
+	$(PY) -m tests.support.exits $(ARGS)
 
 convert-families: $(STAMP) ## convert on 50 families of models of transformers, timm and diffusers, of those that are installed. ARGS="--only llama"
 	$(PY) -m benchmarks.conversion.families $(ARGS)
@@ -92,7 +92,7 @@ convert-sweep: $(STAMP) ## convert on every class of transformers that builds sm
 	$(PY) -m benchmarks.conversion.families --all MODEL_MAPPING $(ARGS)
 
 docs: $(STAMP) ## write signatures and docstrings into docs/reference, and build the documentation into site/; a warning is an error. ARGS="--site-dir DIR"
-	$(PY) -m benchmarks.dev.reference
+	$(PY) docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
 wheels: ## a wheel for each torch and Python that is here, each tried in an environment of its own, into dist/. TORCH="2.13 2.14" PYTHONS=3.11

@@ -27,8 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.dev import reference
 from ckptkern.benchmarks import report
+from docs import reference
 
 pytest.importorskip("sybil", reason="needs Sybil, which requirements-dev.txt pins")
 from sybil import Document, Example

@@ -1,8 +1,7 @@
 """A DDP training that torchrun runs exits as it should; `make exits ARGS="--runs 200"` runs it many times."""
 
 import pytest
-
-from benchmarks.dev import exits
+from support import exits
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-PAGES = Path(__file__).resolve().parents[2] / "docs/reference"
+PAGES = Path(__file__).resolve().parent / "reference"
 HEADING = re.compile(r"^(## ckptkern\.\S+|### \S+)$", re.MULTILINE)
 INDENT = "    "
 

@@ -1,6 +1,6 @@
 """Runs a short DDP training by torchrun many times, and counts the runs that do not exit as they should.
 
-    python -m benchmarks.dev.exits --runs 200
+    python -m tests.support.exits --runs 200
 
 Two ranks on the CPU train three steps of fused layers with dropout and an activation checkpoint. Then each interpreter exits
 with the model, its last graph and its random states still there, which is when C++ state that outlives Python's has crashed.
@@ -62,7 +62,7 @@ def run(number: int) -> str | None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     try:
         done = subprocess.run(
-            [*torchrun, "-m", __spec__.name, "--rank"],
+            [*torchrun, __file__, "--rank"],
             capture_output=True,
             text=True,
             timeout=LIMIT,
@@ -80,7 +80,7 @@ def run(number: int) -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or 1 if a run was not as it should be."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.exits", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.support.exits", description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
