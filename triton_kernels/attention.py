@@ -51,13 +51,7 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
     def launch_options(self) -> dict:
-        return dict(
-            BLOCK_M=self.BLOCK_M,
-            BLOCK_N=self.BLOCK_N,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            enable_fp_fusion=False,
-        )
+        return {**self._asdict(), "enable_fp_fusion": False}
 
 
 # (kernel, architecture) -> {(class, padded head dim): tile}; the next larger head dim is taken. Classes: 16-bit types; "16

@@ -447,8 +447,7 @@ def cross_entropy_fwd(
             head.scale,
             head.softcap or None,
             PRECISION=head.precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     lse, whole_entropy = combine(parts, True, entropies)
     wz, _ = combine(wz, False) if weighted else (None, None)
@@ -488,8 +487,7 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
             head.scale,
             head.softcap or None,
             PRECISION=head.precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return partial.sum(0) if db else None
 

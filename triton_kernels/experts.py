@@ -240,8 +240,7 @@ def experts_fwd(x, w, b, groups, activation: str, precision: str, *, save_gu=Fal
             TOP_K=groups.top_k,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return h, gu
 
@@ -270,8 +269,7 @@ def experts_gemm(a, w, b, groups, precision: str, *, transposed: bool):
             K,
             TRANSPOSED=transposed,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return y
 
@@ -355,8 +353,7 @@ def experts_bwd(x, w, b, dy, wd, s, groups, activation: str, precision: str, *, 
             TOP_K=groups.top_k,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return h, grads, _of_pairs(partial, s, groups)
 
@@ -392,8 +389,7 @@ def experts_act_grad(gu, dy, wd, s, groups, activation: str, precision: str, *, 
             TOP_K=groups.top_k,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return h, grads, _of_pairs(partial, s, groups)
 

@@ -298,8 +298,7 @@ def linear_fwd(
             K,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return LinearForward(h, z, bits)
 
@@ -328,8 +327,7 @@ def linear_bwd(x, w, b, dh, activation: str, precision: str, *, db=False, tile=N
             K,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return dz, *row_sums((partial,), (db,))
 
@@ -375,8 +373,7 @@ def act_grad(
             K,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 

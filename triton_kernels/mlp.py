@@ -360,9 +360,7 @@ def mlp_bwd(
             D,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            EVEN_D=D % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K, D=D),
         )
     return HiddenGradient(dz, h, *row_sums((partial,), (db,)))
 
@@ -406,8 +404,7 @@ def gated_fwd(
             K,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return GatedForward(h, g, u)
 
@@ -459,9 +456,7 @@ def gated_bwd(
             D,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            EVEN_D=D % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K, D=D),
         )
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 
@@ -505,8 +500,7 @@ def gated_act_grad(
             K,
             ACT=activation,
             PRECISION=precision,
-            EVEN_K=K % tile.BLOCK_K == 0,
-            **tile.launch_options(),
+            **tile.launch_options(K=K),
         )
     return GatedGradient(dg, du, h, *row_sums((partial_g, partial_u), (dbg, dbu)))
 

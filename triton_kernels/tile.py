@@ -39,18 +39,13 @@ class Tile(NamedTuple):
     maxnreg: int | None = None
     UNIT: int = 1
 
-    def launch_options(self) -> dict:
-        options = dict(
-            BLOCK_M=self.BLOCK_M,
-            BLOCK_N=self.BLOCK_N,
-            BLOCK_K=self.BLOCK_K,
-            SUB=self.SUB,
-            UNIT=self.UNIT,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
-            enable_fp_fusion=False,  # a fused multiply-add in one caller and not in another would differ in the last bit
-        )
-        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+    def launch_options(self, **inner: int) -> dict:
+        """Returns what a launch takes of the tile. inner: lengths of the sums in matmuls; EVEN_ and the name says of each
+        whether BLOCK_K divides it."""
+        # a fused multiply-add in one caller and not in another would differ in the last bit
+        options = {**self._asdict(), "enable_fp_fusion": False}
+        options |= {f"EVEN_{name}": size % self.BLOCK_K == 0 for name, size in inner.items()}
+        return {name: value for name, value in options.items() if value is not None}
 
 
 INTERPRETER = 0  # the "architecture" of TRITON_INTERPRET=1: small tiles, so that small tests have tail tiles
