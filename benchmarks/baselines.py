@@ -117,10 +117,14 @@ def torch_chunks(model: LMHeadLoss, x: Tensor) -> Function:
         raise ImportError("this torch has no nn.LinearCrossEntropyOptions")
     return lambda x: model.signed(
         F.linear_cross_entropy(
-            x, model.linear.weight, model.targets(x), linear_bias=model.linear.bias, reduction=model.reduction,
+            x,
+            model.linear.weight,
+            model.targets(x),
+            linear_bias=model.linear.bias,
+            reduction=model.reduction,
             options=options(),
         )
-    )  # fmt: skip
+    )
 
 
 def cut_cross_entropy(model: LMHeadLoss, x: Tensor) -> Function:

@@ -297,10 +297,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, causal: bool
 
     share = q.shape[1] // k.shape[1]
     heads = [
-        torch.stack([checkpoint(head, q[b, h], k[b, h // share], v[b, h // share], use_reentrant=False)
-                     for h in range(q.shape[1])])
+        torch.stack(
+            [
+                checkpoint(head, q[b, h], k[b, h // share], v[b, h // share], use_reentrant=False)
+                for h in range(q.shape[1])
+            ]
+        )
         for b in range(q.shape[0])
-    ]  # fmt: skip
+    ]
     return torch.stack(heads)
 
 
@@ -415,9 +419,15 @@ class LatentAttention(nn.Module):
     half as many rotated dimensions beside those that it has in `Attention`."""
 
     def __init__(
-        self, width: int, heads: int, length: int, dropout_p: float = 0.0, bias: bool = False, norm: str | None = "rms",
+        self,
+        width: int,
+        heads: int,
+        length: int,
+        dropout_p: float = 0.0,
+        bias: bool = False,
+        norm: str | None = "rms",
         causal: bool = True,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.heads, self.dropout_p, self.causal, self.kind = heads, dropout_p, causal, norm
         self.v = width // heads
@@ -444,11 +454,22 @@ class LatentAttention(nn.Module):
     def arguments(self) -> dict[str, Any]:
         """The arguments of ckptkern.latent_attention_block."""
         return dict(
-            q_weight=self.q.weight, q_bias=self.q.bias, kv_a_weight=self.kv_a.weight, kv_a_bias=self.kv_a.bias,
-            kv_a_norm_weight=self.latent_norm.weight, kv_b_weight=self.kv_b.weight, kv_b_bias=self.kv_b.bias,
-            out_weight=self.out.weight, out_bias=self.out.bias, num_heads=self.heads, rotary=(self.cos, self.sin),
-            is_causal=self.causal, dropout_p=self.dropout_p, residual=True, **norm_arguments(self.kind, self.norm),
-        )  # fmt: skip
+            q_weight=self.q.weight,
+            q_bias=self.q.bias,
+            kv_a_weight=self.kv_a.weight,
+            kv_a_bias=self.kv_a.bias,
+            kv_a_norm_weight=self.latent_norm.weight,
+            kv_b_weight=self.kv_b.weight,
+            kv_b_bias=self.kv_b.bias,
+            out_weight=self.out.weight,
+            out_bias=self.out.bias,
+            num_heads=self.heads,
+            rotary=(self.cos, self.sin),
+            is_causal=self.causal,
+            dropout_p=self.dropout_p,
+            residual=True,
+            **norm_arguments(self.kind, self.norm),
+        )
 
     def ours(self, x: Tensor, mode: str) -> Tensor:
         return ops.latent_attention_block(x, **self.arguments(), training=self.training, recompute=mode)

@@ -214,19 +214,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", default="", metavar="REGEX", help="of case names; a comma means or (default: all)")
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, f"{micro.epilog()}\n\n{CASE_HELP}"
     parser.add_argument(
-        "--headline", action="store_true",
+        "--headline",
+        action="store_true",
         help="of the cases those of the first figures: each op, the most important at d = 1024 and 4096; of torch.compile two "
         "variants",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--published", action="store_true",
+        "--published",
+        action="store_true",
         help="of the cases those of sizes of which others published figures, which the report shows beside ours",
-    )  # fmt: skip
+    )
     parser.add_argument("--case", metavar="FILE:FUNCTION", help="instead, a module of yours; see below")
     parser.add_argument(
-        "--baseline", metavar="FILE:FUNCTION", action="append", default=[],
+        "--baseline",
+        metavar="FILE:FUNCTION",
+        action="append",
+        default=[],
         help="a function of yours as one more variant; see below. May be given more than once",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--modes",
         metavar="MODE,...",
@@ -258,10 +263,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=30, metavar="N", help="turns of every variant (default: 30; on a CPU at most)"
     )
     parser.add_argument(
-        "--budget-minutes", type=float, metavar="M",
+        "--budget-minutes",
+        type=float,
+        metavar="M",
         help=f"after this, the cases of lowest priority are dropped and named (default: {MINUTES['cuda']:g} on a GPU, "
         f"{MINUTES['cpu']:g} on a CPU)",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="measure torch.compile too (default: on a GPU only)"
     )

@@ -29,7 +29,7 @@ from .ops import (
     transformer_layer,
     varlen_attn,
     workspace,
-)  # fmt: skip
+)
 from .planning import Certificate, Frontier, Plan, Report, certify, frontier, plan, report
 from .segments.checkpoint import checkpoint, checkpointed
 from .segments.decisions import saved_decisions

@@ -240,8 +240,11 @@ def read(path: Path) -> list[dict[str, str]]:
 def too_much(out: Path) -> list[str]:
     """Returns what of OUT would not come back from a machine that returns eight files of 16 MiB."""
     files = sorted(path for path in out.rglob("*") if path.is_file())
-    found = [f"{path.name}: {path.stat().st_size} bytes, at most {MOST_BYTES}" for path in files
-             if path.stat().st_size > MOST_BYTES]  # fmt: skip
+    found = [
+        f"{path.name}: {path.stat().st_size} bytes, at most {MOST_BYTES}"
+        for path in files
+        if path.stat().st_size > MOST_BYTES
+    ]
     if len(files) > MOST_FILES:
         found.append(
             f"{len(files)} files, at most {MOST_FILES}: {', '.join(str(path.relative_to(out)) for path in files)}"
@@ -260,9 +263,11 @@ def prepare(part: int, given: argparse.Namespace, log: Log) -> Path:
     wheels = unpack_wheels(given.wheels, given.work / "site")
     paths = [str(lib), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(given.work / "site")]
     os.environ.update(
-        PYTHONPATH=os.pathsep.join(paths), PYTHONUNBUFFERED="1", TRITON_CACHE_DIR=str(given.work / "cache/triton"),
+        PYTHONPATH=os.pathsep.join(paths),
+        PYTHONUNBUFFERED="1",
+        TRITON_CACHE_DIR=str(given.work / "cache/triton"),
         TORCHINDUCTOR_CACHE_DIR=str(given.work / "cache/inductor"),
-    )  # fmt: skip
+    )
     here = setting(lib, given.dry)
     log(f"built; {', '.join(f'{name} {value}' for name, value in here.items())}; wheels: {', '.join(wheels) or 'none'}")
     if before != given.out and (before / "env.json").exists():

@@ -377,8 +377,9 @@ def test_rows_are_what_json_gives_back():
     rows = autotune.rows_of([timed(140, library=2.0), timed(300, library=2.0, triton=1.0)])
     assert json.loads(json.dumps([*rows.values()])) == [*rows.values()]
     assert {key: row["impl"] for key, row in rows.items()} == {
-        ("mlp", "float16", 256): "library", ("mlp", "float16", 512): "triton"
-    }  # fmt: skip
+        ("mlp", "float16", 256): "library",
+        ("mlp", "float16", 512): "triton",
+    }
 
 
 def test_what_is_measured_by_default(two_routes):

@@ -279,9 +279,11 @@ def test_the_command(tmp_path, capsys):
     assert main([*given, "--layers", "2", "--csv", str(table), "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
     for line in (
-        "llama: 0.00 billion parameters, 2 layers", "measured: nothing here", "over checkpointing, with a peak of",
+        "llama: 0.00 billion parameters, 2 layers",
+        "measured: nothing here",
+        "over checkpointing, with a peak of",
         "ckptkern replaces LlamaDecoderLayer by transformer_layer",
-    ):  # fmt: skip
+    ):
         assert line in text
     assert max(map(len, text.splitlines())) <= 80
     rows = {row["key"]: row for row in csv.DictReader(table.read_text().splitlines())}

@@ -183,9 +183,13 @@ def parts(tmp_path):
             *arguments,
         ]
         return subprocess.Popen(
-            [*map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [*map(str, command)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT), "CKPTKERN_COMMIT": "abc"},
-        )  # fmt: skip
+        )
 
     return start
 
@@ -203,8 +207,13 @@ def test_a_part_runs_its_own_steps_then_the_others(parts, tmp_path):
     assert (tmp_path / "out/log.txt").read_text() == printed
     assert "commit abc" in printed
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "first", "second", "third", "fourth", "log.txt", gpu.CACHES
-    }  # fmt: skip
+        "first",
+        "second",
+        "third",
+        "fourth",
+        "log.txt",
+        gpu.CACHES,
+    }
 
 
 def test_a_step_whose_time_is_up_leaves_its_rows_and_goes_on_last(parts, tmp_path):

@@ -176,16 +176,27 @@ def the_other_way(model, ids):
 
 def test_what_is_wrong_fails_or_is_missing(tmp_path, monkeypatch, capsys):
     with_variants(
-        monkeypatch, out=raises(torch.OutOfMemoryError("CUDA out of memory")), absent=raises(ImportError("no liger_kernel")),
-        **{"ckptkern half": half_a_gradient, "ckptkern other": the_other_way, "ckptkern raised": raises(ValueError("a\nb"))},
+        monkeypatch,
+        out=raises(torch.OutOfMemoryError("CUDA out of memory")),
+        absent=raises(ImportError("no liger_kernel")),
+        **{
+            "ckptkern half": half_a_gradient,
+            "ckptkern other": the_other_way,
+            "ckptkern raised": raises(ValueError("a\nb")),
+        },
         **{"ckptkern right": variants.whole_loss},
-    )  # fmt: skip
+    )
     found = ran(tmp_path)
     states = {name: (row["status"], bool(row["ms"])) for name, row in found.rows.items()}
     assert states == {
-        EAGER: ("ok", True), "out": ("failed", False), "absent": ("missing", False), "ckptkern half": ("wrong", False),
-        "ckptkern other": ("wrong", False), "ckptkern raised": ("failed", False), "ckptkern right": ("ok", True),
-    }  # fmt: skip
+        EAGER: ("ok", True),
+        "out": ("failed", False),
+        "absent": ("missing", False),
+        "ckptkern half": ("wrong", False),
+        "ckptkern other": ("wrong", False),
+        "ckptkern raised": ("failed", False),
+        "ckptkern right": ("ok", True),
+    }
     assert found.rows["out"]["note"] == models.OUT_OF_MEMORY
     assert found.rows["ckptkern raised"]["note"] == "ValueError: a"
     assert found.status == 1
@@ -195,13 +206,19 @@ def test_what_is_wrong_fails_or_is_missing(tmp_path, monkeypatch, capsys):
 
 def test_without_eager_the_first_that_runs_is_the_reference(tmp_path, monkeypatch):
     with_variants(
-        monkeypatch, raises(torch.OutOfMemoryError("out")), second=variants.whole_loss, third=half_a_gradient,
+        monkeypatch,
+        raises(torch.OutOfMemoryError("out")),
+        second=variants.whole_loss,
+        third=half_a_gradient,
         ckptkern=variants.whole_loss,
-    )  # fmt: skip
+    )
     found = ran(tmp_path)
     assert {name: row["status"] for name, row in found.rows.items()} == {
-        EAGER: "failed", "second": "ok", "third": "wrong", "ckptkern": "ok"
-    }  # fmt: skip
+        EAGER: "failed",
+        "second": "ok",
+        "third": "wrong",
+        "ckptkern": "ok",
+    }
     assert "from second's" in found.rows["ckptkern"]["note"]
     assert found.status == 0
 

@@ -17,9 +17,19 @@ from ckptkern.ops.dispatch.choices import choose_workspace
 CPU = torch.device("cpu")
 # Sizes that take no time and that no default has; of tokens 24, in sequences of 12.
 SIZES = dict(
-    features=32, tokens=24, length=12, hidden=40, out_features=16, layers=3, heads=4, kv_heads=2, head_dim=8, activation="silu",
-    experts=3, top_k=2,
-)  # fmt: skip
+    features=32,
+    tokens=24,
+    length=12,
+    hidden=40,
+    out_features=16,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    activation="silu",
+    experts=3,
+    top_k=2,
+)
 
 
 def sized(op, **more):

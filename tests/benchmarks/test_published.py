@@ -59,9 +59,21 @@ def test_a_whole_model_has_tokens_a_second_and_its_longest_sequence(tmp_path):
     sheet = run.Sheet(tmp_path / "results.csv")
     sheet(measure.Row("Llama-1B/4x2048", "eager", "cuda", "bfloat16", "failed", note="OutOfMemoryError: 80 GB"))
     sheet(
-        measure.Row("Llama-1B/4x2048", "ckptkern full", "cuda", "bfloat16", "ok", 500.0, 499.0, 501.0, peak_bytes=2**30,
-                    tokens=8192, longest=65536, note="loss 0.1 of eager's error")
-    )  # fmt: skip
+        measure.Row(
+            "Llama-1B/4x2048",
+            "ckptkern full",
+            "cuda",
+            "bfloat16",
+            "ok",
+            500.0,
+            499.0,
+            501.0,
+            peak_bytes=2**30,
+            tokens=8192,
+            longest=65536,
+            note="loss 0.1 of eager's error",
+        )
+    )
     text = report.report(tmp_path)
     assert "| ckptkern full | 0% | 1024 MiB | 500.000 (499.000–501.000) | 16,384 | 65,536 |" in text
     assert "- loss 0.1 of eager's error" in text

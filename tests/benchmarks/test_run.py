@@ -414,8 +414,9 @@ with measure.watched([measure.Row("mlp", "ours", "cuda", "")], lambda row: print
 def test_what_does_not_end_ends_its_process():
     done = subprocess.run([sys.executable, "-uc", HANGS], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (
-        measure.LOST_STATUS, f"ours failed {measure.LOST}it did not end within 0 s\n"
-    )  # fmt: skip
+        measure.LOST_STATUS,
+        f"ours failed {measure.LOST}it did not end within 0 s\n",
+    )
 
 
 def test_a_lost_gpu_ends_the_run_and_the_next_leaves_out_what_it_was_lost_to(bench, monkeypatch):

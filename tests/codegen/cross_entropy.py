@@ -28,7 +28,7 @@ def _fwd(case, given):
     everything = case.activation == "everything"
     found = given.backend.cross_entropy_fwd(
         *tensors, head, weighted=everything, keep=keep, entropy=everything, arg_max=everything, logits=everything
-    )  # fmt: skip
+    )
     # what exponentials are relative to differs between backends
     return *found.statistics, found.logits if head.softcap else None, found.z
 
@@ -47,7 +47,7 @@ def _saved_bwd(case, given):
     parts = None if head.softcap else part.expand(given.backend.slice_count(x, V), M).contiguous()
     db = given.backend.cross_entropy_saved_bwd(
         saved, parts, z_t, given.first_row % 1024, *others, lse, gradients, head, dz, db=case.extras
-    )  # fmt: skip
+    )
     return dz, db
 
 

@@ -77,11 +77,32 @@ def run(tool: str, executable: str, cases: Sequence[str], device: str, end: floa
     left = list(cases)
     while left and (seconds := end - time.monotonic()) > 0:
         only = "^(" + "|".join(map(re.escape, left)) + ")$"
-        log, status = output_of([
-            executable, "--tool", tool, "--target-processes", "application-only", "--destroy-on-device-error", "kernel",
-            "--show-backtrace", "no", "--print-limit", "0", "--error-exitcode", "9", sys.executable, "-m",
-            "tests.codegen.sanitizer", "--device", device, "--launch", "--only", only,
-        ], seconds)  # fmt: skip
+        log, status = output_of(
+            [
+                executable,
+                "--tool",
+                tool,
+                "--target-processes",
+                "application-only",
+                "--destroy-on-device-error",
+                "kernel",
+                "--show-backtrace",
+                "no",
+                "--print-limit",
+                "0",
+                "--error-exitcode",
+                "9",
+                sys.executable,
+                "-m",
+                "tests.codegen.sanitizer",
+                "--device",
+                device,
+                "--launch",
+                "--only",
+                only,
+            ],
+            seconds,
+        )
         new, running = attributed(log)
         kernel, case = running or (NO_KERNEL, "")
         if status is None:  # what runs now is not known to be clean

@@ -153,7 +153,7 @@ def read_cubin(compiled: Compiled) -> dict:
         narrow_loads=count(r"LDG\S*\.[US]16"),
         instructions=len(mnemonics),
         philox=len(PHILOX_MULTIPLY.findall(sass)),
-    )  # fmt: skip
+    )
 
 
 def staged_bytes(kernel: str, options: dict, itemsize: int) -> int:

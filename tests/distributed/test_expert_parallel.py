@@ -50,7 +50,10 @@ def test_experts_over_ranks(rank, n, uneven):
     dx, drouter, dw, dwd = torch.autograd.grad(expected, parameters, dy.flatten(0, 1))
     dist.all_reduce(layer.router.weight.grad)
     for ours, theirs in (
-        (y, expected.view_as(x)[rank]), (mine.grad, dx.view_as(x)[rank]), (layer.router.weight.grad, drouter),
-        (layer.gate_up.grad, dw[own]), (layer.down.grad, dwd[own]),
-    ):  # fmt: skip
+        (y, expected.view_as(x)[rank]),
+        (mine.grad, dx.view_as(x)[rank]),
+        (layer.router.weight.grad, drouter),
+        (layer.gate_up.grad, dw[own]),
+        (layer.down.grad, dwd[own]),
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)

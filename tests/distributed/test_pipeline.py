@@ -25,11 +25,16 @@ from ckptkern.segments import checkpoint
 
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 SCHEDULES = {
-    one.__name__: one for one in (
-        ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble,
+    one.__name__: one
+    for one in (
+        ScheduleGPipe,
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
         ScheduleDualPipeV,
     )
-}  # fmt: skip
+}
 V_SHAPED = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]  # the first rank has the first stage and the last
 # form the gradients of inputs and of weights in two passes; DualPipeV does so for some micro-batches
 ZERO_BUBBLE = ["ScheduleInterleavedZeroBubble", *V_SHAPED]
@@ -108,11 +113,15 @@ def test_stages(rank, n, schedule, kind, p):
     hidden = torch.empty(B, S, WIDTH, requires_grad=True)
     stages = [
         PipelineStage(
-            part, i, each * n, torch.device("cpu"), input_args=(hidden if i else ids(),),
+            part,
+            i,
+            each * n,
+            torch.device("cpu"),
+            input_args=(hidden if i else ids(),),
             output_args=(hidden if i < each * n - 1 else torch.empty(B, S, 20, requires_grad=True),),
         )
         for i, part in parts.items()
-    ]  # fmt: skip
+    ]
     bodies, direct, recompute = [], functions.direct_backward, checkpoint.Segment.recompute
 
     def counted(*args):

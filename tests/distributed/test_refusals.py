@@ -73,18 +73,32 @@ def test_styles(mesh):
         (TypeError, "sequence_parallel must be a bool, not 'yes'", lambda: TensorParallel(sequence_parallel="yes")),
         (ValueError, "order", lambda: ContextParallel(order="ring")),
         (ValueError, "takes a multiple of 4 rows, not 6", lambda: shard_sequence(x[0, :6], mesh, 0, order="zigzag")),
-        (ValueError, "mesh must have one dimension, such as mesh\\['tp'\\], but has 2",
-         lambda: heads._apply(mlp(8, 32), init_device_mesh("cpu", (1, 2)))),
+        (
+            ValueError,
+            "mesh must have one dimension, such as mesh\\['tp'\\], but has 2",
+            lambda: heads._apply(mlp(8, 32), init_device_mesh("cpu", (1, 2))),
+        ),
         (ValueError, one_split, lambda: ckptkern.convert(tensor, narrow)),
         (ValueError, one_split, lambda: ckptkern.revert(tensor)),
         (ValueError, "already sharded by ContextParallel", lambda: ckptkern.revert(layers)),
-        (ValueError, "sequence_parallel does not go with cross-attention",
-         lambda: cross(x, memory, memory, need_weights=False)),
-        (RuntimeError, "calls its submodules, which sequence_parallel does not support", lambda: hooked(x[:, : S // 2])),
+        (
+            ValueError,
+            "sequence_parallel does not go with cross-attention",
+            lambda: cross(x, memory, memory, need_weights=False),
+        ),
+        (
+            RuntimeError,
+            "calls its submodules, which sequence_parallel does not support",
+            lambda: hooked(x[:, : S // 2]),
+        ),
         (RuntimeError, "must draw the same dropout masks, but their random states differ", lambda: sampled(narrow)),
         (ValueError, shapes, lambda: sequence(torch.randn(2, 4 + 2 * rank, WIDTH))),
-        (NotImplementedError, "no second-order gradients", lambda: second_order(split(mlp(8, 32), mesh, "heads"), narrow)),
-    ):  # fmt: skip
+        (
+            NotImplementedError,
+            "no second-order gradients",
+            lambda: second_order(split(mlp(8, 32), mesh, "heads"), narrow),
+        ),
+    ):
         with pytest.raises(error, match=match):
             function()
 
@@ -103,19 +117,35 @@ def test_calls_in_context_parallel(mesh):
     for error, match, function, *how in (
         (ValueError, "key_value does not go with a sequence on several ranks", lambda: attend(key_value=x)),
         (ShapeError, "an even number of rows", lambda: attend(odd[None]), "zigzag"),
-        (ValueError, "no gradient of attn_mask is formed", lambda: attend(attn_mask=torch.zeros(16, 16, requires_grad=True))),
+        (
+            ValueError,
+            "no gradient of attn_mask is formed",
+            lambda: attend(attn_mask=torch.zeros(16, 16, requires_grad=True)),
+        ),
         (ValueError, r"dropout_p with cu_seqlens .* exchange='heads'", lambda: packed(dropout_p=0.1)),
         (ValueError, "max_seqlen=13 must not be below the longest sequence", lambda: packed(max_seqlen=13)),
         (ValueError, "a window that sees later rows", lambda: packed(window_size=(3, 3))),
-        (ShapeError, r"attn_mask of shape \(8, 8\) does not broadcast to \(3, 4, 16, 16\)",
-         lambda: attend(attn_mask=torch.zeros(8, 8))),
-        (ValueError, "needs num_kv_heads that the 2 ranks divide, not 3", lambda: attend(x[..., :24], narrow, 3),
-         "contiguous", "heads"),
+        (
+            ShapeError,
+            r"attn_mask of shape \(8, 8\) does not broadcast to \(3, 4, 16, 16\)",
+            lambda: attend(attn_mask=torch.zeros(8, 8)),
+        ),
+        (
+            ValueError,
+            "needs num_kv_heads that the 2 ranks divide, not 3",
+            lambda: attend(x[..., :24], narrow, 3),
+            "contiguous",
+            "heads",
+        ),
         (*alone, lambda: ckptkern.scaled_dot_product_attention(q, q, q)),
         (*alone, lambda: ckptkern.varlen_attn(q[0], q[0], q[0], cu, cu, 8, 8)),
         (*alone, lambda: attention(x, x, x, need_weights=True)),
-        (NotImplementedError, "no second-order gradients over a context-parallel group", lambda: second_order(attend, x)),
-    ):  # fmt: skip
+        (
+            NotImplementedError,
+            "no second-order gradients over a context-parallel group",
+            lambda: second_order(attend, x),
+        ),
+    ):
         context = context_parallel(mesh, **dict(zip(("order", "exchange"), how, strict=False)))
         with context, pytest.raises(error, match=match):
             function()

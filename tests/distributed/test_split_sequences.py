@@ -122,9 +122,10 @@ def test_a_block_over_ranks_is_the_block_of_one(mesh, n, exchange, first):
         x, ct = noise(*lead, S, WIDTH, seed=1), noise(*lead, S, WIDTH, seed=2)
         call = x, ct, options, mode, i % 2 == 1
         torch.testing.assert_close(
-            on_this_rank(mesh, order, exchange, *call), rows_of(block(*call), mesh, order),
+            on_this_rank(mesh, order, exchange, *call),
+            rows_of(block(*call), mesh, order),
             msg=lambda text, what=f"{name}, {order}, {mode}": f"{what}: {text}",
-        )  # fmt: skip
+        )
 
 
 @on_ranks(mesh="cp")

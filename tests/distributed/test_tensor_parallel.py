@@ -49,9 +49,13 @@ def test_packed_sequences_and_masks(mesh, strategy):
     padding = torch.arange(S) >= torch.tensor([S, 5, 3])[:, None]
     starts, bias = torch.tensor([0, 5, 16], dtype=torch.int32), torch.randn(1, HEADS, S, S, dtype=torch.float64)
     masks = [bias.clone().requires_grad_() for _ in range(2)]
-    for lead, arguments in (((16,), [{"cu_seqlens": starts}] * 2), (
-        (B, S), [{"key_padding_mask": padding, "attn_mask": mask} for mask in masks],
-    )):  # fmt: skip
+    for lead, arguments in (
+        ((16,), [{"cu_seqlens": starts}] * 2),
+        (
+            (B, S),
+            [{"key_padding_mask": padding, "attn_mask": mask} for mask in masks],
+        ),
+    ):
         calls = [functools.partial(model, **given) for model, given in zip((unfused, ours), arguments, strict=True)]
         inputs = torch.randn(2, *lead, WIDTH, dtype=torch.float64)
         check_step(unfused, ours, mesh, strategy, f"{lead}", inputs=inputs, calls=calls)

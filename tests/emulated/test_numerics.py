@@ -16,9 +16,13 @@ def floats(count: int = 20000) -> np.ndarray:
     return np.concatenate([patterns.view(np.float32), sized.astype(np.float32)])
 
 
-@pytest.mark.parametrize(("to", "back", "dtype"), [
-    (numerics.to_bf16, numerics.from_bf16, torch.bfloat16), (numerics.to_f16, numerics.from_f16, torch.float16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("to", "back", "dtype"),
+    [
+        (numerics.to_bf16, numerics.from_bf16, torch.bfloat16),
+        (numerics.to_f16, numerics.from_f16, torch.float16),
+    ],
+)
 def test_rounding_to_16_bits_is_torchs(to, back, dtype):
     x = floats()
     with np.errstate(all="ignore"):
@@ -47,8 +51,12 @@ def test_integers_are_those_of_c():
     assert numerics.integer_quotient(a, b).tolist() == [3, -3, -3, 3, 0]
     assert numerics.integer_remainder(a, b).tolist() == [1, -1, 1, -1, 5]
     assert numerics.to_integer(np.float32([2.5, -2.5, 3e9, -3e9, np.nan]), np.int32, "rzi").tolist() == [
-        2, -2, 2**31 - 1, -(2**31), 0,
-    ]  # fmt: skip
+        2,
+        -2,
+        2**31 - 1,
+        -(2**31),
+        0,
+    ]
     assert numerics.to_integer(np.float32([2.5, 3.5]), np.int32, "rni").tolist() == [2, 4]
     words = np.uint32([0x12345678])
     assert hex(numerics.permute_bytes(words, np.uint32([0x9ABCDEF0]), np.uint32([0x7610]))[0]) == "0x9abc5678"

@@ -50,9 +50,13 @@ def test_equals_torch(case):
     layout, source = case["layout"], case["source"]
     kdim, vdim = {"same": (E, E), "other": (4, 4) if source == "key_is_value" else (4, 6)}[case["widths"]]
     pair = build(
-        bias=case["bias"], add_bias_kv=case["bias_kv"], add_zero_attn=case["zero_attn"], kdim=kdim, vdim=vdim,
+        bias=case["bias"],
+        add_bias_kv=case["bias_kv"],
+        add_zero_attn=case["zero_attn"],
+        kdim=kdim,
+        vdim=vdim,
         batch_first=layout == "batch_first",
-    )  # fmt: skip
+    )
     ours, theirs = (module.train(case["training"]) for module in pair)
     inputs = {"query": tokens(layout, T)}
     if source != "self":
@@ -68,10 +72,15 @@ def test_equals_torch(case):
     def call(module, query, key=None, value=None):
         key = query if key is None else key
         return module(
-            query, key, key if value is None else value, key_padding_mask=padding, attn_mask=attn_mask,
-            need_weights=case["weights"] != "none", average_attn_weights=case["weights"] == "mean",
+            query,
+            key,
+            key if value is None else value,
+            key_padding_mask=padding,
+            attn_mask=attn_mask,
+            need_weights=case["weights"] != "none",
+            average_attn_weights=case["weights"] == "mean",
             is_causal=case["mask"] == "causal",
-        )  # fmt: skip
+        )
 
     assert_drop_in(ours, theirs, call, inputs)
 

@@ -383,9 +383,14 @@ WRONG_MASKS = [
 
 
 @pytest.mark.parametrize("layout", ["seq_first", "unbatched"])
-@pytest.mark.parametrize(("name", "options"), [
-    ("MultiheadAttention", {}), *itertools.product(OF_LAYERS, ({}, {"norm_first": True})),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("MultiheadAttention", {}),
+        *itertools.product(OF_LAYERS, ({}, {"norm_first": True})),
+    ],
+    ids=str,
+)
 def test_wrong_inputs_raise_torchs_error(name, options, layout):
     """Each input, all of them, each mask and each hint."""
     pair, inputs = pair_of(name, batch_first=False, **options), [*inputs_of(name, layout, grad=False).values()]

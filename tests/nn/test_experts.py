@@ -75,9 +75,15 @@ class Plus(nn.Module):
 def model_of(kind):
     transformers = pytest.importorskip("transformers", minversion="5.0")
     sizes = dict(
-        vocab_size=50, hidden_size=D, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
-        num_experts_per_tok=K, intermediate_size=H,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=D,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts_per_tok=K,
+        intermediate_size=H,
+    )
     torch.manual_seed(0)
     if kind == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=E))

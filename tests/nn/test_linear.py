@@ -10,11 +10,14 @@ from torch import nn
 import ckptkern
 
 
-@pytest.mark.parametrize(("features", "error", "message"), [
-    ([3], ValueError, r"features needs at least two widths, .* but is \[3\]"),
-    (3, TypeError, "features must be a sequence of widths, .* not 3"),
-    ([7, None], ValueError, r"features\[1\] must be an integer of at least 0, not None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("features", "error", "message"),
+    [
+        ([3], ValueError, r"features needs at least two widths, .* but is \[3\]"),
+        (3, TypeError, "features must be a sequence of widths, .* not 3"),
+        ([7, None], ValueError, r"features\[1\] must be an integer of at least 0, not None"),
+    ],
+)
 def test_wrong_widths_of_a_stack(features, error, message):
     with pytest.raises(error, match=f"LinearStack: {message}"):
         ckptkern.nn.LinearStack(features)

@@ -51,10 +51,15 @@ MASKS = ("causal", "bool", "padding", "window", "upper left", "none")
 def test_equals_eager_pytorch(case):
     """composed: called by its parts, because one of them has a hook."""
     pair = pair_of(
-        "LlamaDecoderLayer", args=(E, H, int(case["num_kv_heads"]), 20, HEAD), qk_norm=case["qk_norm"],
-        attention_bias=case["bias"], mlp_bias=case["bias"], activation=case["activation"], recompute=case["recompute"],
+        "LlamaDecoderLayer",
+        args=(E, H, int(case["num_kv_heads"]), 20, HEAD),
+        qk_norm=case["qk_norm"],
+        attention_bias=case["bias"],
+        mlp_bias=case["bias"],
+        activation=case["activation"],
+        recompute=case["recompute"],
         rope_theta=None if case["rotary"] == "none" else 100.0,
-    )  # fmt: skip
+    )
     ours, theirs = (module.train(case["training"]) for module in pair)
     rotary = ckptkern.nn.rotary_tables(torch.arange(T), HEAD, 100.0) if case["rotary"] == "given" else None
     if case["composed"]:

@@ -100,9 +100,15 @@ def stacks(kind, **options):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("kind", "batch_first", "masked"), [
-    ("encoder", True, "padding"), ("encoder", False, "causal"), ("encoder", True, "both"), ("decoder", False, "both"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "masked"),
+    [
+        ("encoder", True, "padding"),
+        ("encoder", False, "causal"),
+        ("encoder", True, "both"),
+        ("decoder", False, "both"),
+    ],
+)
 def test_torchs_stacks_take_the_layers(kind, batch_first, masked, training):
     pair = stacks(kind, batch_first=batch_first, norm_first=not batch_first)
     ours, theirs = (module.train(training) for module in pair)
@@ -192,9 +198,10 @@ def test_evaluation_reads_additive_masks_as_training_does(masks, dtype):
 
 @pytest.mark.parametrize("of_class", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize(("kind", "name"), [(kind, f"_{part}_block") for kind in LAYERS for part in ("sa", "ff")] + [
-    ("decoder", "_mha_block")
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, f"_{part}_block") for kind in LAYERS for part in ("sa", "ff")] + [("decoder", "_mha_block")],
+)
 def test_an_overridden_sublayer_is_called(kind, name, norm_first, of_class):
     """On the instance, and in a subclass, with the mask that the layer was given, in evaluation too."""
     mask, pair, masks = bool_mask(T, T), build(kind, norm_first=norm_first), []

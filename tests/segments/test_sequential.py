@@ -34,15 +34,18 @@ def shown(parts):
     return "".join(f"[{text}]" if part.recompute else text for text, part in zip(numbers, parts, strict=True))
 
 
-@pytest.mark.parametrize(("segments", "expected"), [
-    (1, "01234"),
-    (2, "[01]234"),  # what is left over goes to the last, as in torch
-    (5, "[0][1][2][3]4"),
-    ("every 1", "[0][1][2][3][4]"),
-    ("every 3", "[012][34]"),
-    ("[13]", "0[1]2[3]4"),
-    (lambda name, layer: name == "4" and isinstance(layer, nn.Module), "0123[4]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [
+        (1, "01234"),
+        (2, "[01]234"),  # what is left over goes to the last, as in torch
+        (5, "[0][1][2][3]4"),
+        ("every 1", "[0][1][2][3][4]"),
+        ("every 3", "[012][34]"),
+        ("[13]", "0[1]2[3]4"),
+        (lambda name, layer: name == "4" and isinstance(layer, nn.Module), "0123[4]"),
+    ],
+)
 def test_split(segments, expected):
     assert shown(split(deep(5), segments)) == shown(split(list(deep(5)), segments)) == expected
 
@@ -52,16 +55,19 @@ def test_split_by_names():
     assert shown(split(nn.Sequential(named), "block[13]")) == "0[1]2[3]4"
 
 
-@pytest.mark.parametrize(("segments", "message"), [
-    (0, "between 1 and the number of layers, 5, but is 0"),
-    (True, "segments must be a number of segments"),
-    ("every 0", "'every k' with k at least 1"),
-    ("block*", r"segments='block\*' chooses none of the layers 0, 1, 2, 3, 4"),
-    ("2 gigs", r"'2 gigs' chooses none of the layers 0, 1, 2, 3, 4: it is neither 'sqrt' nor .* such as '2GiB'"),
-    ("Sqrt", r"neither 'sqrt' nor 'every k'"),
-    (lambda name, layer: False, r"chooses none of the layers 0, 1, 2, 3, 4$"),
-    (" 1 MiB ", "needs an input to measure with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        (0, "between 1 and the number of layers, 5, but is 0"),
+        (True, "segments must be a number of segments"),
+        ("every 0", "'every k' with k at least 1"),
+        ("block*", r"segments='block\*' chooses none of the layers 0, 1, 2, 3, 4"),
+        ("2 gigs", r"'2 gigs' chooses none of the layers 0, 1, 2, 3, 4: it is neither 'sqrt' nor .* such as '2GiB'"),
+        ("Sqrt", r"neither 'sqrt' nor 'every k'"),
+        (lambda name, layer: False, r"chooses none of the layers 0, 1, 2, 3, 4$"),
+        (" 1 MiB ", "needs an input to measure with"),
+    ],
+)
 def test_what_cannot_be_meant(segments, message):
     with pytest.raises(ValueError, match=message):
         split(deep(5), segments)

@@ -126,10 +126,16 @@ def of_another_tensor(fn, x, chunks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "dtype", "autocast"), [
-    (compiled, torch.bfloat16, False), (of_another_tensor, torch.bfloat16, False), (tiled, torch.bfloat16, False),
-    (tiled, torch.float32, True), (of_another_tensor, torch.float32, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "dtype", "autocast"),
+    [
+        (compiled, torch.bfloat16, False),
+        (of_another_tensor, torch.bfloat16, False),
+        (tiled, torch.bfloat16, False),
+        (tiled, torch.float32, True),
+        (of_another_tensor, torch.float32, True),
+    ],
+)
 def test_sums_of_16_bit_gradients_are_not_rounded_after_each_chunk(call, dtype, autocast):
     """13 chunks of 85 rows of ones: of the sum 1105, bfloat16 additions leave 1096 (Liger#1391). A float32 weight's gradient
     holds every digit under autocast too, because each chunk casts the weight for itself."""

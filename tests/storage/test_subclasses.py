@@ -210,9 +210,14 @@ class Fixed(Quantized):
 
 
 @pytest.mark.parametrize("kind", [Quantized, Fixed])
-@pytest.mark.parametrize(("keep", "moved"), [
-    ("offload(min_bytes=0)", [40, 1]), ("offload(min_bytes=20)", [40]), ("compress('fp8', min_bytes=0)", [1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keep", "moved"),
+    [
+        ("offload(min_bytes=0)", [40, 1]),
+        ("offload(min_bytes=20)", [40]),
+        ("compress('fp8', min_bytes=0)", [1]),
+    ],
+)
 def test_quantized(keep, moved, kind):
     x, w = kind(torch.arange(40, dtype=torch.int8), torch.tensor([0.5])), torch.ones(40, requires_grad=True)
     keep = made(keep)

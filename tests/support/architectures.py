@@ -81,9 +81,15 @@ class Attention(nn.Module):
 
     def core(self, q, k, v, attention_mask):
         return F.scaled_dot_product_attention(
-            q, k, v, attention_mask, self.dropout if self.training else 0.0, attention_mask is None, scale=self.scaling,
+            q,
+            k,
+            v,
+            attention_mask,
+            self.dropout if self.training else 0.0,
+            attention_mask is None,
+            scale=self.scaling,
             enable_gqa=True,
-        )  # fmt: skip
+        )
 
     def forward(self, x, tables=None, attention_mask=None):
         q, gate = self.queries(x)

@@ -85,9 +85,26 @@ class Aten:
         return o, lse, None, None, None
 
     def _flash_attention_backward(
-        self, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale, window_size_left,
+        self,
+        do,
+        q,
+        k,
+        v,
+        o,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout,
+        causal,
+        rng,
+        unused,
+        *,
+        scale,
+        window_size_left,
         window_size_right,
-    ):  # fmt: skip
+    ):
         self.calls.append("flash backward")
         assert rng.dtype == torch.uint64
         dq, dk, dv = (torch.full_like(x, NAN) for x in (q, k, v))

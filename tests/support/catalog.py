@@ -134,17 +134,34 @@ def _attention_options(s: Sizes) -> dict[str, Arguments]:
     gate = dict(gate_weight=normal(s.heads, d), gate_bias=normal(s.heads))
     gated = dict(qkv_weight=[normal(rows, d) for rows in (2 * own, own, own)], qkv_bias=None)
     return {
-        **_around(s), **together(branch_of_attention(s, 1), num_kv_heads=1), "cu_seqlens": packed,
-        **together(packed, max_seqlen=2), "qk_norm": q_norm, **together({"attn_mask": _seen(S, S)}, mask_is_exclusion=True),
-        **together(q_norm, qk_norm_kind="layer", qk_norm_eps=0.1), **together({"rotary": 100.0}, rotary_interleaved=True),
-        **together({"gate_weight": normal(own, d)}, gate_bias=normal(own)), "gate_weight": gate,
+        **_around(s),
+        **together(branch_of_attention(s, 1), num_kv_heads=1),
+        "cu_seqlens": packed,
+        **together(packed, max_seqlen=2),
+        "qk_norm": q_norm,
+        **together({"attn_mask": _seen(S, S)}, mask_is_exclusion=True),
+        **together(q_norm, qk_norm_kind="layer", qk_norm_eps=0.1),
+        **together({"rotary": 100.0}, rotary_interleaved=True),
+        **together({"gate_weight": normal(own, d)}, gate_bias=normal(own)),
+        "gate_weight": gate,
         **together(gated, gate_in_query=True),
         **alone(
-            key_value=normal(B, S + 1, d), qkv_layout="heads", rotary=100.0, is_causal=True, attn_mask=normal(S, S),
-            key_padding_mask=padding, window_size=(1, 0), alibi_slopes=_slopes(s), scale=0.7,
-            softcap=2.0, sinks=normal(s.heads), dropout_p=P, lora=lora, residual=True,
+            key_value=normal(B, S + 1, d),
+            qkv_layout="heads",
+            rotary=100.0,
+            is_causal=True,
+            attn_mask=normal(S, S),
+            key_padding_mask=padding,
+            window_size=(1, 0),
+            alibi_slopes=_slopes(s),
+            scale=0.7,
+            softcap=2.0,
+            sinks=normal(s.heads),
+            dropout_p=P,
+            lora=lora,
+            residual=True,
         ),
-    }  # fmt: skip
+    }
 
 
 LATENT_HEAD = 2, 4, 3  # of q and k what no position rotates and what one does, and of v
@@ -153,27 +170,42 @@ LATENT_HEAD = 2, 4, 3  # of q and k what no position rotates and what one does, 
 def _latent(s: Sizes) -> Arguments:
     nope, rope, v = LATENT_HEAD
     return dict(
-        x=normal(*s.lead, s.features), q_weight=normal(s.heads * (nope + rope), s.features),
-        kv_a_weight=normal(s.hidden + rope, s.features), kv_b_weight=normal(s.heads * (nope + v), s.hidden),
-        out_weight=normal(s.features, s.heads * v), num_heads=s.heads,
-    )  # fmt: skip
+        x=normal(*s.lead, s.features),
+        q_weight=normal(s.heads * (nope + rope), s.features),
+        kv_a_weight=normal(s.hidden + rope, s.features),
+        kv_b_weight=normal(s.heads * (nope + v), s.hidden),
+        out_weight=normal(s.features, s.heads * v),
+        num_heads=s.heads,
+    )
 
 
 def _latent_options(s: Sizes) -> dict[str, Arguments]:
     (B, S), d, (nope, rope, v), rank = s.lead, s.features, LATENT_HEAD, s.out
     q_a = dict(q_a_weight=normal(rank, d), q_weight=normal(s.heads * (nope + rope), rank))
     return {
-        **_around(s), "q_a_weight": q_a, **together(q_a, q_a_bias=normal(rank), q_a_norm_weight=gain(rank)),
+        **_around(s),
+        "q_a_weight": q_a,
+        **together(q_a, q_a_bias=normal(rank), q_a_norm_weight=gain(rank)),
         **together({"kv_a_norm_weight": gain(s.hidden)}, latent_norm_eps=0.1),
         **together({"attn_mask": _seen(S, S)}, mask_is_exclusion=True),
         **together({"rotary": 100.0}, rotary_interleaved=True),
         **alone(
-            q_bias=normal(s.heads * (nope + rope)), kv_a_bias=normal(s.hidden + rope), kv_a_norm_weight=gain(s.hidden),
-            kv_b_bias=normal(s.heads * (nope + v)), out_bias=normal(d), rotary=100.0, is_causal=True,
-            attn_mask=normal(S, S), key_padding_mask=torch.ones(B, S, dtype=torch.bool).triu(2), window_size=(1, 0),
-            scale=0.7, softcap=2.0, dropout_p=P, residual=True,
+            q_bias=normal(s.heads * (nope + rope)),
+            kv_a_bias=normal(s.hidden + rope),
+            kv_a_norm_weight=gain(s.hidden),
+            kv_b_bias=normal(s.heads * (nope + v)),
+            out_bias=normal(d),
+            rotary=100.0,
+            is_causal=True,
+            attn_mask=normal(S, S),
+            key_padding_mask=torch.ones(B, S, dtype=torch.bool).triu(2),
+            window_size=(1, 0),
+            scale=0.7,
+            softcap=2.0,
+            dropout_p=P,
+            residual=True,
         ),
-    }  # fmt: skip
+    }
 
 
 def _layer_options(s: Sizes) -> dict[str, Arguments]:
@@ -199,9 +231,15 @@ def _sdpa_inputs(s: Sizes) -> Arguments:
 def _sdpa_options(s: Sizes) -> dict[str, Arguments]:
     one = dict.fromkeys(("key", "value"), normal(s.lead[0], 1, s.lead[1] + 1, HEAD_DIM))
     return together(one, enable_gqa=True) | alone(
-        attn_mask=normal(s.lead[1], s.lead[1] + 1), dropout_p=P, is_causal=True, scale=0.7, window_size=(1, 0),
-        alibi_slopes=_slopes(s), softcap=2.0, sinks=normal(s.heads),
-    )  # fmt: skip
+        attn_mask=normal(s.lead[1], s.lead[1] + 1),
+        dropout_p=P,
+        is_causal=True,
+        scale=0.7,
+        window_size=(1, 0),
+        alibi_slopes=_slopes(s),
+        softcap=2.0,
+        sinks=normal(s.heads),
+    )
 
 
 def _varlen_inputs(s: Sizes) -> Arguments:
@@ -243,10 +281,14 @@ def _moe_block(s: Sizes) -> Arguments:
 def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
     d, n = s.features, s.hidden
     shared = dict(
-        shared_gate_weight=normal(n, d), shared_gate_bias=normal(n), shared_up_weight=normal(n, d),
-        shared_up_bias=normal(n), shared_down_weight=normal(d, n), shared_down_bias=normal(d),
+        shared_gate_weight=normal(n, d),
+        shared_gate_bias=normal(n),
+        shared_up_weight=normal(n, d),
+        shared_up_bias=normal(n),
+        shared_down_weight=normal(d, n),
+        shared_down_bias=normal(d),
         shared_expert_gate=normal(1, d),
-    )  # fmt: skip
+    )
     four = {"router_weight": normal(4, d)} | _experts(s._replace(experts=4))
     groups = four | dict(num_groups=2, top_groups=1)
     return (
@@ -256,11 +298,17 @@ def _moe_block_options(s: Sizes) -> dict[str, Arguments]:
         | together(groups, num_groups=2, top_groups=1, group_score="max")
         | together({"router_dtype": torch.float32}, router_bias=normal(s.experts))
         | alone(
-            activation="gelu", scoring="sigmoid", normalize=False, score_bias=torch.linspace(-0.5, 0.5, s.experts),
-            routed_scaling_factor=2.5, router_dtype=torch.float32, gate_up_bias=normal(s.experts, 2 * n),
-            down_bias=normal(s.experts, d), residual=False,
+            activation="gelu",
+            scoring="sigmoid",
+            normalize=False,
+            score_bias=torch.linspace(-0.5, 0.5, s.experts),
+            routed_scaling_factor=2.5,
+            router_dtype=torch.float32,
+            gate_up_bias=normal(s.experts, 2 * n),
+            down_bias=normal(s.experts, d),
+            residual=False,
         )
-    )  # fmt: skip
+    )
 
 
 def _moe_layer_inputs(s: Sizes) -> Arguments:
@@ -290,9 +338,20 @@ def _cross_entropy(s: Sizes) -> Arguments:
 def _cross_entropy_options(s: Sizes) -> dict[str, Arguments]:
     weight = torch.linspace(0.5, 2.0, s.out)
     return together({"reduction": "sum"}, weight=weight) | alone(
-        reduction="none", ignore_index=1, label_smoothing=0.1, logit_scale=0.7, softcap=3.0, z_loss=0.1, return_lse=True,
-        return_log_probs=True, return_entropy=True, return_accuracy=True, top_k=3, lora=_lora(s.out, s.features), **SPLIT,
-    )  # fmt: skip
+        reduction="none",
+        ignore_index=1,
+        label_smoothing=0.1,
+        logit_scale=0.7,
+        softcap=3.0,
+        z_loss=0.1,
+        return_lse=True,
+        return_log_probs=True,
+        return_entropy=True,
+        return_accuracy=True,
+        top_k=3,
+        lora=_lora(s.out, s.features),
+        **SPLIT,
+    )
 
 
 def _selected(s: Sizes) -> Arguments:
@@ -308,9 +367,13 @@ def _selected_options(s: Sizes) -> dict[str, Arguments]:
 def _distillation(s: Sizes) -> Arguments:
     d, e = s.features, s.hidden
     return dict(
-        student_input=normal(*s.lead, d), student_weight=normal(s.out, d), student_bias=normal(s.out),
-        teacher_input=fixed(*s.lead, e), teacher_weight=fixed(s.out, e), teacher_bias=fixed(s.out),
-    )  # fmt: skip
+        student_input=normal(*s.lead, d),
+        student_weight=normal(s.out, d),
+        student_bias=normal(s.out),
+        teacher_input=fixed(*s.lead, e),
+        teacher_weight=fixed(s.out, e),
+        teacher_bias=fixed(s.out),
+    )
 
 
 def _distillation_options(s: Sizes) -> dict[str, Arguments]:
@@ -399,7 +462,9 @@ OPS = {
         Entry(moe_mlp, Experts, _moe_mlp, lambda s: alone(activation="gelu", lora=_experts_lora(s))),
         Entry(moe_block, MoEBlock, _moe_block, _moe_block_options),
         Entry(
-            grouped_gated_mlp, Experts, _grouped_gated_mlp,
+            grouped_gated_mlp,
+            Experts,
+            _grouped_gated_mlp,
             lambda s: alone(activation="gelu", row_weights=normal(s.tokens), lora=_experts_lora(s)),
         ),
         Entry(linear_cross_entropy, LinearCrossEntropy, _cross_entropy, _cross_entropy_options),
@@ -408,7 +473,7 @@ OPS = {
         Entry(linear_topk_distillation, LinearCrossEntropy, _topk_distillation, _topk_distillation_options),
         Entry(dropout, Dropout, x_of, lambda s: alone(p=P, training=False)),
     )
-}  # fmt: skip
+}
 
 # A function's other ops, which other arguments choose.
 OTHER_OPS = (

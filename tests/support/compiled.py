@@ -216,9 +216,13 @@ def options() -> list[str]:
             arguments = entry.inputs(sizes) | ({"recompute": mode} if mode else {}) | more
             shapes, caught = catalog.input_shapes(arguments), []
             leaves = {name: meta(*shape).requires_grad_() for name, shape in shapes.items()}
-            with trace.as_on(90), backend("triton"), instead_of_launches(
-                lambda kernel, grid, args, kwargs, caught=caught: caught.append((kernel, args, kwargs)), 90
-            ):  # fmt: skip
+            with (
+                trace.as_on(90),
+                backend("triton"),
+                instead_of_launches(
+                    lambda kernel, grid, args, kwargs, caught=caught: caught.append((kernel, args, kwargs)), 90
+                ),
+            ):
                 found = catalog.call(entry, arguments, leaves)
                 y = found[0] if isinstance(found, tuple) else found
                 y.backward(torch.empty_like(y))

@@ -159,16 +159,25 @@ def of_transformers(name, **settings):
 def unet():
     down, up = ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
     return of_diffusers(
-        "UNet2DConditionModel", sample_size=16, down_block_types=down, up_block_types=up, block_out_channels=(16, 32),
-        cross_attention_dim=16, attention_head_dim=4,
-    )  # fmt: skip
+        "UNet2DConditionModel",
+        sample_size=16,
+        down_block_types=down,
+        up_block_types=up,
+        block_out_channels=(16, 32),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+    )
 
 
 def vae():
     return of_diffusers(
-        "AutoencoderKL", in_channels=4, out_channels=4, down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2, block_out_channels=(16, 32),
-    )  # fmt: skip
+        "AutoencoderKL",
+        in_channels=4,
+        out_channels=4,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+    )
 
 
 def diffused():

@@ -86,9 +86,17 @@ class LlamaAttention(nn.Module):
     """visible: bool, broadcastable to [B, H, S, S]."""
 
     def __init__(
-        self, width, heads, num_kv_heads = None, head_dim = None, *, bias = False,
-        qk_norm = False, rope_theta = 10000.0, **factory,
-    ):  # fmt: skip
+        self,
+        width,
+        heads,
+        num_kv_heads=None,
+        head_dim=None,
+        *,
+        bias=False,
+        qk_norm=False,
+        rope_theta=10000.0,
+        **factory,
+    ):
         super().__init__()
         D = head_dim or width // heads
         self.q_proj = nn.Linear(width, heads * D, bias, **factory)
@@ -108,10 +116,19 @@ class LlamaAttention(nn.Module):
 
 class LlamaDecoderLayer(nn.Module):
     def __init__(
-        self, width, heads, num_kv_heads = None, intermediate_size = None,
-        head_dim = None, *, activation = "silu", attention_bias = False, mlp_bias = False,
-        dtype = None, **of_attention,
-    ):  # fmt: skip
+        self,
+        width,
+        heads,
+        num_kv_heads=None,
+        intermediate_size=None,
+        head_dim=None,
+        *,
+        activation="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        dtype=None,
+        **of_attention,
+    ):
         super().__init__()
         of_attention |= {"dtype": dtype}
         self.input_layernorm = nn.RMSNorm(width, 1e-6, dtype=dtype)

@@ -47,17 +47,26 @@ def _bert() -> nn.Module:
 
 def _t5() -> nn.Module:
     config = transformers.T5Config(
-        vocab_size=V, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        vocab_size=V,
+        d_model=WIDTH,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        use_cache=False,
         decoder_start_token_id=0,
-    )  # fmt: skip
+    )
     return transformers.T5ForConditionalGeneration(config)
 
 
 def _llava() -> nn.Module:
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION), text_config=transformers.LlamaConfig(**TEXT),
-        image_token_index=IMAGE, vision_feature_layer=-1,
-    )  # fmt: skip
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+    )
     return transformers.LlavaForConditionalGeneration(config)
 
 

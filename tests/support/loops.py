@@ -117,11 +117,19 @@ def lightnings(training: Training) -> None:
     event, folder = training.event, training.folder / "lightning"
     saves = event.saves or event.resumes
     trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=1, max_steps=training.stop, accumulate_grad_batches=event.micros, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=saves, gradient_clip_val=1.0,
+        accelerator="cpu",
+        max_epochs=1,
+        max_steps=training.stop,
+        accumulate_grad_batches=event.micros,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=saves,
+        gradient_clip_val=1.0,
         callbacks=[ModelCheckpoint(folder, every_n_train_steps=EVERY, save_top_k=-1)] if saves else None,
-        val_check_interval=EVERY if event.evaluates else None, limit_val_batches=1 if event.evaluates else 0,
-    )  # fmt: skip
+        val_check_interval=EVERY if event.evaluates else None,
+        limit_val_batches=1 if event.evaluates else 0,
+    )
     checkpoint = next(folder.glob(f"*step={EVERY}.ckpt")) if training.resumes else None
     trainer.fit(Module(training), training.loader(), training.loader(), ckpt_path=checkpoint)
 
@@ -163,18 +171,38 @@ def transformers_trainer(training: Training) -> None:
     event, model = training.event, training.model
     saves = "steps" if event.saves or event.resumes else "no"
     arguments = transformers.TrainingArguments(
-        str(training.folder), use_cpu=True, max_steps=training.stop, per_device_train_batch_size=B, report_to=[],
-        per_device_eval_batch_size=B, train_sampling_strategy="sequential", gradient_accumulation_steps=event.micros,
-        label_smoothing_factor=event.smoothing, save_strategy=saves, save_steps=EVERY, disable_tqdm=True,
-        eval_strategy="steps" if event.evaluates else "no", eval_steps=EVERY, logging_strategy="no",
-        gradient_checkpointing=event.gradient_checkpointing, remove_unused_columns=False, label_names=["labels"],
-    )  # fmt: skip
+        str(training.folder),
+        use_cpu=True,
+        max_steps=training.stop,
+        per_device_train_batch_size=B,
+        report_to=[],
+        per_device_eval_batch_size=B,
+        train_sampling_strategy="sequential",
+        gradient_accumulation_steps=event.micros,
+        label_smoothing_factor=event.smoothing,
+        save_strategy=saves,
+        save_steps=EVERY,
+        disable_tqdm=True,
+        eval_strategy="steps" if event.evaluates else "no",
+        eval_steps=EVERY,
+        logging_strategy="no",
+        gradient_checkpointing=event.gradient_checkpointing,
+        remove_unused_columns=False,
+        label_names=["labels"],
+    )
     optimizer = training.optimizer()
     trainer = Trainer(
-        training, model, arguments, training.collate, training.dataset, training.dataset[:B], callbacks=[Steps(training)],
-        processing_class=tokenizer() if event.tokenizer else None, compute_metrics=_accuracy if event.evaluates else None,
+        training,
+        model,
+        arguments,
+        training.collate,
+        training.dataset,
+        training.dataset[:B],
+        callbacks=[Steps(training)],
+        processing_class=tokenizer() if event.tokenizer else None,
+        compute_metrics=_accuracy if event.evaluates else None,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)),
-    )  # fmt: skip
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=training.resumes)
     training.metrics += [line[key] for line in trainer.state.log_history for key in line if key in METRICS]

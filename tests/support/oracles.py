@@ -72,10 +72,26 @@ def by_sample(vectors: Tensor, x: Tensor) -> Tensor:
 
 
 def around(
-    x, branch, norm=None, norm_weight=None, norm_bias=None, norm_scale=None, norm_shift=None, norm_eps=1e-5, norm_first=True,
-    post_norm=None, post_norm_weight=None, post_norm_bias=None, post_norm_eps=1e-5, layer_scale=None, resid_dropout_p=0.0,
-    drop_path_p=0.0, residual=True, training=True, **_,
-) -> Tensor:  # fmt: skip
+    x,
+    branch,
+    norm=None,
+    norm_weight=None,
+    norm_bias=None,
+    norm_scale=None,
+    norm_shift=None,
+    norm_eps=1e-5,
+    norm_first=True,
+    post_norm=None,
+    post_norm_weight=None,
+    post_norm_bias=None,
+    post_norm_eps=1e-5,
+    layer_scale=None,
+    resid_dropout_p=0.0,
+    drop_path_p=0.0,
+    residual=True,
+    training=True,
+    **_,
+) -> Tensor:
     """[x +] drop_path(layer_scale * post_norm(dropout(branch(h)))), and its norm if that is not before the branch."""
     h = normed(x, norm, norm_weight, norm_bias, norm_eps) if norm_first else x
     h = h if norm_scale is None else h * (1 + by_sample(norm_scale, x))
@@ -116,9 +132,19 @@ def mlp(x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, activation="gelu", dropou
 
 
 def gated_mlp(
-    x, gate_weight, up_weight, down_weight, activation="silu", dropout_p=0.0, *, gate_bias=None, up_bias=None, down_bias=None,
-    training=True, **_,
-):  # fmt: skip
+    x,
+    gate_weight,
+    up_weight,
+    down_weight,
+    activation="silu",
+    dropout_p=0.0,
+    *,
+    gate_bias=None,
+    up_bias=None,
+    down_bias=None,
+    training=True,
+    **_,
+):
     layers = (up_weight, up_bias), (down_weight, down_bias), (gate_weight, gate_bias)
     return mlp_branch(x, *layers, activation, dropout_p, None, training)
 
@@ -138,9 +164,20 @@ def without_dropout(lora: dict | None, training: bool) -> dict:
 
 
 def mlp_block(
-    x, up_weight, up_bias, down_weight, down_bias, activation="gelu", dropout_p=0.0, *, gate_weight=None, gate_bias=None,
-    lora=None, training=True, **others,
-):  # fmt: skip
+    x,
+    up_weight,
+    up_bias,
+    down_weight,
+    down_bias,
+    activation="gelu",
+    dropout_p=0.0,
+    *,
+    gate_weight=None,
+    gate_bias=None,
+    lora=None,
+    training=True,
+    **others,
+):
     def branch(h):
         layers = (up_weight, up_bias), (down_weight, down_bias), (gate_weight, gate_bias)
         return mlp_branch(h, *layers, activation, dropout_p, lora, training)
@@ -162,8 +199,21 @@ def hidden_by_window(Sq: int, Sk: int, window: tuple[int, int] | None, causal: b
 
 
 def core(
-    q, k, v, hidden, *, scale=None, softcap=None, slopes=None, added=None, sinks=None, p=0.0, state=None, plane=0, rows=0
-):  # fmt: skip
+    q,
+    k,
+    v,
+    hidden,
+    *,
+    scale=None,
+    softcap=None,
+    slopes=None,
+    added=None,
+    sinks=None,
+    p=0.0,
+    state=None,
+    plane=0,
+    rows=0,
+):
     """Attention of q [B, H, Sq, D], k and v [B, H or fewer, Sk, D]. hidden: bool, True = not seen; added: to the scores.
 
     plane: of the dropout mask, which is the first; rows: that a plane of it has, if these are not Sq.
@@ -205,9 +255,21 @@ def core_of_sequences(q, k, v, ends, most, window, causal, **options):
 
 
 def scaled_dot_product_attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, *, window_size=None,
-    alibi_slopes=None, softcap=None, sinks=None, **_,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    window_size=None,
+    alibi_slopes=None,
+    softcap=None,
+    sinks=None,
+    **_,
+):
     state = draw() if dropout_p else None
     options = dict(scale=scale, softcap=softcap, slopes=alibi_slopes, sinks=sinks, p=dropout_p, state=state)
     return masked_core(query, key, value, attn_mask, False, None, window_size, is_causal, **options)
@@ -257,12 +319,41 @@ def masked_core(q, k, v, attn_mask, mask_is_exclusion, key_padding_mask, window,
 
 
 def attention_block(
-    x, qkv_weight, qkv_bias, out_weight, out_bias, num_heads, num_kv_heads=None, *, key_value=None, qkv_layout="qkv",
-    qk_norm=None, qk_norm_kind="rms", qk_norm_eps=1e-6, rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None,
-    mask_is_exclusion=False, key_padding_mask=None, window_size=None, alibi_slopes=None, cu_seqlens=None, max_seqlen=None,
-    scale=None, softcap=None, sinks=None, gate_weight=None, gate_bias=None, gate_in_query=False, dropout_p=0.0, lora=None,
-    residual=False, training=True, **others,
-):  # fmt: skip
+    x,
+    qkv_weight,
+    qkv_bias,
+    out_weight,
+    out_bias,
+    num_heads,
+    num_kv_heads=None,
+    *,
+    key_value=None,
+    qkv_layout="qkv",
+    qk_norm=None,
+    qk_norm_kind="rms",
+    qk_norm_eps=1e-6,
+    rotary=None,
+    rotary_interleaved=False,
+    is_causal=False,
+    attn_mask=None,
+    mask_is_exclusion=False,
+    key_padding_mask=None,
+    window_size=None,
+    alibi_slopes=None,
+    cu_seqlens=None,
+    max_seqlen=None,
+    scale=None,
+    softcap=None,
+    sinks=None,
+    gate_weight=None,
+    gate_bias=None,
+    gate_in_query=False,
+    dropout_p=0.0,
+    lora=None,
+    residual=False,
+    training=True,
+    **others,
+):
     H, H_kv = num_heads, num_kv_heads or num_heads
     lora, p = without_dropout(lora, training), dropout_p if training else 0.0
 
@@ -321,11 +412,36 @@ def attention_block(
 
 
 def latent_attention_block(
-    x, q_weight, kv_a_weight, kv_b_weight, out_weight, num_heads, *, q_bias=None, q_a_weight=None, q_a_bias=None,
-    q_a_norm_weight=None, kv_a_bias=None, kv_a_norm_weight=None, kv_b_bias=None, out_bias=None, latent_norm_eps=1e-6,
-    rotary=None, rotary_interleaved=False, is_causal=False, attn_mask=None, mask_is_exclusion=False, key_padding_mask=None,
-    window_size=None, scale=None, softcap=None, dropout_p=0.0, residual=False, training=True, **others,
-):  # fmt: skip
+    x,
+    q_weight,
+    kv_a_weight,
+    kv_b_weight,
+    out_weight,
+    num_heads,
+    *,
+    q_bias=None,
+    q_a_weight=None,
+    q_a_bias=None,
+    q_a_norm_weight=None,
+    kv_a_bias=None,
+    kv_a_norm_weight=None,
+    kv_b_bias=None,
+    out_bias=None,
+    latent_norm_eps=1e-6,
+    rotary=None,
+    rotary_interleaved=False,
+    is_causal=False,
+    attn_mask=None,
+    mask_is_exclusion=False,
+    key_padding_mask=None,
+    window_size=None,
+    scale=None,
+    softcap=None,
+    dropout_p=0.0,
+    residual=False,
+    training=True,
+    **others,
+):
     rank, H = kv_b_weight.shape[1], num_heads
     rope, v_dim = kv_a_weight.shape[0] - rank, out_weight.shape[1] // H
 
@@ -364,9 +480,18 @@ def of_expert(x, e, gate_up_weight, down_weight, activation, biases=(None, None)
 
 
 def moe_mlp(
-    x, top_k_index, top_k_weights, gate_up_weight, down_weight, activation="silu", *, gate_up_bias=None, down_bias=None,
-    lora=None, **_,
-):  # fmt: skip
+    x,
+    top_k_index,
+    top_k_weights,
+    gate_up_weight,
+    down_weight,
+    activation="silu",
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    lora=None,
+    **_,
+):
     """One expert after the other on its token-expert pairs, added up in float32 at least."""
     y = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for e in range(len(gate_up_weight)):
@@ -398,12 +523,37 @@ def chosen(scores, top_k, score_bias, num_groups, top_groups, group_score) -> Te
 
 
 def moe_block(
-    x, router_weight, gate_up_weight, down_weight, activation="silu", *, top_k, scoring="softmax", normalize=True,
-    score_bias=None, num_groups=1, top_groups=None, group_score="top2", routed_scaling_factor=1.0, router_bias=None,
-    router_dtype=None, gate_up_bias=None, down_bias=None, shared_gate_weight=None, shared_gate_bias=None, shared_up_weight=None,
-    shared_up_bias=None, shared_down_weight=None, shared_down_bias=None, shared_expert_gate=None, lora=None, residual=True,
-    training=True, index=None, **others,
-):  # fmt: skip
+    x,
+    router_weight,
+    gate_up_weight,
+    down_weight,
+    activation="silu",
+    *,
+    top_k,
+    scoring="softmax",
+    normalize=True,
+    score_bias=None,
+    num_groups=1,
+    top_groups=None,
+    group_score="top2",
+    routed_scaling_factor=1.0,
+    router_bias=None,
+    router_dtype=None,
+    gate_up_bias=None,
+    down_bias=None,
+    shared_gate_weight=None,
+    shared_gate_bias=None,
+    shared_up_weight=None,
+    shared_up_bias=None,
+    shared_down_weight=None,
+    shared_down_bias=None,
+    shared_expert_gate=None,
+    lora=None,
+    residual=True,
+    training=True,
+    index=None,
+    **others,
+):
     """(y, router_logits). index: the choice of experts [tokens, k], where that of these logits is not asked for."""
     lora, logits = lora or {}, None
 
@@ -420,9 +570,16 @@ def moe_block(
         weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
         experts = {name: lora[name] for name in ("gate_up", "down") if name in lora}
         f = moe_mlp(
-            h, choice, weights * routed_scaling_factor, gate_up_weight, down_weight, activation, gate_up_bias=gate_up_bias,
-            down_bias=down_bias, lora=experts,
-        )  # fmt: skip
+            h,
+            choice,
+            weights * routed_scaling_factor,
+            gate_up_weight,
+            down_weight,
+            activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            lora=experts,
+        )
         if shared_up_weight is None:
             return f
         updates = {name.removeprefix("shared_"): one for name, one in lora.items() if name.startswith("shared_")}
@@ -439,7 +596,7 @@ def moe_block(
 
 def transformer_layer(
     x, attention_arguments, mlp_arguments, *, cross_attention_arguments=None, parallel=False, training=True, **_
-):  # fmt: skip
+):
     attend = latent_attention_block if "kv_a_weight" in attention_arguments else attention_block
     feed = moe_block if "router_weight" in mlp_arguments else mlp_block
     mid = attend(x, training=training, **{"residual": True} | attention_arguments)
@@ -468,10 +625,26 @@ def entropy_of(z: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(
-    input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ignore_index=-100, label_smoothing=0.0,
-    logit_scale=1.0, softcap=None, z_loss=0.0, return_lse=False, return_log_probs=False, return_entropy=False,
-    return_accuracy=False, top_k=None, lora=None, **_,
-):  # fmt: skip
+    input,
+    linear_weight,
+    target,
+    *,
+    linear_bias=None,
+    weight=None,
+    reduction="mean",
+    ignore_index=-100,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
+    z_loss=0.0,
+    return_lse=False,
+    return_log_probs=False,
+    return_entropy=False,
+    return_accuracy=False,
+    top_k=None,
+    lora=None,
+    **_,
+):
     """The loss alone, or with what else was asked for in the order of CrossEntropyOutput."""
     z = logits_of(input, linear_weight, linear_bias, scale=logit_scale, softcap=softcap, lora=lora)
     classes = not target.is_floating_point()
@@ -484,9 +657,13 @@ def linear_cross_entropy(
     shares = F.one_hot(target.masked_fill(~counted, 0), z.shape[-1]) if classes else target
     shares, weight = shares.to(z.dtype), None if weight is None else weight.to(z.dtype)
     loss = F.cross_entropy(
-        classes_first(z), target if classes else classes_first(shares), weight, reduction=reduction,
-        ignore_index=ignore_index, label_smoothing=label_smoothing,
-    )  # fmt: skip
+        classes_first(z),
+        target if classes else classes_first(shares),
+        weight,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
     lse = torch.logsumexp(z, -1) * counted
     squares = z_loss * lse.square()
     if z_loss:
@@ -509,7 +686,7 @@ def linear_cross_entropy(
 
 def selected_log_probs(
     hidden, weight, tokens, *, bias=None, temperature=1.0, return_entropy=False, lora=None, ignore_index=-100, **_
-):  # fmt: skip
+):
     z = logits_of(hidden, weight, bias, scale=1 / temperature, lora=lora)
     candidates = tokens if tokens.dim() == z.dim() else tokens[..., None]
     counted = candidates != ignore_index
@@ -537,9 +714,21 @@ def reduced_divergence(losses, mask, reduction):
 
 
 def linear_distillation(
-    student_input, student_weight, teacher_input, teacher_weight, *, student_bias=None, teacher_bias=None, beta=0.0,
-    temperature=1.0, softcap=None, teacher_softcap=None, mask=None, reduction="mean", **_,
-):  # fmt: skip
+    student_input,
+    student_weight,
+    teacher_input,
+    teacher_weight,
+    *,
+    student_bias=None,
+    teacher_bias=None,
+    beta=0.0,
+    temperature=1.0,
+    softcap=None,
+    teacher_softcap=None,
+    mask=None,
+    reduction="mean",
+    **_,
+):
     models = (student_input, student_weight, student_bias), (teacher_input, teacher_weight, teacher_bias)
     logits = (logits_of(*one, softcap=cap) for one, cap in zip(models, (softcap, teacher_softcap), strict=True))
     log_q, log_p = ((z / temperature).log_softmax(-1) for z in logits)
@@ -547,9 +736,19 @@ def linear_distillation(
 
 
 def linear_topk_distillation(
-    student_input, student_weight, teacher_log_probs, teacher_tokens, *, student_bias=None, beta=0.0, temperature=1.0,
-    add_tail_bucket=True, mask=None, reduction="mean", **_,
-):  # fmt: skip
+    student_input,
+    student_weight,
+    teacher_log_probs,
+    teacher_tokens,
+    *,
+    student_bias=None,
+    beta=0.0,
+    temperature=1.0,
+    add_tail_bucket=True,
+    mask=None,
+    reduction="mean",
+    **_,
+):
     """Of k classes and of all others as one, or of the k classes, whose probabilities are made to sum to one."""
     log_q = (logits_of(student_input, student_weight, student_bias) / temperature).log_softmax(-1)
     both = [teacher_log_probs.to(log_q.dtype), log_q.gather(-1, teacher_tokens)]

@@ -89,7 +89,7 @@ CASES = {
     "encoder": lambda: (encoder(), (sequence(64),)),
     "head and loss": lambda: with_loss(2, 300),
     "peak at the loss": lambda: with_loss(4, 4000),
-}  # fmt: skip
+}
 
 
 def loss_of(output):

@@ -116,10 +116,19 @@ def step(
 
 
 def check_step(
-    unfused: nn.Module, ours: nn.Module, mesh: DeviceMesh, strategy: str, what: str, *, length: int = S,
-    calls: Sequence[Callable | None] = (None, None), part: Callable[[Tensor], Tensor] | None = None,
-    inputs: Sequence[Tensor] | Tensor | None = None, tolerance: float = 1e-10, **close: float,
-) -> tuple[SavedTensors, SavedTensors]:  # fmt: skip
+    unfused: nn.Module,
+    ours: nn.Module,
+    mesh: DeviceMesh,
+    strategy: str,
+    what: str,
+    *,
+    length: int = S,
+    calls: Sequence[Callable | None] = (None, None),
+    part: Callable[[Tensor], Tensor] | None = None,
+    inputs: Sequence[Tensor] | Tensor | None = None,
+    tolerance: float = 1e-10,
+    **close: float,
+) -> tuple[SavedTensors, SavedTensors]:
     """Results and gradients of both. Returns what they have saved.
 
     calls: of both, if not they themselves. part: of rows, for this rank. inputs: x and what weighs the results.

@@ -122,9 +122,12 @@ Step = tuple[dict[tuple[int, int], float], list[Tensor | None]]  # losses by mic
 
 
 def steps(
-    network: nn.Module, ranks: Sequence[int], micros: int = 1, skips: bool = False,
+    network: nn.Module,
+    ranks: Sequence[int],
+    micros: int = 1,
+    skips: bool = False,
     accumulating: Callable[[bool], AbstractContextManager] = lambda last: contextlib.nullcontext(),
-) -> Iterator[Step]:  # fmt: skip
+) -> Iterator[Step]:
     """Trains on the average of these ranks' losses, each with its rank's masks.
 
     accumulating: makes the context of a micro-batch, given whether it is the step's last.
@@ -154,7 +157,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def check(
     network: nn.Module, expected: Iterator[Step], rank: int, *options, rtol: float = 1e-5, atol: float = 1e-5, **more
-) -> None:  # fmt: skip
+) -> None:
     """Trains as `alone` did, with the options of `steps`: losses, gradients and, through the steps, parameters are the same."""
     for (losses, grads), (of_all, wanted) in zip(steps(network, [rank], *options, **more), expected, strict=True):
         torch.testing.assert_close(losses, {place: of_all[place] for place in losses}, rtol=rtol, atol=atol)

@@ -56,14 +56,35 @@ def inputs() -> tuple[Tensor, Tensor]:
 def state_of(model: nn.Module, *more: Tensor) -> list:
     """All that must be as before, to be compared with torch.equal and ==."""
     generators = [m.generator.get_state() for m in model.modules() if hasattr(m, "generator")]
-    return copy.deepcopy([
-        dict(model.state_dict()), [None if p.grad is None else p.grad.clone() for p in model.parameters()],
-        [sorted(vars(m)) for m in model.modules()], [m.training for m in model.modules()], generators,
-        [(m.calls, m.log, m.nested["a"], sorted(m.nested), m.nested["tensor"], m.mean, m.cache, hasattr(m, "made"))
-         for m in model.modules() if isinstance(m, Stateful)],
-        torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2],
-        [one.detach() for one in more], [one.grad for one in more],
-    ])  # fmt: skip
+    return copy.deepcopy(
+        [
+            dict(model.state_dict()),
+            [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+            [sorted(vars(m)) for m in model.modules()],
+            [m.training for m in model.modules()],
+            generators,
+            [
+                (
+                    m.calls,
+                    m.log,
+                    m.nested["a"],
+                    sorted(m.nested),
+                    m.nested["tensor"],
+                    m.mean,
+                    m.cache,
+                    hasattr(m, "made"),
+                )
+                for m in model.modules()
+                if isinstance(m, Stateful)
+            ],
+            torch.get_rng_state(),
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            np.random.get_state()[2],
+            [one.detach() for one in more],
+            [one.grad for one in more],
+        ]
+    )
 
 
 def same(a, b) -> bool:

@@ -151,10 +151,12 @@ def slack_of(dtype: torch.dtype) -> float:
 WIDE_HEADS = [
     Case(dtype, D, heads, (33, 41), (20, 3), "bool 1HQK", "heads", 0.3, layout)
     for dtype, D, heads, layout in (
-        (torch.bfloat16, 128, (2, 1), "views of one tensor"), (torch.float16, 192, (2, 1), "dense"),
-        (torch.bfloat16, 256, (3, 1), "views of one tensor"), (torch.float32, 256, (1, 1), "expanded gradient"),
+        (torch.bfloat16, 128, (2, 1), "views of one tensor"),
+        (torch.float16, 192, (2, 1), "dense"),
+        (torch.bfloat16, 256, (3, 1), "views of one tensor"),
+        (torch.float32, 256, (1, 1), "expanded gradient"),
     )
-]  # fmt: skip
+]
 
 
 LARGE_CAP = Case(softcap=200.0)  # an error of tanh near 0 grows by so much

@@ -64,10 +64,19 @@ def gradient(backend, tensors, lse, upstream, head, keep=False, db=True, start=0
 
 
 CASES = pairwise(
-    dtype=DTYPES, bias=(True, False), weights=(False, True), weighted=(True, False), softcap=(0.0, 3.0), arg_max=(False, True),
-    entropy=(True, False), logits=(False, True), scale=(1.0, 0.5), keep=(False, True), first=(0, 40),
+    dtype=DTYPES,
+    bias=(True, False),
+    weights=(False, True),
+    weighted=(True, False),
+    softcap=(0.0, 3.0),
+    arg_max=(False, True),
+    entropy=(True, False),
+    logits=(False, True),
+    scale=(1.0, 0.5),
+    keep=(False, True),
+    first=(0, 40),
     size=((37, 45, 75), (64, 32, 64), (1, 5, 3), (70, 3, 33)),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -140,8 +149,10 @@ def test_slices_are_combined(slices, device):
     share = (parts.double() - whole).exp()
     spread = (share * entropies + torch.special.entr(share)).sum(0).nan_to_num(0.0)
     for ours, exact, atol in (
-        (lse, whole, 1e-5), (entropy, spread, 1e-6), (combine(finite, False)[0], finite.double().sum(0), 1e-3),
-    ):  # fmt: skip
+        (lse, whole, 1e-5),
+        (entropy, spread, 1e-6),
+        (combine(finite, False)[0], finite.double().sum(0), 1e-3),
+    ):
         torch.testing.assert_close(ours, exact.float(), rtol=1e-5, atol=atol)
 
 

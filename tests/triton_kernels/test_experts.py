@@ -174,10 +174,13 @@ def test_a_graph_is_captured_and_runs_another_routing(mode):
 @pytest.mark.parametrize(
     ("strides", "row", "unit"),
     [
-        ((4096, 64, 1), "16", None), ((4104, 64, 1), "16", 8), ((4096, 72, 1), "16", 8), ((4100, 64, 1), "unaligned", None),
+        ((4096, 64, 1), "16", None),
+        ((4104, 64, 1), "16", 8),
+        ((4096, 72, 1), "16", 8),
+        ((4100, 64, 1), "unaligned", None),
         ((4096, 68, 1), "unaligned", None),
     ],
-)  # fmt: skip
+)
 def test_tile_choice(strides, row, unit, monkeypatch):
     """Few rows an expert take low tiles; one stride, address or length that is no multiple of 16 makes the launch unaligned."""
     monkeypatch.setattr(experts_tiles, "arch_of", lambda x: 90)

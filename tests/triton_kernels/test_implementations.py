@@ -164,10 +164,12 @@ def epilogues(monkeypatch) -> list[tuple[int, ...]]:
 def test_relus_epilogue_runs_where_z_is_not_saved(epilogues, device):
     library = _choices.primitives("library")
     for shape, given, options in (
-        ((9, 12), ((9, 12), (20, 12), (20,)), {}), ((9, 12), ((9, 12), (20, 12), (20,)), {"save_bits": True}),
-        (None, ((9, 12), (20, 12)), {}), (None, ((9, 12), (20, 12), (20,)), {"save_z": True}),
+        ((9, 12), ((9, 12), (20, 12), (20,)), {}),
+        ((9, 12), ((9, 12), (20, 12), (20,)), {"save_bits": True}),
+        (None, ((9, 12), (20, 12)), {}),
+        (None, ((9, 12), (20, 12), (20,)), {"save_z": True}),
         (None, ((9, 0), (20, 0), (20,)), {}),
-    ):  # fmt: skip
+    ):
         x, w, b = *(torch.randn(one, dtype=torch.bfloat16) for one in given), *[None] * (3 - len(given))
         exact = eager.linear_fwd(*(one if one is None else one.double() for one in (x, w, b)), "relu", "ieee").h
         epilogues.clear()
@@ -203,11 +205,13 @@ def test_libraries_run_what_nobody_measured():
     ours = {
         key
         for key in itertools.product(
-            ("linear_act", "mlp", "gated_mlp", "linear_stack", "moe_mlp"), CAPABILITIES, (BF16, FP16, FP32),
+            ("linear_act", "mlp", "gated_mlp", "linear_stack", "moe_mlp"),
+            CAPABILITIES,
+            (BF16, FP16, FP32),
             _impls.SIZES,
         )
         if _impls.default_impl(*key) != "library"
-    }  # fmt: skip
+    }
     assert ours == {
         ("moe_mlp", (9, 0), dtype, _impls.size_class(n)) for dtype in (BF16, FP16) for n in (256, 512, 1024, 2048)
     }

@@ -88,9 +88,13 @@ def has_meaning(case: dict) -> bool:
     "case",
     pairwise(
         has_meaning,
-        op=tuple(OPS), variant=tuple(range(len(ACTIVATIONS))), dtype=DTYPES, unaligned=(True, False), extras=(True, False),
+        op=tuple(OPS),
+        variant=tuple(range(len(ACTIVATIONS))),
+        dtype=DTYPES,
+        unaligned=(True, False),
+        extras=(True, False),
     ),
-)  # fmt: skip
+)
 def test_like_eager(case, device):
     """Twice eager PyTorch's error at most, in every activation and variant, tiles full or not. Memory is NaN beforehand, and so
     is what a kernel fails to write."""

@@ -114,9 +114,11 @@ SHAPES_OF_HEADS = [
 ]  # fmt: skip
 # dtypes of x, of parameters and angles, of gradients: float32 weights under 16-bit rows, a float32 residual stream
 MIXED = [(dtype,) * 3 for dtype in DTYPES] + [
-    (torch.float32, torch.float32, BF16), (BF16, torch.float32, BF16), (torch.float16, torch.float32, torch.float32),
+    (torch.float32, torch.float32, BF16),
+    (BF16, torch.float32, BF16),
+    (torch.float16, torch.float32, torch.float32),
     (torch.float32, BF16, torch.float32),
-]  # fmt: skip
+]
 
 
 def of_dtypes(t: dict, x: torch.dtype, rest: torch.dtype, grad: torch.dtype) -> dict:

@@ -85,8 +85,10 @@ def test_reports_are_about_the_kernel_that_they_name():
     reports, running = sanitizer.attributed(MEMCHECK)
     assert running is None
     assert {kernel: len(texts) for (kernel, _), texts in reports.items()} == {
-        "_linear_fwd_kernel": 0, "_linear_bwd_kernel": 2, "_sum_rows_kernel": 0,
-    }  # fmt: skip
+        "_linear_fwd_kernel": 0,
+        "_linear_bwd_kernel": 2,
+        "_sum_rows_kernel": 0,
+    }
     lines = sanitizer.lines_of("memcheck", reports, ["norm_fwd/sm_90"])
     assert lines == [
         "memcheck  REPORTS _linear_bwd_kernel: 2: Invalid __global__ read of size 2 bytes at _linear_bwd_kernel+0x1a30 in "
