@@ -45,7 +45,7 @@ from .reading import Steps, is_linear
 from .report import AGAIN, Row
 from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .tokens import LOSSES, NEVER, callers
+from .tokens import NEVER, callers, is_loss, loss_arguments
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
 from .traced import TracedLogits
 
@@ -86,8 +86,8 @@ class Ran(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.taken.update(id(one) for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
-        if function in LOSSES:
-            given = dict(zip(LOSSES[function], args, strict=False)) | kwargs
+        if is_loss(function):
+            given = loss_arguments(args, kwargs)
             logits, target = given["input"], given["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
             self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())

@@ -33,7 +33,6 @@ from .sharding import announces_backward, shards_of, unshard
 from .tokens import (
     COPIES,
     LOGITS,
-    LOSSES,
     NEGATE,
     PARTS,
     SCALES,
@@ -41,6 +40,7 @@ from .tokens import (
     Tokens,
     asks_for_copy,
     form_after,
+    is_loss,
     loss,
     product,
     read_apart,
@@ -76,6 +76,10 @@ REMEDY = (
 )
 
 
+def logits_in(values: Any) -> list[Logits]:
+    return [one for one in leaves_of(values) if isinstance(one, Logits)]
+
+
 class Step(NamedTuple):
     """A call of a function with logits among its arguments."""
 
@@ -95,7 +99,7 @@ class Step(NamedTuple):
     def changes_logits(self) -> bool:
         """May it change their memory, or show it to someone who may?"""
         changed = self.kwargs.get("out", next(iter(self.args), None))
-        return self.name in SHOWING or (self.is_in_place and any(isinstance(one, Logits) for one in leaves_of(changed)))
+        return self.name in SHOWING or (self.is_in_place and bool(logits_in(changed)))
 
     @property
     def clones(self) -> bool:
@@ -115,13 +119,15 @@ class Step(NamedTuple):
     def wants_gradient(self) -> bool:
         """Does it ask for the gradient of logits?"""
         inputs = self.kwargs.get("inputs", self.args[1:2])
-        return self.function is Tensor.retain_grad or (
-            self.function is torch.autograd.grad and any(isinstance(one, Logits) for one in leaves_of(inputs))
-        )
+        return self.function is Tensor.retain_grad or (self.function is torch.autograd.grad and bool(logits_in(inputs)))
+
+    def of(self, values: Callable[[Logits], Any]) -> Any:
+        """The function's result of these in place of logits."""
+        args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
 
     def __call__(self, values: Tensor) -> Any:
-        args, kwargs = mapped(lambda one: values if isinstance(one, Logits) else one, (self.args, self.kwargs))
-        return self.function(*args, **kwargs)
+        return self.of(lambda _: values)
 
     @property
     def others(self) -> list[Any]:
@@ -350,7 +356,7 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
-        given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
+        given = logits_in((step.args, step.kwargs))
         self, matmul = given[0], given[0].matmul
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
@@ -384,8 +390,7 @@ class Logits(Tensor):
             matmul.say(step)
         if step.changes_logits:  # copies that are still to be made are those of before
             matmul.show()
-        args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
-        result = function(*args, **kwargs)
+        result = step.of(Logits.values)
         if any(share(one, values) for one in leaves_of(result) for it in given for values in it.made):
             matmul.show()
         return result
@@ -394,16 +399,14 @@ class Logits(Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function._schema.is_mutable:
             raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
+        step = Step(function, args, kwargs or {})
 
-        def values(one: Any) -> Any:
-            if not isinstance(one, Logits):
-                return one
+        def values(one: Logits) -> Tensor:
             if not one.detached or is_result(one):
-                one.matmul.say(Step(function, (), {}))
+                one.matmul.say(step)
             return one.made[0].detach() if one.made else one.matmul.values(one.steps)
 
-        args, kwargs = mapped(values, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return step.of(values)
 
     def without_values(self, step: Step, given: list[Logits]) -> Any:
         """The step's result without values; None if it needs them."""
@@ -411,17 +414,24 @@ class Logits(Tensor):
             return product(step, *given)
         if len(given) > 1:
             return None
-        if step.function in LOSSES:
-            found = loss(step, self)
-            if found is not None and self.matmul.log is not None:
-                self.matmul.log.append(Wanted(self, step, True))
-            return found
-        found = self.parts(step) if step.name in PARTS else self.followed(step)
-        return statistic(step, self) if found is None and self.matmul.log is None else found
+        matmul = self.matmul
+        if is_loss(step.function):
+            if (found := loss(step, self)) is None:
+                return None
+            matmul.has_loss |= not self.detached
+            if matmul.log is not None:
+                matmul.log.append(Wanted(self, step, True))
+            return matmul.announced(found)
+        followed = self.parts(step) if step.name in PARTS else self.followed(step)
+        if followed is not None or matmul.log is not None or (found := statistic(step, self)) is None:
+            return followed
+        matmul.has_loss |= found.requires_grad
+        return matmul.announced(found)
 
     def followed(self, step: Step) -> Logits | None:
         scale, cap, bias, factor = self.scale, self.cap, self.bias, self.factor
-        if (after := form_after(step, self)) is not None:
+        # in the example's call a head is to see what is no loss: there log_softmax alone
+        if (self.matmul.log is None or step.name == "log_softmax") and (after := form_after(step, self)) is not None:
             form, dtype = after
             tokens = self.tokens.copied(self.shape, dtype)
             return None if tokens is None else self.next(step, tokens, form=form)
@@ -507,27 +517,44 @@ class Logits(Tensor):
             return self.tokens.copied(self.shape, one.dtype)
         return None
 
+    @property
+    def class_dim(self) -> int | None:
+        """The dimension of the classes; None if a token's are in several."""
+        others = self.tokens.others()
+        return None if others is None else next(i for i in range(self.dim()) if i not in others)
+
+    @property
+    def keeps_smoothed(self) -> bool:
+        return torch.is_grad_enabled() and not self.detached
+
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
         """ops.linear_cross_entropy of them and targets of their tokens, in any shape; None if it is not of these."""
-        if self.cap is not None and self.cap <= 0:
-            return None
         matmul, rows = self.matmul, self.tokens.shown()
         if torch.is_grad_enabled() and not self.detached and not options.get("return_accuracy"):
             matmul.gather()
         matmul.check()
         rows = rows if rows.dim() > 1 else rows[None]
-        scale = self.scale * (1.0 if self.cap is None else self.cap)
         bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
+        target = target.reshape(rows.shape[:-1])
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
-            return ops.linear_cross_entropy(
-                rows,
-                matmul.weight,
-                target.reshape(rows.shape[:-1]),
-                linear_bias=bias,
-                logit_scale=scale,
-                softcap=self.cap,
-                lora=matmul.lora,
-                recompute=matmul.mode,
-                workspace=matmul.workspace,
-                **options,
-            )
+            return cross_entropy(matmul, rows, bias, target, self.scale, self.cap, lora=matmul.lora, **options)
+
+
+def cross_entropy(
+    layer: Any, rows: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float | None, **options: Any
+) -> Any:
+    """ops.linear_cross_entropy of scale z, or of cap tanh(scale z), with z = rows weight^T + bias; None for a cap that it does
+    not take. layer: has the weight, and the mode and the workspace of its loss."""
+    if cap is not None and cap <= 0:
+        return None
+    return ops.linear_cross_entropy(
+        rows,
+        layer.weight,
+        target,
+        linear_bias=bias,
+        logit_scale=scale if cap is None else scale * cap,
+        softcap=cap,
+        recompute=layer.mode,
+        workspace=layer.workspace,
+        **options,
+    )

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import ops
-from .logits import REMEDY, Matmul
-from .tokens import LOG_PROBS, LOGITS, NEVER, STATISTICS, dtype_of
+from .logits import REMEDY, Matmul, Step, cross_entropy
+from .tokens import LOG_PROBS, LOGITS, form_after, is_loss, loss, statistic
+from .trace import is_in_place
 
 IN_PLACE = (
     "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
@@ -51,6 +51,9 @@ class TracedLogits:
     x [..., d]: the head's input, of some tokens in the order in which the model sees them. version: the weight's, when x was
     computed. mode, workspace: of the loss.
     """
+
+    factor = 1.0  # as of `Logits`
+    keeps_smoothed = False
 
     def __init__(self, x, weight, bias, version, steps=(), mode="full", workspace=None):
         self.x, self.weight, self.bias, self.version = x, weight, bias, version
@@ -84,6 +87,11 @@ class TracedLogits:
     @property
     def ndim(self) -> int:
         return self.x.dim()
+
+    @property
+    def class_dim(self) -> int | None:
+        """The dimension of the classes; None without one of tokens."""
+        return self.dim() - 1 if self.dim() > 1 else None
 
     @property
     def requires_grad(self) -> bool:
@@ -157,50 +165,6 @@ class TracedLogits:
         """May they be multiplied by it?"""
         return isinstance(other, (int, float)) and self.form == LOGITS
 
-    @_followed
-    def tanh(self) -> Any:
-        return self.of(self.x, ("tanh",)) if self.form == LOGITS else self.read().tanh()
-
-    # -- statistics of their tokens
-
-    @_followed
-    def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
-        if self.form != LOGITS or dim not in (-1, self.dim() - 1):
-            return self.read().log_softmax(dim, dtype=dtype)
-        return self.of(self.x, ("log_softmax", -1, dtype or dtype_of(torch.log_softmax, self, dim=-1)))
-
-    @_followed
-    def gather(self, dim: int, index: Tensor) -> Tensor:
-        tokens = index.dtype == torch.int64 and index.shape == (*self.shape[:-1], 1)
-        found = self.statistic("gather", dim, index[..., 0]) if tokens else None
-        return self.read().gather(dim, index) if found is None else found.to(self.dtype)[..., None]
-
-    @_followed
-    def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
-        found = self.statistic("logsumexp", dim)
-        if found is None:
-            return self.read().logsumexp(dim, keepdim)
-        found = found.to(dtype_of(torch.logsumexp, self, dim=-1))
-        return found[..., None] if keepdim else found
-
-    @_followed
-    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        found = self.statistic("argmax", dim)
-        if found is None:
-            return self.read().argmax(dim, keepdim)
-        return found[..., None] if keepdim else found
-
-    def statistic(self, name: str, dim: Any, target: Tensor | None = None) -> Tensor | None:
-        """What this function of each token's classes returns [...]; None if linear_cross_entropy does not compute it."""
-        last = self.dim() - 1
-        if last < 1 or dim not in (-1, last) or (name, self.form) not in STATISTICS:
-            return None
-        returned, of = STATISTICS[name, self.form]
-        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device) if target is None else target
-        options = {f"return_{one}": True for one in returned}
-        found = self.cross_entropy(target, reduction="none", ignore_index=NEVER, **options)
-        return None if found is None else of(found)
-
     # -- their loss
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
@@ -214,51 +178,17 @@ class TracedLogits:
             elif name in ("mul", "div"):
                 factor = args[0] if name == "mul" else 1 / args[0]
                 scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
-        if cap is not None and cap <= 0:
-            return None
-        return ops.linear_cross_entropy(
-            self.x,
-            self.weight,
-            target,
-            linear_bias=self.bias,
-            logit_scale=scale if cap is None else scale * cap,
-            softcap=cap,
-            recompute=self.mode,
-            workspace=self.workspace,
-            **options,
-        )
+        return cross_entropy(self, self.x, self.bias, target, scale, cap, **options)
 
-    def loss(
-        self,
-        input,
-        target,
-        weight=None,
-        size_average=None,
-        ignore_index=-100,
-        reduce=None,
-        reduction="mean",
-        label_smoothing=0.0,
-        function=F.cross_entropy,
-    ):
-        """F.cross_entropy, or F.nll_loss of log-probabilities."""
-        options = dict(ignore_index=ignore_index, reduction=reduction)
-        if function is F.cross_entropy:
-            options["label_smoothing"] = label_smoothing
-        is_covered = (
-            (self.form != LOGITS or function is F.cross_entropy)
-            and size_average is None
-            and reduce is None
-            and isinstance(target, Tensor)
-            and target.dtype == torch.int64
-            and target.shape == self.x.shape[:-1]
-            and self.dim() == 2
-            and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
-        )
-        loss = self.cross_entropy(target, weight=weight, **options) if is_covered else None
-        if loss is None:
-            return function(self.read(), target, weight, size_average, reduce=reduce, **options)
-        narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
-        return loss.to(self.dtype) if narrow else loss
+    def without_values(self, step: Step) -> Any:
+        """The step's result without values; None if it needs them."""
+        if is_loss(step.function):
+            return loss(step, self)
+        if step.name == "tanh" and len(step.args) == 1 and not step.kwargs and self.form == LOGITS:
+            return self.of(self.x, ("tanh",))
+        if step.name == "log_softmax" and (after := form_after(step, self)) is not None:
+            return self.of(self.x, ("log_softmax", -1, after[1]))
+        return statistic(step, self) if step.name in TOKEN_WISE else None
 
     # -- everything else reads them
 
@@ -282,23 +212,22 @@ class TracedLogits:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
-        if isinstance(first, TracedLogits) and is_compiling():
-            if function is F.cross_entropy or function is F.nll_loss:
-                return first.loss(*args, function=function, **kwargs)
-            if args and not {"input", "out", "sparse_grad"} & set(kwargs) and (name := _method(function, len(args))):
-                return getattr(first, name)(*args[1:], **kwargs)
-        if kwargs.get("out") is not None or kwargs.get("inplace") or _changes(function):
+        step = Step(function, args, kwargs or {})
+        logits = args[0] if args else step.kwargs.get("input")
+        if isinstance(logits, TracedLogits) and is_compiling():
+            result = logits.without_values(step)
+            if result is not None:
+                return result
+        if step.kwargs.get("out") is not None or step.kwargs.get("inplace") or step.name in CHANGING:
             raise RuntimeError(IN_PLACE)
-        args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
-        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in kwargs.items()}
+        args = [one.read() if isinstance(one, TracedLogits) else one for one in args]
+        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in step.kwargs.items()}
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if _is_in_place(name):
+        if is_in_place(name):
             raise RuntimeError(IN_PLACE)
         return getattr(self.read(), name)
 
@@ -308,63 +237,27 @@ class TracedLogits:
     __hash__ = object.__hash__
 
 
-def _method(function: Callable, positional: int) -> str | None:
-    """The name of the method above that this function is. Dynamo cannot look for a function in a dict."""
-    for one, name in (
-        (torch.tanh, "tanh"), (torch.log_softmax, "log_softmax"), (torch.gather, "gather"), (torch.logsumexp, "logsumexp"),
-        (torch.argmax, "argmax"),
-    ):  # fmt: skip
-        if function is one:
-            return name
-    return "log_softmax" if function is F.log_softmax and positional <= 2 else None  # the third is _stacklevel
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_")
-
-
-IN_PLACE_FUNCTIONS = frozenset(
-    one for holder in (torch, Tensor, F) for name, one in vars(holder).items() if _is_in_place(name) and callable(one)
-)
-OPERATORS = Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__, Tensor.__setitem__
-COMMON = (
-    *OPERATORS,
-    Tensor.add_,
-    Tensor.sub_,
-    Tensor.mul_,
-    Tensor.div_,
-    Tensor.clamp_,
-    Tensor.masked_fill_,
-    Tensor.copy_,
+# Statistics of tokens that the graph has without logits.
+TOKEN_WISE = frozenset(("argmax", "gather", "logsumexp"))
+# Names of functions that change their first argument. Of a function's name Dynamo knows only whether it is in a set.
+CHANGING = frozenset(
+    name for holder in (torch, Tensor, F) for name in dir(holder) if is_in_place(name) or name == "__setitem__"
 )
 
 
-def _changes(function: Callable) -> bool:
-    """Is it in place? Dynamo cannot look for a function in a set: there the common ones."""
-    if not is_compiling():
-        return function in IN_PLACE_FUNCTIONS or function in OPERATORS
-    for one in COMMON:  # noqa: SIM110
-        if function is one:
-            return True
-    return False
+def _as_function(function: Callable) -> Callable:
+    """The method of logits that calls this function of them."""
 
-
-def _reading(name: str) -> Callable:
-    def method(self, *args):
-        args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
-        return getattr(self.read(), name)(*args)
+    def method(self, *args, **kwargs):
+        return TracedLogits.__torch_function__(function, (), (self, *args), kwargs)
 
     return method
 
 
-def _refusing(self, *args):
-    raise RuntimeError(IN_PLACE)
-
-
+for _name in ("log_softmax", "tanh", *TOKEN_WISE):
+    setattr(TracedLogits, _name, _as_function(getattr(torch, _name)))
 for _name in (
     "add", "radd", "sub", "rsub", "rtruediv", "pow", "neg", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
-    "len", "iter", "array",
+    "len", "iter", "array", "setitem", "iadd", "isub", "imul", "itruediv", "ipow",
 ):  # fmt: skip
-    setattr(TracedLogits, f"__{_name}__", _reading(f"__{_name}__"))
-for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow"):
-    setattr(TracedLogits, f"__{_name}__", _refusing)
+    setattr(TracedLogits, f"__{_name}__", _as_function(getattr(Tensor, f"__{_name}__")))
