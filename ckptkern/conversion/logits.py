@@ -507,8 +507,7 @@ class Logits(Tensor):
             and one.numel() == V
             and one.dim() <= self.dim()
             and one.device == self.device
-            and one.dtype in (self.dtype, torch.float32)
-            and torch.promote_types(one.dtype, self.dtype) == one.dtype
+            and one.dtype in (self.dtype, torch.promote_types(self.dtype, torch.float32))
             and self.tokens.others() == list(range(self.dim() - 1))
             and self.cap is None
             and self.scale

@@ -52,8 +52,9 @@ class TracedLogits:
     computed. mode, workspace: of the loss.
     """
 
-    factor = 1.0  # as of `Logits`
-    keeps_smoothed = False
+    factor, keeps_smoothed = 1.0, False  # as of `Logits`
+    requires_grad = True
+    read_as: Tensor | None = None  # outside of the graph
 
     def __init__(self, x, weight, bias, version, steps=(), mode="full", workspace=None):
         self.x, self.weight, self.bias, self.version = x, weight, bias, version
@@ -81,24 +82,9 @@ class TracedLogits:
         return LOG_PROBS if any(step[0] == "log_softmax" for step in self.steps) else LOGITS
 
     @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def ndim(self) -> int:
-        return self.x.dim()
-
-    @property
     def class_dim(self) -> int | None:
         """The dimension of the classes; None without one of tokens."""
         return self.dim() - 1 if self.dim() > 1 else None
-
-    @property
-    def requires_grad(self) -> bool:
-        return True
-
-    def dim(self) -> int:
-        return self.x.dim()
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -115,12 +101,10 @@ class TracedLogits:
 
     @_followed
     def to(self, *args, **kwargs) -> Any:
-        one = (
-            args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if len(kwargs) == 1 and not args else None
-        )
-        if isinstance(one, torch.dtype) and (one == self.dtype or (self.dtype.itemsize < 4 and one == torch.float32)):
-            return self if one == self.dtype else self.float()
-        if isinstance(one, (torch.device, str)) and torch.device(one) == self.device:
+        wanted = [*args, *kwargs.values()]
+        if wanted == [self.dtype] or (wanted == [torch.float32] and self.dtype.itemsize < 4):
+            return self.float() if wanted == [torch.float32] else self
+        if len(wanted) == 1 and isinstance(wanted[0], (torch.device, str)) and torch.device(wanted[0]) == self.device:
             return self
         return self.read().to(*args, **kwargs)
 
@@ -131,14 +115,13 @@ class TracedLogits:
     @_followed
     def reshape(self, *shape) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        if len(sizes) > 1 and not isinstance(sizes[-1], torch.dtype) and sizes[-1] == self.weight.shape[0]:
+        if len(sizes) > 1 and sizes[-1] == self.weight.shape[0]:
             return self.of(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
         return self.read().reshape(*sizes)
 
     @_followed
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        last = self.dim() - 1
-        if end_dim % self.dim() < last:
+        if end_dim % self.dim() < self.dim() - 1:
             return self.of(self.x.flatten(start_dim, end_dim))
         return self.read().flatten(start_dim, end_dim)
 
@@ -151,19 +134,18 @@ class TracedLogits:
 
     @_followed
     def __mul__(self, other: Any) -> Any:
-        return self.of(self.x, ("mul", other)) if self.takes(other) else self.read() * other
+        return self.scaled("mul", other)
 
-    @_followed
-    def __rmul__(self, other: Any) -> Any:
-        return self * other
+    __rmul__ = __mul__
 
     @_followed
     def __truediv__(self, other: Any) -> Any:
-        return self.of(self.x, ("div", other)) if self.takes(other) else self.read() / other
+        return self.scaled("div", other)
 
-    def takes(self, other: Any) -> bool:
-        """May they be multiplied by it?"""
-        return isinstance(other, (int, float)) and self.form == LOGITS
+    def scaled(self, name: str, other: Any) -> Any:
+        if isinstance(other, (int, float)) and self.form == LOGITS:
+            return self.of(self.x, (name, other))
+        return getattr(self.read(), name)(other)
 
     # -- their loss
 
@@ -196,14 +178,14 @@ class TracedLogits:
         """In the graph their values, outside of it the `Logits` of the same matmul."""
         if is_compiling():
             return self.after(F.linear(self.x, self.weight, self.bias))
-        if self.__dict__.get("read_as") is None:
+        if self.read_as is None:
             if int(self.version) != self.weight._version:
                 raise RuntimeError(
                     f"ckptkern.convert: the head's weight changed before the logits were computed. {REMEDY}"
                 )
             logits = Matmul(self.x, self.weight, self.bias, self.mode, workspace=self.workspace).logits()
-            self.__dict__["read_as"] = self.after(logits)
-        return self.__dict__["read_as"]
+            self.read_as = self.after(logits)
+        return self.read_as
 
     def after(self, z: Tensor) -> Tensor:
         for name, *args in self.steps:
@@ -227,6 +209,8 @@ class TracedLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in ("device", "dim", "ndim"):
+            return getattr(self.x, name)
         if is_in_place(name):
             raise RuntimeError(IN_PLACE)
         return getattr(self.read(), name)
