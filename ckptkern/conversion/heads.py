@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +148,11 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     return template if error <= TOLERANCE else None
 
 
+def kinds_of(tensors: Iterable[Tensor | None]) -> str:
+    """The classes of those that are no plain memory."""
+    return " and a ".join(sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN}))
+
+
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
@@ -179,7 +184,7 @@ class Head(Forward):
         if compiling:
             weight = self.linear.weight
             version = torch.ops.ckptkern.version_of(weight.detach())
-            return TracedLogits(args[0], weight, self.linear.bias, version, (), mode, self.workspace)
+            return TracedLogits(args[0], weight, self.linear.bias, version, mode, self.workspace)
         matmul = Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora)
         if self.log is None:
             self.count("fused")
@@ -214,9 +219,8 @@ class Head(Forward):
             why = f"it is of class {kind.__name__}, and was {self.kind.__name__}"
         elif hooked(self.module) and not stays_gathered(self.module):
             why = "it has a hook"
-        elif not PLAIN.issuperset(map(type, tensors)):
-            others = sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN})
-            why = f"its input, weight or bias is a {' and a '.join(others)}"
+        elif others := kinds_of(tensors):
+            why = f"its input, weight or bias is a {others}"
         elif not strided(module):
             why = "its weight is sparse"
         elif not (
@@ -269,8 +273,8 @@ class Norm(Forward):
         if len(args) != 1 or kwargs:
             return "it is called with more than its input"
         tensors = (*args, *self.module.parameters(recurse=False))
-        if others := [type(one).__name__ for one in tensors if type(one) not in PLAIN]:
-            return f"its input or weight is a {others[0]}"
+        if others := kinds_of(tensors):
+            return f"its input or weight is a {others}"
         if args[0].dim() < 2:
             return "its input has no dimension of tokens"
         return "it has a hook" if hooked(self.module) else ""

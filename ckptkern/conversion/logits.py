@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from .. import ops, state
+from .. import state
 from ..memory import placeholders
 from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
@@ -37,6 +37,7 @@ from .tokens import (
     PARTS,
     SCALES,
     VIEWS,
+    Formula,
     Tokens,
     asks_for_copy,
     form_after,
@@ -324,19 +325,15 @@ def is_result(logits: Logits) -> bool:
 
 
 class Logits(Tensor):
-    """What a Matmul's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
+    """What a Matmul's logits z are after some steps, by a formula, of some tokens.
 
     It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
     """
 
     matmul: Matmul
     tokens: Tokens
-    scale: float = 1.0
-    cap: float | None = None
-    bias: Tensor | None = None
+    formula: Formula = Formula()
     steps: tuple[Step, ...] = ()
-    form: str = LOGITS  # which function of that over the classes they are
-    factor: float = 1.0  # which that function is multiplied by
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     source: Logits | None = None  # what the last step was called with
     made: list[Tensor]  # its values, if there are any; shared with its node
@@ -429,14 +426,14 @@ class Logits(Tensor):
         return matmul.announced(found)
 
     def followed(self, step: Step) -> Logits | None:
-        scale, cap, bias, factor = self.scale, self.cap, self.bias, self.factor
+        formula = self.formula
         # in the example's call a head is to see what is no loss: there log_softmax alone
         if (self.matmul.log is None or step.name == "log_softmax") and (after := form_after(step, self)) is not None:
             form, dtype = after
             tokens = self.tokens.copied(self.shape, dtype)
-            return None if tokens is None else self.next(step, tokens, form=form)
+            return None if tokens is None else self.next(step, tokens, formula._replace(form=form))
         if (
-            (self.form != LOGITS and step.name not in VIEWS | COPIES | SCALES)
+            (formula.form != LOGITS and step.name not in VIEWS | COPIES | SCALES)
             or (step.name == "detach" and self.matmul.log is not None)
             or asks_for_copy(step, self)
         ):
@@ -446,30 +443,32 @@ class Logits(Tensor):
             return None
         if step.name in ADD:
             (added,) = step.others
-            added = added.detach().reshape(-1) / scale
-            bias = added if bias is None else bias + added
+            added = added.detach().reshape(-1) / formula.scale
+            formula = formula._replace(added=added if formula.added is None else formula.added + added)
         elif step.name == "tanh":
-            if cap is not None or len(step.args) != 1 or step.kwargs:
+            if formula.cap is not None or len(step.args) != 1 or step.kwargs:
                 return None
-            cap = 1.0
+            formula = formula._replace(cap=1.0)
         elif step.name in SCALES:
             number = None if step.is_in_place else step.number()
             if number is None:
                 return None
-            if self.form != LOGITS:
-                factor *= number
-            else:
-                scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
-        return self.next(step, tokens, scale=scale, cap=cap, bias=bias, factor=factor)
+            formula = formula.times(number)
+        return self.next(step, tokens, formula)
 
-    def next(self, step: Step, tokens: Tokens, **changed: Any) -> Logits:
+    def next(self, step: Step, tokens: Tokens, formula: Formula, detached: bool | None = None) -> Logits:
         """What they are after this step."""
+        detached = self.detached if detached is None else detached
+        detached |= step.name == "detach" or not torch.is_grad_enabled()
         fields = {
-            name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "form", "factor", "detached")
-        } | changed
-        fields["detached"] |= step.name == "detach" or not torch.is_grad_enabled()
-        fields |= {"tokens": tokens, "source": self, "steps": (*self.steps, step)}
-        return _LazyLogits.apply(fields, *(one.detach() if fields["detached"] else one for one in self.matmul.tensors))
+            "matmul": self.matmul,
+            "tokens": tokens,
+            "formula": formula,
+            "detached": detached,
+            "source": self,
+            "steps": (*self.steps, step),
+        }
+        return _LazyLogits.apply(fields, *(one.detach() if detached else one for one in self.matmul.tensors))
 
     @property
     def history(self) -> Iterator[Logits]:
@@ -509,8 +508,8 @@ class Logits(Tensor):
             and one.device == self.device
             and one.dtype in (self.dtype, torch.promote_types(self.dtype, torch.float32))
             and self.tokens.others() == list(range(self.dim() - 1))
-            and self.cap is None
-            and self.scale
+            and self.formula.cap is None
+            and self.formula.scale
             and not step.is_in_place
         ):
             return self.tokens.copied(self.shape, one.dtype)
@@ -533,27 +532,6 @@ class Logits(Tensor):
             matmul.gather()
         matmul.check()
         rows = rows if rows.dim() > 1 else rows[None]
-        bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
         target = target.reshape(rows.shape[:-1])
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
-            return cross_entropy(matmul, rows, bias, target, self.scale, self.cap, lora=matmul.lora, **options)
-
-
-def cross_entropy(
-    layer: Any, rows: Tensor, bias: Tensor | None, target: Tensor, scale: float, cap: float | None, **options: Any
-) -> Any:
-    """ops.linear_cross_entropy of scale z, or of cap tanh(scale z), with z = rows weight^T + bias; None for a cap that it does
-    not take. layer: has the weight, and the mode and the workspace of its loss."""
-    if cap is not None and cap <= 0:
-        return None
-    return ops.linear_cross_entropy(
-        rows,
-        layer.weight,
-        target,
-        linear_bias=bias,
-        logit_scale=scale if cap is None else scale * cap,
-        softcap=cap,
-        recompute=layer.mode,
-        workspace=layer.workspace,
-        **options,
-    )
+            return self.formula.cross_entropy(matmul, rows, target, lora=matmul.lora, **options)

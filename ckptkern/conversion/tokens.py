@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import ops
 from ..memory import placeholders
 from ..subclasses import PLAIN
 from .reading import DIVIDE, MULTIPLY
@@ -229,6 +230,42 @@ NAMES = {
 LOSS_ARGUMENTS = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
+
+
+class Formula(NamedTuple):
+    """Which function of a head's z = x weight^T + bias logits are: a form, times a factor, of scale (z + added), or of cap
+    times the tanh of that."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    added: Tensor | None = None
+    form: str = LOGITS
+    factor: float = 1.0
+
+    def times(self, number: float) -> Formula:
+        if self.form != LOGITS:
+            return self._replace(factor=self.factor * number)
+        return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
+
+    def cross_entropy(self, layer: Any, rows: Tensor, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take. layer: has the parameters,
+        and the mode and the workspace of its loss."""
+        cap, bias, added = self.cap, layer.bias, self.added
+        if cap is not None and cap <= 0:
+            return None
+        return ops.linear_cross_entropy(
+            rows,
+            layer.weight,
+            target,
+            linear_bias=bias if added is None else added if bias is None else bias + added,
+            logit_scale=self.scale if cap is None else self.scale * cap,
+            softcap=cap,
+            recompute=layer.mode,
+            workspace=layer.workspace,
+            **options,
+        )
+
+
 # What linear_cross_entropy returns for a function of each, and how it is computed of that.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
@@ -269,11 +306,11 @@ def lead_of(logits: Any) -> tuple[int, ...]:
 def form_after(step: Any, logits: Tensor) -> tuple[str, torch.dtype] | None:
     """Which function of the logits the result is, over their classes, and its dtype, under autocast too; None if it is none of
     these."""
-    form = AFTER.get((step.name, logits.form))
+    form = AFTER.get((step.name, logits.formula.form))
     if form is None:
         return None
     if step.name == "exp":
-        whole = len(step.args) == 1 and not step.kwargs and logits.factor == 1
+        whole = len(step.args) == 1 and not step.kwargs and logits.formula.factor == 1
         return (form, dtype_of(step.function, logits)) if whole else None
     arguments = given(step, logits)
     if arguments is None:
@@ -288,14 +325,16 @@ def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
 
 def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
     """p log p, or p z, of the same logits; None for another function of two."""
-    form = MULTIPLIED.get(frozenset((one.form, other.form)))
+    ours, theirs = one.formula, other.formula
+    form = MULTIPLIED.get(frozenset((ours.form, theirs.form)))
     if form is None or step.name not in MULTIPLY or len(step.args) != 2 or step.kwargs or step.is_in_place:
         return None
-    same = all(getattr(one, name) is getattr(other, name) for name in ("matmul", "bias", "detached"))
     tokens = one.tokens.copied(one.shape, torch.promote_types(one.dtype, other.dtype))
     if not (
-        same
-        and (one.scale, one.cap) == (other.scale, other.cap)
+        one.matmul is other.matmul
+        and one.detached == other.detached
+        and ours.added is theirs.added
+        and ours[:2] == theirs[:2]
         and tokens is not None
         and one.tokens.are(other.tokens)
     ):
@@ -306,17 +345,18 @@ def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
     def mul(values: Tensor) -> Tensor:
         return step.function(*(functools.reduce(lambda z, after: after(z), steps, values) for steps in factors))
 
-    of = {name: getattr(one, name) for name in ("scale", "cap", "bias")} | {"factor": one.factor * other.factor}
-    return origin.next(step._replace(function=mul, args=(origin,)), tokens, form=form, detached=one.detached, **of)
+    formula = ours._replace(form=form, factor=ours.factor * theirs.factor)
+    return origin.next(step._replace(function=mul, args=(origin,)), tokens, formula, one.detached)
 
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
     """The function's result without logits; None if it is none of these, or not over all classes of a token."""
-    spread = SPREAD.get(step.name) if logits.form == LOG_PROBS else None
-    if spread is None and (step.name, logits.form) not in STATISTICS:
+    form, factor = logits.formula[-2:]
+    spread = SPREAD.get(step.name) if form == LOG_PROBS else None
+    if spread is None and (step.name, form) not in STATISTICS:
         return None
     arguments = given(step, logits)
-    if arguments is None or (step.name == "argmax" and logits.factor != 1):
+    if arguments is None or (step.name == "argmax" and factor != 1):
         return None
     dim, index, dtype, lead = logits.class_dim, arguments.get("index"), arguments.get("dtype"), lead_of(logits)
     if step.name == "gather" and (
@@ -337,8 +377,8 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
     else:
         # gather of log-probabilities computes both in one pass over the head's matmul, for a sum of the same tensor that
         # follows, as in label smoothing
-        both = step.name == "gather" and logits.form == LOG_PROBS and logits.keeps_smoothed
-        returned, of = STATISTICS[step.name, logits.form]
+        both = step.name == "gather" and form == LOG_PROBS and logits.keeps_smoothed
+        returned, of = STATISTICS[step.name, form]
         options |= {f"return_{one}": True for one in returned} | ({"label_smoothing": 1.0} if both else {})
         result = logits.cross_entropy(target, **options)
         if both and result is not None:
@@ -347,7 +387,7 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
     if result is None:
         return None
     if step.name != "argmax":  # a new tensor, which may be changed in place
-        factor = logits.factor if spread is None else logits.factor * spread(logits.tokens.classes)
+        factor = factor if spread is None else factor * spread(logits.tokens.classes)
         dtype = dtype or (logits.dtype if step.name == "gather" else dtype_of(step.function, logits, dim=-1))
         result = (result * factor).to(dtype)
     result = result.reshape(lead)
@@ -370,8 +410,8 @@ def loss(step: Any, logits: Any) -> Tensor | None:
     arguments = loss_arguments(step.args, step.kwargs)
     target, weight = arguments["target"], arguments.get("weight")
     options = {name: arguments[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in arguments}
-    is_nll, are_log_probs = step.function is F.nll_loss, logits.form == LOG_PROBS
-    covered = ((are_log_probs and (is_nll or logits.factor == 1)) or (logits.form == LOGITS and not is_nll)) and (
+    is_nll, (form, factor) = step.function is F.nll_loss, logits.formula[-2:]
+    covered = ((form == LOG_PROBS and (is_nll or factor == 1)) or (form == LOGITS and not is_nll)) and (
         isinstance(target, Tensor)
         and target.dtype == torch.int64
         and target.device == logits.device
@@ -385,7 +425,7 @@ def loss(step: Any, logits: Any) -> Tensor | None:
     result = logits.cross_entropy(target, weight=weight, **options) if covered else None
     if result is None:
         return None
-    result = result if logits.factor == 1 else result * logits.factor
+    result = result if factor == 1 else result * factor
     narrow = logits.dtype.itemsize < 4 and not torch.is_autocast_enabled(logits.device.type)
     result = result.to(logits.dtype) if narrow else result
     return result.reshape(target.shape) if result.dim() else result

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .logits import REMEDY, Matmul, Step, cross_entropy
-from .tokens import LOG_PROBS, LOGITS, form_after, is_loss, loss, statistic
+from .logits import REMEDY, Matmul, Step
+from .tokens import LOGITS, Formula, form_after, is_loss, loss, statistic
 from .trace import is_in_place
 
 IN_PLACE = (
     "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
     "exclude= for this layer"
 )
+UNCHANGED = Formula()
 _library = torch.library.Library("ckptkern", "FRAGMENT")
 _library.define("version_of(Tensor x) -> Tensor")
 for _key in ("CPU", "CUDA"):
@@ -52,16 +53,17 @@ class TracedLogits:
     computed. mode, workspace: of the loss.
     """
 
-    factor, keeps_smoothed = 1.0, False  # as of `Logits`
+    keeps_smoothed = False  # as of `Logits`
     requires_grad = True
     read_as: Tensor | None = None  # outside of the graph
 
-    def __init__(self, x, weight, bias, version, steps=(), mode="full", workspace=None):
+    def __init__(self, x, weight, bias, version, mode, workspace, steps=(), formula=UNCHANGED):
         self.x, self.weight, self.bias, self.version = x, weight, bias, version
-        self.steps, self.mode, self.workspace = steps, mode, workspace
+        self.mode, self.workspace, self.steps, self.formula = mode, workspace, steps, formula
 
-    def of(self, x: Tensor, *steps: tuple) -> TracedLogits:
-        return TracedLogits(x, self.weight, self.bias, self.version, (*self.steps, *steps), self.mode, self.workspace)
+    def of(self, x: Tensor, *steps: tuple, formula: Formula | None = None) -> TracedLogits:
+        call = self.weight, self.bias, self.version, self.mode, self.workspace
+        return TracedLogits(x, *call, (*self.steps, *steps), formula or self.formula)
 
     # -- what they are
 
@@ -75,11 +77,6 @@ class TracedLogits:
         for name, *args in self.steps:
             found = args[-1] if name in ("to", "log_softmax") else found
         return found
-
-    @property
-    def form(self) -> str:
-        """Which function of the logits they are."""
-        return LOG_PROBS if any(step[0] == "log_softmax" for step in self.steps) else LOGITS
 
     @property
     def class_dim(self) -> int | None:
@@ -134,42 +131,34 @@ class TracedLogits:
 
     @_followed
     def __mul__(self, other: Any) -> Any:
-        return self.scaled("mul", other)
+        return self.scaled("mul", other, other)
 
     __rmul__ = __mul__
 
     @_followed
     def __truediv__(self, other: Any) -> Any:
-        return self.scaled("div", other)
+        return self.scaled("div", other, 1 / other if isinstance(other, (int, float)) and other else None)
 
-    def scaled(self, name: str, other: Any) -> Any:
-        if isinstance(other, (int, float)) and self.form == LOGITS:
-            return self.of(self.x, (name, other))
+    def scaled(self, name: str, other: Any, number: Any) -> Any:
+        if isinstance(number, (int, float)) and self.formula.form == LOGITS:
+            return self.of(self.x, (name, other), formula=self.formula.times(number))
         return getattr(self.read(), name)(other)
 
     # -- their loss
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of them: of scale z, or cap tanh(scale z); None for what it does not compute."""
-        scale, cap = 1.0, None
-        for name, *args in self.steps:
-            if name == "tanh":
-                if cap is not None:
-                    return None
-                cap = 1.0
-            elif name in ("mul", "div"):
-                factor = args[0] if name == "mul" else 1 / args[0]
-                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
-        return cross_entropy(self, self.x, self.bias, target, scale, cap, **options)
+        return self.formula.cross_entropy(self, self.x, target, **options)
 
     def without_values(self, step: Step) -> Any:
         """The step's result without values; None if it needs them."""
         if is_loss(step.function):
             return loss(step, self)
-        if step.name == "tanh" and len(step.args) == 1 and not step.kwargs and self.form == LOGITS:
-            return self.of(self.x, ("tanh",))
+        form, cap = self.formula.form, self.formula.cap
+        if step.name == "tanh" and len(step.args) == 1 and not step.kwargs and form == LOGITS and cap is None:
+            return self.of(self.x, ("tanh",), formula=self.formula._replace(cap=1.0))
         if step.name == "log_softmax" and (after := form_after(step, self)) is not None:
-            return self.of(self.x, ("log_softmax", -1, after[1]))
+            form, dtype = after
+            return self.of(self.x, ("log_softmax", -1, dtype), formula=self.formula._replace(form=form))
         return statistic(step, self) if step.name in TOKEN_WISE else None
 
     # -- everything else reads them
