@@ -45,7 +45,7 @@ from .reading import Steps, is_linear
 from .report import AGAIN, Row
 from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .tokens import NEVER, callers, is_loss, loss_arguments
+from .tokens import NEVER, after, callers, is_loss, loss_arguments
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
 from .traced import TracedLogits
 
@@ -313,7 +313,7 @@ class Chain(NamedTuple):
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""
         matmul = self.matmul.of(flat, mode or "full")
         values = matmul.values() if mode is None else matmul.logits()
-        return functools.reduce(lambda z, step: step(z), self.steps, values)
+        return after(self.steps, values)
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
@@ -382,7 +382,7 @@ class Heads:
                 head.log, module.forward = [], head
             with seeded(), unmoved(self.model), torch.no_grad():
                 self.model.eval()
-                after = scalars(self.model(*args, **kwargs))
+                returned = scalars(self.model(*args, **kwargs))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -391,7 +391,7 @@ class Heads:
         read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
         wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
-        for ours, theirs in zip(after, self.before, strict=True):
+        for ours, theirs in zip(returned, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
         fused = [head for head in heads.values() if any(one.covered for one in head.log)]

@@ -39,6 +39,7 @@ from .tokens import (
     VIEWS,
     Formula,
     Tokens,
+    after,
     asks_for_copy,
     form_after,
     is_loss,
@@ -216,8 +217,8 @@ class Matmul:
         all ranks compute."""
         if self.before_backward and not self.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
-            x, *parameters = zip(self.marks, self.tensors, strict=True)
-            self.marks = [x[0], *((version, one.data_ptr()) for (version, _), one in parameters)]
+            pairs = list(zip(self.marks, self.tensors, strict=True))
+            self.marks[1:] = [(version, one.data_ptr()) for (version, _), one in pairs[1:]]
 
     def announced(self, result: Tensor) -> Tensor:
         """The result, whose backward fully_shard's hooks hear of."""
@@ -238,9 +239,7 @@ class Matmul:
                 dropout = dropout_arguments(update.rng, update.dropout_p)
                 a, b = a.to(self.lora_dtype), b.to(self.lora_dtype)
                 y = y + LowRank(a, b, update.scale, dropout, 0).reference(tensors[0].to(self.x.dtype))
-        for step in steps:
-            y = step(y)
-        return y
+        return after(steps, y)
 
     def say(self, step: Step) -> None:
         """Says why values are computed with a graph, once."""
@@ -340,8 +339,6 @@ class Logits(Tensor):
     apart: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
-    __hash__ = object.__hash__
-
     def values(self) -> Tensor:
         """Those of the matmul, which are made once, after the steps."""
         if not self.made:
@@ -428,8 +425,8 @@ class Logits(Tensor):
     def followed(self, step: Step) -> Logits | None:
         formula = self.formula
         # in the example's call a head is to see what is no loss: there log_softmax alone
-        if (self.matmul.log is None or step.name == "log_softmax") and (after := form_after(step, self)) is not None:
-            form, dtype = after
+        if (self.matmul.log is None or step.name == "log_softmax") and (found := form_after(step, self)) is not None:
+            form, dtype = found
             tokens = self.tokens.copied(self.shape, dtype)
             return None if tokens is None else self.next(step, tokens, formula._replace(form=form))
         if (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -183,6 +183,11 @@ def callers(count: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def after(steps: Iterable[Callable], values: Tensor) -> Tensor:
+    """What these steps make of values."""
+    return functools.reduce(lambda z, step: step(z), steps, values)
+
+
 def values_apart(logits: Any) -> Tensor:
     """Computes the values without a graph. Those of what detach() returned are computed once, as long as it lives."""
     with torch.inference_mode(False), torch.no_grad():
@@ -193,7 +198,7 @@ def values_apart(logits: Any) -> Tensor:
             return logits.matmul.values(logits.steps)
         if origin.apart is None:
             origin.apart = logits.matmul.values(origin.steps)
-        return functools.reduce(lambda z, step: step(z), logits.steps[len(origin.steps) :], origin.apart)
+        return after(logits.steps[len(origin.steps) :], origin.apart)
 
 
 def read_apart(step: Any, given: list[Any]) -> Any:
@@ -343,7 +348,7 @@ def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
     factors = one.steps[len(origin.steps) :], other.steps[len(origin.steps) :]
 
     def mul(values: Tensor) -> Tensor:
-        return step.function(*(functools.reduce(lambda z, after: after(z), steps, values) for steps in factors))
+        return step.function(*(after(steps, values) for steps in factors))
 
     formula = ours._replace(form=form, factor=ours.factor * theirs.factor)
     return origin.next(step._replace(function=mul, args=(origin,)), tokens, formula, one.detached)

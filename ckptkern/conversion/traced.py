@@ -28,9 +28,8 @@ IN_PLACE = (
 UNCHANGED = Formula()
 _library = torch.library.Library("ckptkern", "FRAGMENT")
 _library.define("version_of(Tensor x) -> Tensor")
-for _key in ("CPU", "CUDA"):
+for _key in ("CPU", "CUDA", "Meta"):
     _library.impl("version_of", lambda x: torch.full((), x._version, dtype=torch.int64, device=x.device), _key)
-_library.impl("version_of", lambda x: torch.empty((), dtype=torch.int64, device=x.device), "Meta")
 
 
 def _followed(method: Callable) -> Callable:
@@ -156,8 +155,8 @@ class TracedLogits:
         form, cap = self.formula.form, self.formula.cap
         if step.name == "tanh" and len(step.args) == 1 and not step.kwargs and form == LOGITS and cap is None:
             return self.of(self.x, ("tanh",), formula=self.formula._replace(cap=1.0))
-        if step.name == "log_softmax" and (after := form_after(step, self)) is not None:
-            form, dtype = after
+        if step.name == "log_softmax" and (found := form_after(step, self)) is not None:
+            form, dtype = found
             return self.of(self.x, ("log_softmax", -1, dtype), formula=self.formula._replace(form=form))
         return statistic(step, self) if step.name in TOKEN_WISE else None
 
@@ -206,8 +205,6 @@ class TracedLogits:
 
     def __repr__(self) -> str:
         return f"TracedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    __hash__ = object.__hash__
 
 
 # Statistics of tokens that the graph has without logits.
