@@ -305,8 +305,7 @@ class Chain(NamedTuple):
     @property
     def kind(self) -> tuple:
         return tuple(
-            (step.name, str([a for a in leaves_of((step.args, step.kwargs)) if not isinstance(a, Tensor)]))
-            for step in self.steps
+            (step.name, str([one for one in step.others if not isinstance(one, Tensor)])) for step in self.steps
         )
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
@@ -334,7 +333,7 @@ class Chain(NamedTuple):
     def saved(self, mode: str) -> list[int]:
         """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
         flat, bytes_, last = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
-        given = [one for one in leaves_of((last.args, last.kwargs)) if type(one) is Tensor]
+        given = [one for one in last.others if type(one) is Tensor]
         for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 self.loss(flat, lazy)

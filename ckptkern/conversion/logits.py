@@ -167,9 +167,8 @@ class Matmul:
     ):
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
         self.lora: ReplayedLoRA | None = None
-        if (
-            lora is not None
-        ):  # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
+        if lora is not None:
+            # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.mode, self.log, self.workspace = mode, log, workspace
