@@ -7,6 +7,7 @@ It is a small part of the trace, which each call runs again on what it is given 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -74,34 +75,25 @@ class Inputs:
     computed: list[Any] | None = None
 
 
-@dataclass
-class Program:
-    """Steps in the order in which they run."""
-
-    steps: list[Step] = field(default_factory=list)
-
-    def __call__(self, module: nn.Module, call: Inputs) -> None:
-        call.computed = []
-        for step in self.steps:
-            function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
-            leaves = [live(one, module, call) for one in leaves_of((step.args, step.kwargs))]
-            args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
-            with autocast_off(call.x) if step.apart else contextlib.nullcontext():
-                call.computed.append(function(*args, **kwargs))
-
-
-class Computed(NamedTuple):
-    """A tensor that is computed anew in each call: a traced node; and once resolved, of what a program returns. of_samples: a
-    vector for each sample, or one that stands for all as it would broadcast."""
+@dataclass(eq=False)
+class Computed:
+    """A tensor that is computed anew in each call: a traced node; and once resolved, of what steps return, in the order in
+    which they run. of_samples: a vector for each sample, or one that stands for all as it would broadcast."""
 
     node: Node | None
     of_samples: bool = False
-    program: Program | None = None
+    steps: list[Step] = field(default_factory=list)
     value: Result | Argument | Weight | None = None
 
     def of(self, module: nn.Module, call: Inputs) -> Tensor:
         if call.computed is None:
-            self.program(module, call)
+            call.computed = []
+            for step in self.steps:
+                function = module.get_submodule(step.of) if isinstance(step.of, str) else step.of
+                leaves = [live(one, module, call) for one in leaves_of((step.args, step.kwargs))]
+                args, kwargs = recomputed((step.args, step.kwargs), iter(leaves))
+                with autocast_off(call.x) if step.apart else contextlib.nullcontext():
+                    call.computed.append(function(*args, **kwargs))
         value = live(self.value, module, call)
         return value.expand(call.x.shape[0], *value.shape[1:]) if self.of_samples else value
 
@@ -113,18 +105,17 @@ def live(value: Any, module: nn.Module, call: Inputs) -> Any:
     if isinstance(value, Argument):
         return call.flat[value.index]
     if isinstance(value, Weight):
-        owner, _, name = value.path.rpartition(".")
-        return getattr(module.get_submodule(owner), name)
+        return operator.attrgetter(value.path)(module)
     return value.of(call.x) if isinstance(value, Of) else value
 
 
 class Resolver:
-    """Makes the program of what a reading has computed. x: the index of the op's input, which nothing computed may read;
+    """Makes the steps of all that a reading has computed. x: the index of the op's input, which nothing computed may read;
     followed: values that follow the input, None if that could not be found out."""
 
     def __init__(self, module: nn.Module, x: int, followed: Followed | None):
         self.module, self.x, self.followed = module, x, followed
-        self.program = Program()
+        self.steps: list[Step] = []
         self.made: dict[int, int] = {}  # places of steps, by those of their calls
         self.free: dict[int, bool] = {}  # of the input, by the id of a node
 
@@ -161,18 +152,18 @@ class Resolver:
         if isinstance(of, str) and any(map(holds_tensors, self.module.get_submodule(of).modules())):
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
         if call.at not in self.made:
-            count = len(self.program.steps)
+            count = len(self.steps)
             try:
                 leaves = [self.leaf(one, call.at, i) for i, one in enumerate(leaves_of((call.args, call.kwargs)))]
             except Unreadable:
                 self.made = {at: place for at, place in self.made.items() if place < count}
-                del self.program.steps[count:]
+                del self.steps[count:]
                 raise
-            if len(self.program.steps) >= LARGEST:
+            if len(self.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))
-            self.program.steps.append(Step(of, args, kwargs, call.apart))
-            self.made[call.at] = len(self.program.steps) - 1
+            self.steps.append(Step(of, args, kwargs, call.apart))
+            self.made[call.at] = len(self.steps) - 1
         return self.made[call.at]
 
     def leaf(self, value: Any, at: int, place: int) -> Any:
@@ -207,18 +198,9 @@ def templates(template: Any, kind: type) -> Iterator[Any]:
     """All of a kind in a template."""
     if isinstance(template, kind):
         yield template
-    elif isinstance(template, (dict, tuple, list)) and not isinstance(template, Computed):
+    elif isinstance(template, (dict, tuple, list)):
         for one in template.values() if isinstance(template, dict) else template:
             yield from templates(one, kind)
-
-
-def replaced(template: Any, made: dict[int, Computed]) -> Any:
-    """The template with these in place of unresolved ones, by the id of their node."""
-    if isinstance(template, Computed):
-        return made[id(template.node)]._replace(of_samples=template.of_samples)
-    if type(template) in (tuple, list):
-        return type(template)(replaced(one, made) for one in template)
-    return {name: replaced(one, made) for name, one in template.items()} if type(template) is dict else template
 
 
 def following(before: list[list[Any]], after: list[list[Any]], B: int, times: int) -> Followed | None:
@@ -239,19 +221,16 @@ def following(before: list[list[Any]], after: list[list[Any]], B: int, times: in
 
 
 def resolve(module: nn.Module, reading: Reading, followed: Followed | None) -> None:
-    """Makes one program of all that the reading has computed. Raises Unreadable for what cannot run again."""
-    nodes = {id(one.node): one.node for one in templates([reading.arguments, reading.choices], Computed)}
+    """Makes steps, in one list, of all that the reading has computed. Raises Unreadable for what cannot run again."""
     resolver = Resolver(module, reading.x, followed)
-    made = {key: Computed(None, False, resolver.program, resolver.value(node)) for key, node in nodes.items()}
-    reading.arguments = replaced(reading.arguments, made)
-    reading.choices = [[replaced(one, made) for one in choice] for choice in reading.choices]
+    for one in templates([reading.arguments, reading.choices], Computed):
+        if one.node is not None:
+            one.value, one.steps, one.node = resolver.value(one.node), resolver.steps, None
 
 
 def conditions(template: Any) -> list[int]:
     """The call's arguments that something computed reads."""
-    found: set[int] = set()
-    for one in templates(template, Computed):
-        steps = () if one.program is None else one.program.steps
-        leaves = [one.value, *(leaf for step in steps for leaf in leaves_of((step.args, step.kwargs)))]
-        found |= {leaf.index for leaf in leaves if isinstance(leaf, Argument)}
-    return sorted(found)
+    computed = list(templates(template, Computed))
+    steps = [(step.args, step.kwargs) for one in computed for step in one.steps]
+    leaves = leaves_of([[one.value for one in computed], steps])
+    return sorted({leaf.index for leaf in leaves if isinstance(leaf, Argument)})

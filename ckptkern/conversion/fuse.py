@@ -293,7 +293,8 @@ def check_numerics(form: Form, reading: Reading, result: tuple | None, call: Cal
 def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[Call]:
     """The same call without masks, with bool ones and with added ones: libraries decide from call to call which they hand on.
     With a key_value, whose masks have its columns, in all combinations."""
-    names = [name for name in inspect.signature(type(module).forward).parameters if "mask" in name]
+    places = list(inspect.signature(type(module).forward).parameters)[1:]
+    names = [name for name in places if "mask" in name]
     x = inputs[0]
     B, S = (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, x.shape[0])
     seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
@@ -306,7 +307,13 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
         variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
     args, kwargs = call
-    return [(args, kwargs | masks) for masks in variants]
+    by_place = places[: len(args)]  # of a forward with *args, whose arguments stay where they are
+
+    def changed(masks: dict[str, Tensor | None]) -> Call:
+        values = (masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
+        return tuple(values), kwargs | {name: mask for name, mask in masks.items() if name not in by_place}
+
+    return [changed(masks) for masks in variants]
 
 
 def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:

@@ -289,10 +289,13 @@ class Grammar(Steps):
 
 
 def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, parallel: bool = False) -> Reading:
+    arguments: dict[str, Any] = {"parallel": True} if parallel else {}
     parts = {"attention_arguments": attention, "cross_attention_arguments": cross, "mlp_arguments": mlp}
-    parts = {name: part for name, part in parts.items() if part is not None}
-    arguments = {name: part.arguments for name, part in parts.items()} | ({"parallel": True} if parallel else {})
-    choices = [choice for name, part in parts.items() for choice in part.at(name)]
+    choices = []
+    for name, part in parts.items():
+        if part is not None:
+            arguments[name] = part.arguments
+            choices += part.at(name)
     return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ from .reading import Steps, is_linear
 from .report import AGAIN, Row
 from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .tokens import LOSSES, NEVER, callers
+from .tokens import NEVER, after, callers, is_loss, loss_arguments
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
 from .traced import TracedLogits
 
@@ -86,8 +86,8 @@ class Ran(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.taken.update(id(one) for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
-        if function in LOSSES:
-            given = dict(zip(LOSSES[function], args, strict=False)) | kwargs
+        if is_loss(function):
+            given = loss_arguments(args, kwargs)
             logits, target = given["input"], given["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
             self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())
@@ -148,6 +148,11 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     return template if error <= TOLERANCE else None
 
 
+def kinds_of(tensors: Iterable[Tensor | None]) -> str:
+    """The classes of those that are no plain memory."""
+    return " and a ".join(sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN}))
+
+
 class Head(Forward):
     """Returns a linear layer's lazy logits in training, which become a loss or values when they are read.
 
@@ -179,7 +184,7 @@ class Head(Forward):
         if compiling:
             weight = self.linear.weight
             version = torch.ops.ckptkern.version_of(weight.detach())
-            return TracedLogits(args[0], weight, self.linear.bias, version, (), mode, self.workspace)
+            return TracedLogits(args[0], weight, self.linear.bias, version, mode, self.workspace)
         matmul = Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora)
         if self.log is None:
             self.count("fused")
@@ -214,9 +219,8 @@ class Head(Forward):
             why = f"it is of class {kind.__name__}, and was {self.kind.__name__}"
         elif hooked(self.module) and not stays_gathered(self.module):
             why = "it has a hook"
-        elif not PLAIN.issuperset(map(type, tensors)):
-            others = sorted({type(one).__name__ for one in tensors if type(one) not in PLAIN})
-            why = f"its input, weight or bias is a {' and a '.join(others)}"
+        elif others := kinds_of(tensors):
+            why = f"its input, weight or bias is a {others}"
         elif not strided(module):
             why = "its weight is sparse"
         elif not (
@@ -269,8 +273,8 @@ class Norm(Forward):
         if len(args) != 1 or kwargs:
             return "it is called with more than its input"
         tensors = (*args, *self.module.parameters(recurse=False))
-        if others := [type(one).__name__ for one in tensors if type(one) not in PLAIN]:
-            return f"its input or weight is a {others[0]}"
+        if others := kinds_of(tensors):
+            return f"its input or weight is a {others}"
         if args[0].dim() < 2:
             return "its input has no dimension of tokens"
         return "it has a hook" if hooked(self.module) else ""
@@ -301,15 +305,14 @@ class Chain(NamedTuple):
     @property
     def kind(self) -> tuple:
         return tuple(
-            (step.name, str([a for a in leaves_of((step.args, step.kwargs)) if not isinstance(a, Tensor)]))
-            for step in self.steps
+            (step.name, str([one for one in step.others if not isinstance(one, Tensor)])) for step in self.steps
         )
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""
         matmul = self.matmul.of(flat, mode or "full")
         values = matmul.values() if mode is None else matmul.logits()
-        return functools.reduce(lambda z, step: step(z), self.steps, values)
+        return after(self.steps, values)
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
@@ -330,7 +333,7 @@ class Chain(NamedTuple):
     def saved(self, mode: str) -> list[int]:
         """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
         flat, bytes_, last = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
-        given = [one for one in leaves_of((last.args, last.kwargs)) if type(one) is Tensor]
+        given = [one for one in last.others if type(one) is Tensor]
         for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 self.loss(flat, lazy)
@@ -378,7 +381,7 @@ class Heads:
                 head.log, module.forward = [], head
             with seeded(), unmoved(self.model), torch.no_grad():
                 self.model.eval()
-                after = scalars(self.model(*args, **kwargs))
+                returned = scalars(self.model(*args, **kwargs))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -387,7 +390,7 @@ class Heads:
         read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
         wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
-        for ours, theirs in zip(after, self.before, strict=True):
+        for ours, theirs in zip(returned, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
         fused = [head for head in heads.values() if any(one.covered for one in head.log)]

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from .. import ops, state
+from .. import state
 from ..memory import placeholders
 from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
@@ -33,14 +33,16 @@ from .sharding import announces_backward, shards_of, unshard
 from .tokens import (
     COPIES,
     LOGITS,
-    LOSSES,
     NEGATE,
     PARTS,
     SCALES,
     VIEWS,
+    Formula,
     Tokens,
+    after,
     asks_for_copy,
     form_after,
+    is_loss,
     loss,
     product,
     read_apart,
@@ -76,6 +78,10 @@ REMEDY = (
 )
 
 
+def logits_in(values: Any) -> list[Logits]:
+    return [one for one in leaves_of(values) if isinstance(one, Logits)]
+
+
 class Step(NamedTuple):
     """A call of a function with logits among its arguments."""
 
@@ -95,7 +101,7 @@ class Step(NamedTuple):
     def changes_logits(self) -> bool:
         """May it change their memory, or show it to someone who may?"""
         changed = self.kwargs.get("out", next(iter(self.args), None))
-        return self.name in SHOWING or (self.is_in_place and any(isinstance(one, Logits) for one in leaves_of(changed)))
+        return self.name in SHOWING or (self.is_in_place and bool(logits_in(changed)))
 
     @property
     def clones(self) -> bool:
@@ -115,13 +121,15 @@ class Step(NamedTuple):
     def wants_gradient(self) -> bool:
         """Does it ask for the gradient of logits?"""
         inputs = self.kwargs.get("inputs", self.args[1:2])
-        return self.function is Tensor.retain_grad or (
-            self.function is torch.autograd.grad and any(isinstance(one, Logits) for one in leaves_of(inputs))
-        )
+        return self.function is Tensor.retain_grad or (self.function is torch.autograd.grad and bool(logits_in(inputs)))
+
+    def of(self, values: Callable[[Logits], Any]) -> Any:
+        """The function's result of these in place of logits."""
+        args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, (self.args, self.kwargs))
+        return self.function(*args, **kwargs)
 
     def __call__(self, values: Tensor) -> Any:
-        args, kwargs = mapped(lambda one: values if isinstance(one, Logits) else one, (self.args, self.kwargs))
-        return self.function(*args, **kwargs)
+        return self.of(lambda _: values)
 
     @property
     def others(self) -> list[Any]:
@@ -159,9 +167,8 @@ class Matmul:
     ):
         self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
         self.lora: ReplayedLoRA | None = None
-        if (
-            lora is not None
-        ):  # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
+        if lora is not None:
+            # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.mode, self.log, self.workspace = mode, log, workspace
@@ -209,8 +216,8 @@ class Matmul:
         all ranks compute."""
         if self.before_backward and not self.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
-            x, *parameters = zip(self.marks, self.tensors, strict=True)
-            self.marks = [x[0], *((version, one.data_ptr()) for (version, _), one in parameters)]
+            pairs = list(zip(self.marks, self.tensors, strict=True))
+            self.marks[1:] = [(version, one.data_ptr()) for (version, _), one in pairs[1:]]
 
     def announced(self, result: Tensor) -> Tensor:
         """The result, whose backward fully_shard's hooks hear of."""
@@ -231,9 +238,7 @@ class Matmul:
                 dropout = dropout_arguments(update.rng, update.dropout_p)
                 a, b = a.to(self.lora_dtype), b.to(self.lora_dtype)
                 y = y + LowRank(a, b, update.scale, dropout, 0).reference(tensors[0].to(self.x.dtype))
-        for step in steps:
-            y = step(y)
-        return y
+        return after(steps, y)
 
     def say(self, step: Step) -> None:
         """Says why values are computed with a graph, once."""
@@ -318,26 +323,20 @@ def is_result(logits: Logits) -> bool:
 
 
 class Logits(Tensor):
-    """What a Matmul's logits z are after some steps: scale * (z + bias), or cap times its tanh, of some tokens.
+    """What a Matmul's logits z are after some steps, by a formula, of some tokens.
 
     It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
     """
 
     matmul: Matmul
     tokens: Tokens
-    scale: float = 1.0
-    cap: float | None = None
-    bias: Tensor | None = None
+    formula: Formula = Formula()
     steps: tuple[Step, ...] = ()
-    form: str = LOGITS  # which function of that over the classes they are
-    factor: float = 1.0  # which that function is multiplied by
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     source: Logits | None = None  # what the last step was called with
     made: list[Tensor]  # its values, if there are any; shared with its node
     apart: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
-
-    __hash__ = object.__hash__
 
     def values(self) -> Tensor:
         """Those of the matmul, which are made once, after the steps."""
@@ -350,7 +349,7 @@ class Logits(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
-        given = [one for one in leaves_of((step.args, step.kwargs)) if isinstance(one, Logits)]
+        given = logits_in((step.args, step.kwargs))
         self, matmul = given[0], given[0].matmul
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
@@ -384,8 +383,7 @@ class Logits(Tensor):
             matmul.say(step)
         if step.changes_logits:  # copies that are still to be made are those of before
             matmul.show()
-        args, kwargs = mapped(lambda one: one.values() if isinstance(one, Logits) else one, (args, step.kwargs))
-        result = function(*args, **kwargs)
+        result = step.of(Logits.values)
         if any(share(one, values) for one in leaves_of(result) for it in given for values in it.made):
             matmul.show()
         return result
@@ -394,16 +392,14 @@ class Logits(Tensor):
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
         if function._schema.is_mutable:
             raise RuntimeError(f"ckptkern.convert: lazy logits cannot be changed in place by {function}")
+        step = Step(function, args, kwargs or {})
 
-        def values(one: Any) -> Any:
-            if not isinstance(one, Logits):
-                return one
+        def values(one: Logits) -> Tensor:
             if not one.detached or is_result(one):
-                one.matmul.say(Step(function, (), {}))
+                one.matmul.say(step)
             return one.made[0].detach() if one.made else one.matmul.values(one.steps)
 
-        args, kwargs = mapped(values, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        return step.of(values)
 
     def without_values(self, step: Step, given: list[Logits]) -> Any:
         """The step's result without values; None if it needs them."""
@@ -411,22 +407,29 @@ class Logits(Tensor):
             return product(step, *given)
         if len(given) > 1:
             return None
-        if step.function in LOSSES:
-            found = loss(step, self)
-            if found is not None and self.matmul.log is not None:
-                self.matmul.log.append(Wanted(self, step, True))
-            return found
-        found = self.parts(step) if step.name in PARTS else self.followed(step)
-        return statistic(step, self) if found is None and self.matmul.log is None else found
+        matmul = self.matmul
+        if is_loss(step.function):
+            if (found := loss(step, self)) is None:
+                return None
+            matmul.has_loss |= not self.detached
+            if matmul.log is not None:
+                matmul.log.append(Wanted(self, step, True))
+            return matmul.announced(found)
+        followed = self.parts(step) if step.name in PARTS else self.followed(step)
+        if followed is not None or matmul.log is not None or (found := statistic(step, self)) is None:
+            return followed
+        matmul.has_loss |= found.requires_grad
+        return matmul.announced(found)
 
     def followed(self, step: Step) -> Logits | None:
-        scale, cap, bias, factor = self.scale, self.cap, self.bias, self.factor
-        if (after := form_after(step, self)) is not None:
-            form, dtype = after
+        formula = self.formula
+        # in the example's call a head is to see what is no loss: there log_softmax alone
+        if (self.matmul.log is None or step.name == "log_softmax") and (found := form_after(step, self)) is not None:
+            form, dtype = found
             tokens = self.tokens.copied(self.shape, dtype)
-            return None if tokens is None else self.next(step, tokens, form=form)
+            return None if tokens is None else self.next(step, tokens, formula._replace(form=form))
         if (
-            (self.form != LOGITS and step.name not in VIEWS | COPIES | SCALES)
+            (formula.form != LOGITS and step.name not in VIEWS | COPIES | SCALES)
             or (step.name == "detach" and self.matmul.log is not None)
             or asks_for_copy(step, self)
         ):
@@ -436,30 +439,32 @@ class Logits(Tensor):
             return None
         if step.name in ADD:
             (added,) = step.others
-            added = added.detach().reshape(-1) / scale
-            bias = added if bias is None else bias + added
+            added = added.detach().reshape(-1) / formula.scale
+            formula = formula._replace(added=added if formula.added is None else formula.added + added)
         elif step.name == "tanh":
-            if cap is not None or len(step.args) != 1 or step.kwargs:
+            if formula.cap is not None or len(step.args) != 1 or step.kwargs:
                 return None
-            cap = 1.0
+            formula = formula._replace(cap=1.0)
         elif step.name in SCALES:
             number = None if step.is_in_place else step.number()
             if number is None:
                 return None
-            if self.form != LOGITS:
-                factor *= number
-            else:
-                scale, cap = (scale * number, None) if cap is None else (scale, cap * number)
-        return self.next(step, tokens, scale=scale, cap=cap, bias=bias, factor=factor)
+            formula = formula.times(number)
+        return self.next(step, tokens, formula)
 
-    def next(self, step: Step, tokens: Tokens, **changed: Any) -> Logits:
+    def next(self, step: Step, tokens: Tokens, formula: Formula, detached: bool | None = None) -> Logits:
         """What they are after this step."""
+        detached = self.detached if detached is None else detached
+        detached |= step.name == "detach" or not torch.is_grad_enabled()
         fields = {
-            name: getattr(self, name) for name in ("matmul", "scale", "cap", "bias", "form", "factor", "detached")
-        } | changed
-        fields["detached"] |= step.name == "detach" or not torch.is_grad_enabled()
-        fields |= {"tokens": tokens, "source": self, "steps": (*self.steps, step)}
-        return _LazyLogits.apply(fields, *(one.detach() if fields["detached"] else one for one in self.matmul.tensors))
+            "matmul": self.matmul,
+            "tokens": tokens,
+            "formula": formula,
+            "detached": detached,
+            "source": self,
+            "steps": (*self.steps, step),
+        }
+        return _LazyLogits.apply(fields, *(one.detach() if detached else one for one in self.matmul.tensors))
 
     @property
     def history(self) -> Iterator[Logits]:
@@ -497,37 +502,32 @@ class Logits(Tensor):
             and one.numel() == V
             and one.dim() <= self.dim()
             and one.device == self.device
-            and one.dtype in (self.dtype, torch.float32)
-            and torch.promote_types(one.dtype, self.dtype) == one.dtype
+            and one.dtype in (self.dtype, torch.promote_types(self.dtype, torch.float32))
             and self.tokens.others() == list(range(self.dim() - 1))
-            and self.cap is None
-            and self.scale
+            and self.formula.cap is None
+            and self.formula.scale
             and not step.is_in_place
         ):
             return self.tokens.copied(self.shape, one.dtype)
         return None
 
+    @property
+    def class_dim(self) -> int | None:
+        """The dimension of the classes; None if a token's are in several."""
+        others = self.tokens.others()
+        return None if others is None else next(i for i in range(self.dim()) if i not in others)
+
+    @property
+    def keeps_smoothed(self) -> bool:
+        return torch.is_grad_enabled() and not self.detached
+
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
         """ops.linear_cross_entropy of them and targets of their tokens, in any shape; None if it is not of these."""
-        if self.cap is not None and self.cap <= 0:
-            return None
         matmul, rows = self.matmul, self.tokens.shown()
         if torch.is_grad_enabled() and not self.detached and not options.get("return_accuracy"):
             matmul.gather()
         matmul.check()
         rows = rows if rows.dim() > 1 else rows[None]
-        scale = self.scale * (1.0 if self.cap is None else self.cap)
-        bias = matmul.bias if self.bias is None else self.bias if matmul.bias is None else matmul.bias + self.bias
+        target = target.reshape(rows.shape[:-1])
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
-            return ops.linear_cross_entropy(
-                rows,
-                matmul.weight,
-                target.reshape(rows.shape[:-1]),
-                linear_bias=bias,
-                logit_scale=scale,
-                softcap=self.cap,
-                lora=matmul.lora,
-                recompute=matmul.mode,
-                workspace=matmul.workspace,
-                **options,
-            )
+            return self.formula.cross_entropy(matmul, rows, target, lora=matmul.lora, **options)

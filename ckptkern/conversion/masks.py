@@ -63,53 +63,40 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: as that of "sdpa", causal with a padding mask [B, S] or a window, and with sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    S, padding, ours = query.shape[2], None, False
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    S, padding, ours, window = query.shape[2], None, False, options.get("sliding_window")
+    how = options.get("dropout", 0.0), options.get("scaling")
+    causal = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     if attention_mask is None:
-        ours = sliding_window is not None and causal and key.shape[2] == S
+        ours = window is not None and causal and key.shape[2] == S
     elif ours := attention_mask.dim() == 2:
         padding = attention_mask[:, None, None]
-    unusual = any(kwargs.get(name) is not None for name in ("softcap", "position_bias", "cache"))
+    unusual = any(options.get(name) is not None for name in ("softcap", "position_bias", "cache"))
     if s_aux is not None:
-        if unusual or kwargs.get("output_attentions"):
+        if unusual or options.get("output_attentions"):
             raise NotImplementedError(
                 f"{NAME}: attention with sinks takes neither softcap, nor position_bias, nor a paged cache, and returns no "
                 f"weights; call model.set_attn_implementation({WITH_SINKS!r})"
             )
         if not ours:  # a mask that says all, or none
             causal = attention_mask is None and causal and S > 1
-            out = causal_attention(query, key, value, attention_mask, s_aux, dropout, scaling, None, causal)
+            out = causal_attention(query, key, value, attention_mask, s_aux, *how, None, causal)
             return out.transpose(1, 2).contiguous(), None
     elif ours and (unusual or in_context_parallel()):
         # the mask [B or 1, 1, S, S] that says the same
         rows = torch.arange(S, device=query.device)
         behind = rows[:, None] - rows
-        seen = behind >= 0 if sliding_window is None else (behind >= 0) & (behind < sliding_window)
+        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         attention_mask, ours = seen[None, None] if padding is None else padding & seen, False
     if not ours:
-        return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            is_causal=is_causal,
-            **kwargs,
-        )
-    out = causal_attention(query, key, value, padding, s_aux, dropout, scaling, sliding_window)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    out = causal_attention(query, key, value, padding, s_aux, *how, window)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -201,10 +188,6 @@ def _takes_padding(model: nn.Module) -> bool:
     return "sliding_window=" in source and own <= {window, None}
 
 
-def _implementation(config: Any) -> str | None:
-    return getattr(config, ATTRIBUTE, None)
-
-
 def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(model, configuration) of transformers' models in it."""
     transformers = sys.modules.get("transformers.modeling_utils")
@@ -215,13 +198,11 @@ def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 def adopt(model: nn.Module) -> bool:
     """Gives transformers' models in it the implementation NAME, if they have the one that it replaces. Has any got it?"""
-    found = [
-        config for m, config in _configurations(model) if _implementation(config) == _replaced(m) and _takes_padding(m)
-    ]
+    found = [c for m, c in _configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
     if found:
         register()
     for config in found:
-        config._attn_implementation_internal = NAME
+        setattr(config, ATTRIBUTE, NAME)
     return bool(found)
 
 
@@ -229,7 +210,7 @@ def open_up(model: nn.Module) -> None:
     """Gives the outermost models with the implementation NAME a forward that lets no mask be made where there is none."""
     inner: set[int] = set()
     for m, config in _configurations(model):  # the outermost first
-        if id(m) not in inner and _implementation(config) == NAME:
+        if id(m) not in inner and has_ours(config):
             inner.update(map(id, m.modules()))
             if {"attention_mask", "position_ids"} <= inspect.signature(type(m).forward).parameters.keys():
                 m.forward = Unpacked(m)
@@ -243,19 +224,23 @@ def give_back(model: nn.Module) -> None:
             del m.forward
             if forward.previous is not None:
                 m.forward = forward.previous
-        if _implementation(config) == NAME:
-            config._attn_implementation_internal = _replaced(m)
+        if has_ours(config):
+            setattr(config, ATTRIBUTE, _replaced(m))
+
+
+def has_ours(config: Any) -> bool:
+    """Does a configuration name the implementation NAME?"""
+    return getattr(config, ATTRIBUTE, None) == NAME
 
 
 def adopted(model: nn.Module) -> list[Any]:
     """Returns the configurations of transformers' models in it that have the implementation NAME."""
-    return [config for _, config in _configurations(model) if _implementation(config) == NAME]
+    return [config for _, config in _configurations(model) if has_ours(config)]
 
 
 def is_adopted(module: nn.Module) -> bool:
     """Does an attention layer in it get padding masks [B, S]?"""
-    configs = (getattr(m, "config", None) for m in module.modules())
-    return any(_implementation(config) == NAME for config in configs)
+    return any(has_ours(getattr(m, "config", None)) for m in module.modules())
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import ops
 from ..memory import placeholders
 from ..subclasses import PLAIN
 from .reading import DIVIDE, MULTIPLY
-from .trace import leaves_of, mapped
+from .trace import leaves_of
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
 VIEWS = frozenset((
@@ -182,6 +183,11 @@ def callers(count: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def after(steps: Iterable[Callable], values: Tensor) -> Tensor:
+    """What these steps make of values."""
+    return functools.reduce(lambda z, step: step(z), steps, values)
+
+
 def values_apart(logits: Any) -> Tensor:
     """Computes the values without a graph. Those of what detach() returned are computed once, as long as it lives."""
     with torch.inference_mode(False), torch.no_grad():
@@ -192,7 +198,7 @@ def values_apart(logits: Any) -> Tensor:
             return logits.matmul.values(logits.steps)
         if origin.apart is None:
             origin.apart = logits.matmul.values(origin.steps)
-        return functools.reduce(lambda z, step: step(z), logits.steps[len(origin.steps) :], origin.apart)
+        return after(logits.steps[len(origin.steps) :], origin.apart)
 
 
 def read_apart(step: Any, given: list[Any]) -> Any:
@@ -206,8 +212,7 @@ def read_apart(step: Any, given: list[Any]) -> Any:
     values = {id(logits): values_apart(logits) for logits in given}
     if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
         return values[id(step.args[0])].clone()
-    args, kwargs = mapped(lambda one: values.get(id(one), one), (step.args, step.kwargs))
-    result = step.function(*args, **kwargs)
+    result = step.of(lambda one: values[id(one)])
     if not any(share(one, of) for one in leaves_of(result) for of in values.values()):
         return result
     return result.clone() if copied else NotImplemented
@@ -226,20 +231,46 @@ NAMES = {
     "log_softmax": ("input", "dim", "_stacklevel", "dtype"),
     "softmax": ("input", "dim", "_stacklevel", "dtype"),
 }
-# The arguments of the losses of logits, in their order.
-LOSSES = {
-    F.cross_entropy: (
-        "input",
-        "target",
-        "weight",
-        "size_average",
-        "ignore_index",
-        "reduce",
-        "reduction",
-        "label_smoothing",
-    ),
-    F.nll_loss: ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction"),
-}
+# The arguments of F.cross_entropy, in their order. Those of F.nll_loss are the first of them.
+LOSS_ARGUMENTS = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
+)  # fmt: skip
+
+
+class Formula(NamedTuple):
+    """Which function of a head's z = x weight^T + bias logits are: a form, times a factor, of scale (z + added), or of cap
+    times the tanh of that."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    added: Tensor | None = None
+    form: str = LOGITS
+    factor: float = 1.0
+
+    def times(self, number: float) -> Formula:
+        if self.form != LOGITS:
+            return self._replace(factor=self.factor * number)
+        return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
+
+    def cross_entropy(self, layer: Any, rows: Tensor, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take. layer: has the parameters,
+        and the mode and the workspace of its loss."""
+        cap, bias, added = self.cap, layer.bias, self.added
+        if cap is not None and cap <= 0:
+            return None
+        return ops.linear_cross_entropy(
+            rows,
+            layer.weight,
+            target,
+            linear_bias=bias if added is None else added if bias is None else bias + added,
+            logit_scale=self.scale if cap is None else self.scale * cap,
+            softcap=cap,
+            recompute=layer.mode,
+            workspace=layer.workspace,
+            **options,
+        )
+
+
 # What linear_cross_entropy returns for a function of each, and how it is computed of that.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
@@ -258,7 +289,7 @@ NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are er
 def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
     """The arguments by name of a function over the classes; None for another call."""
     names = NAMES[step.name]
-    if "_stacklevel" in names and step.function not in (torch.nn.functional.softmax, torch.nn.functional.log_softmax):
+    if "_stacklevel" in names and not (step.function is F.softmax or step.function is F.log_softmax):
         names = METHOD_ORDER
     found = dict(zip(names, step.args, strict=False)) | {
         "input" if k == "self" else k: v for k, v in step.kwargs.items()
@@ -268,24 +299,23 @@ def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
     dim, n = found.get("dim"), logits.dim()
     if type(dim) in (tuple, list) and len(dim) == 1:
         (dim,) = dim
-    over_classes = isinstance(dim, int) and -n <= dim < n and dim % n == class_dim(logits)
+    over_classes = isinstance(dim, int) and -n <= dim < n and dim % n == logits.class_dim
     return found if over_classes and found.get("input") is logits and "out" not in found else None
 
 
-def class_dim(logits: Tensor) -> int | None:
-    """The dimension of the classes; None if a token's are in several."""
-    others = logits.tokens.others()
-    return None if others is None else next(i for i in range(logits.dim()) if i not in others)
+def lead_of(logits: Any) -> tuple[int, ...]:
+    """The shape of what has one number for each token."""
+    return tuple(size for i, size in enumerate(logits.shape) if i != logits.class_dim)
 
 
 def form_after(step: Any, logits: Tensor) -> tuple[str, torch.dtype] | None:
     """Which function of the logits the result is, over their classes, and its dtype, under autocast too; None if it is none of
-    these. In the example's call a head is to see what is no loss: there log_softmax alone."""
-    form = AFTER.get((step.name, logits.form))
-    if form is None or (logits.matmul.log is not None and form != LOG_PROBS):
+    these."""
+    form = AFTER.get((step.name, logits.formula.form))
+    if form is None:
         return None
     if step.name == "exp":
-        whole = len(step.args) == 1 and not step.kwargs and logits.factor == 1
+        whole = len(step.args) == 1 and not step.kwargs and logits.formula.factor == 1
         return (form, dtype_of(step.function, logits)) if whole else None
     arguments = given(step, logits)
     if arguments is None:
@@ -300,14 +330,16 @@ def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
 
 def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
     """p log p, or p z, of the same logits; None for another function of two."""
-    form = MULTIPLIED.get(frozenset((one.form, other.form)))
+    ours, theirs = one.formula, other.formula
+    form = MULTIPLIED.get(frozenset((ours.form, theirs.form)))
     if form is None or step.name not in MULTIPLY or len(step.args) != 2 or step.kwargs or step.is_in_place:
         return None
-    same = all(getattr(one, name) is getattr(other, name) for name in ("matmul", "bias", "detached"))
     tokens = one.tokens.copied(one.shape, torch.promote_types(one.dtype, other.dtype))
     if not (
-        same
-        and (one.scale, one.cap) == (other.scale, other.cap)
+        one.matmul is other.matmul
+        and one.detached == other.detached
+        and ours.added is theirs.added
+        and ours[:2] == theirs[:2]
         and tokens is not None
         and one.tokens.are(other.tokens)
     ):
@@ -316,22 +348,22 @@ def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
     factors = one.steps[len(origin.steps) :], other.steps[len(origin.steps) :]
 
     def mul(values: Tensor) -> Tensor:
-        return step.function(*(functools.reduce(lambda z, after: after(z), steps, values) for steps in factors))
+        return step.function(*(after(steps, values) for steps in factors))
 
-    of = {name: getattr(one, name) for name in ("scale", "cap", "bias")} | {"factor": one.factor * other.factor}
-    return origin.next(step._replace(function=mul, args=(origin,)), tokens, form=form, detached=one.detached, **of)
+    formula = ours._replace(form=form, factor=ours.factor * theirs.factor)
+    return origin.next(step._replace(function=mul, args=(origin,)), tokens, formula, one.detached)
 
 
-def statistic(step: Any, logits: Tensor) -> Tensor | None:
+def statistic(step: Any, logits: Any) -> Tensor | None:
     """The function's result without logits; None if it is none of these, or not over all classes of a token."""
-    spread = SPREAD.get(step.name) if logits.form == LOG_PROBS else None
-    if spread is None and (step.name, logits.form) not in STATISTICS:
+    form, factor = logits.formula[-2:]
+    spread = SPREAD.get(step.name) if form == LOG_PROBS else None
+    if spread is None and (step.name, form) not in STATISTICS:
         return None
     arguments = given(step, logits)
-    if arguments is None or (step.name == "argmax" and logits.factor != 1):
+    if arguments is None or (step.name == "argmax" and factor != 1):
         return None
-    dim, index, dtype = class_dim(logits), arguments.get("index"), arguments.get("dtype")
-    lead = torch.Size(size for i, size in enumerate(logits.shape) if i != dim)
+    dim, index, dtype, lead = logits.class_dim, arguments.get("index"), arguments.get("dtype"), lead_of(logits)
     if step.name == "gather" and (
         type(index) not in PLAIN
         or index.dtype != torch.int64
@@ -350,8 +382,8 @@ def statistic(step: Any, logits: Tensor) -> Tensor | None:
     else:
         # gather of log-probabilities computes both in one pass over the head's matmul, for a sum of the same tensor that
         # follows, as in label smoothing
-        both = step.name == "gather" and logits.form == LOG_PROBS and torch.is_grad_enabled() and not logits.detached
-        returned, of = STATISTICS[step.name, logits.form]
+        both = step.name == "gather" and form == LOG_PROBS and logits.keeps_smoothed
+        returned, of = STATISTICS[step.name, form]
         options |= {f"return_{one}": True for one in returned} | ({"label_smoothing": 1.0} if both else {})
         result = logits.cross_entropy(target, **options)
         if both and result is not None:
@@ -360,23 +392,31 @@ def statistic(step: Any, logits: Tensor) -> Tensor | None:
     if result is None:
         return None
     if step.name != "argmax":  # a new tensor, which may be changed in place
-        factor = logits.factor if spread is None else logits.factor * spread(logits.tokens.classes)
+        factor = factor if spread is None else factor * spread(logits.tokens.classes)
         dtype = dtype or (logits.dtype if step.name == "gather" else dtype_of(step.function, logits, dim=-1))
         result = (result * factor).to(dtype)
     result = result.reshape(lead)
-    logits.matmul.has_loss |= result.requires_grad
-    keepdim = arguments.get("keepdim", False) or step.name == "gather"
-    return logits.matmul.announced(result.unsqueeze(dim) if keepdim else result)
+    return result.unsqueeze(dim) if arguments.get("keepdim", False) or step.name == "gather" else result
 
 
-def loss(step: Any, logits: Tensor) -> Tensor | None:
+def is_loss(function: Callable) -> bool:
+    """Does it take logits and targets? Dynamo cannot look for a function in a set."""
+    return function is F.cross_entropy or function is F.nll_loss
+
+
+def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of a call of a loss, by name."""
+    return dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
+
+
+def loss(step: Any, logits: Any) -> Tensor | None:
     """F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does not
     compute."""
-    arguments = dict(zip(LOSSES[step.function], step.args, strict=False)) | step.kwargs
-    target, weight, others = arguments["target"], arguments.get("weight"), logits.tokens.others()
+    arguments = loss_arguments(step.args, step.kwargs)
+    target, weight = arguments["target"], arguments.get("weight")
     options = {name: arguments[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in arguments}
-    is_nll, are_log_probs = step.function is F.nll_loss, logits.form == LOG_PROBS
-    covered = ((are_log_probs and (is_nll or logits.factor == 1)) or (logits.form == LOGITS and not is_nll)) and (
+    is_nll, (form, factor) = step.function is F.nll_loss, logits.formula[-2:]
+    covered = ((form == LOG_PROBS and (is_nll or factor == 1)) or (form == LOGITS and not is_nll)) and (
         isinstance(target, Tensor)
         and target.dtype == torch.int64
         and target.device == logits.device
@@ -384,16 +424,13 @@ def loss(step: Any, logits: Tensor) -> Tensor | None:
         and (weight is None or (weight.dtype == logits.dtype and not weight.requires_grad))
         and arguments.get("size_average") is None
         and arguments.get("reduce") is None
-        and others == [i for i in range(logits.dim()) if i != min(logits.dim() - 1, 1)]
-        and target.shape == torch.Size(logits.shape[i] for i in others)
+        and logits.class_dim == min(logits.dim() - 1, 1)
+        and target.shape == lead_of(logits)
     )
-    if not covered:
-        return None
-    result = logits.cross_entropy(target, weight=weight, **options)
+    result = logits.cross_entropy(target, weight=weight, **options) if covered else None
     if result is None:
         return None
-    logits.matmul.has_loss |= not logits.detached
-    result = result if logits.factor == 1 else result * logits.factor
+    result = result if factor == 1 else result * factor
     narrow = logits.dtype.itemsize < 4 and not torch.is_autocast_enabled(logits.device.type)
     result = result.to(logits.dtype) if narrow else result
-    return logits.matmul.announced(result.reshape(target.shape) if result.dim() else result)
+    return result.reshape(target.shape) if result.dim() else result

@@ -238,7 +238,9 @@ def settings(module: nn.Module) -> list[dict[str, Any]]:
 def is_in_place(name: str) -> bool:
     """Does torch's function of this name change its first argument? __iadd__ does, requires_grad_ does not."""
     return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
-        name.startswith("__i") and name.endswith("__") and name not in ("__index__", "__int__", "__invert__")
+        name.startswith("__i")
+        and name.endswith("__")
+        and name not in ("__index__", "__int__", "__invert__", "__iter__")
     )
 
 

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .. import ops
-from .logits import REMEDY, Matmul
-from .tokens import LOG_PROBS, LOGITS, NEVER, STATISTICS, dtype_of
+from .logits import REMEDY, Matmul, Step
+from .tokens import LOGITS, Formula, form_after, is_loss, loss, statistic
+from .trace import is_in_place
 
 IN_PLACE = (
     "ckptkern.convert: a compiled model changes its logits in place, for which they would have to be there. Convert with "
     "exclude= for this layer"
 )
+UNCHANGED = Formula()
 _library = torch.library.Library("ckptkern", "FRAGMENT")
 _library.define("version_of(Tensor x) -> Tensor")
-for _key in ("CPU", "CUDA"):
+for _key in ("CPU", "CUDA", "Meta"):
     _library.impl("version_of", lambda x: torch.full((), x._version, dtype=torch.int64, device=x.device), _key)
-_library.impl("version_of", lambda x: torch.empty((), dtype=torch.int64, device=x.device), "Meta")
 
 
 def _followed(method: Callable) -> Callable:
@@ -52,12 +52,17 @@ class TracedLogits:
     computed. mode, workspace: of the loss.
     """
 
-    def __init__(self, x, weight, bias, version, steps=(), mode="full", workspace=None):
-        self.x, self.weight, self.bias, self.version = x, weight, bias, version
-        self.steps, self.mode, self.workspace = steps, mode, workspace
+    keeps_smoothed = False  # as of `Logits`
+    requires_grad = True
+    read_as: Tensor | None = None  # outside of the graph
 
-    def of(self, x: Tensor, *steps: tuple) -> TracedLogits:
-        return TracedLogits(x, self.weight, self.bias, self.version, (*self.steps, *steps), self.mode, self.workspace)
+    def __init__(self, x, weight, bias, version, mode, workspace, steps=(), formula=UNCHANGED):
+        self.x, self.weight, self.bias, self.version = x, weight, bias, version
+        self.mode, self.workspace, self.steps, self.formula = mode, workspace, steps, formula
+
+    def of(self, x: Tensor, *steps: tuple, formula: Formula | None = None) -> TracedLogits:
+        call = self.weight, self.bias, self.version, self.mode, self.workspace
+        return TracedLogits(x, *call, (*self.steps, *steps), formula or self.formula)
 
     # -- what they are
 
@@ -73,24 +78,9 @@ class TracedLogits:
         return found
 
     @property
-    def form(self) -> str:
-        """Which function of the logits they are."""
-        return LOG_PROBS if any(step[0] == "log_softmax" for step in self.steps) else LOGITS
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def ndim(self) -> int:
-        return self.x.dim()
-
-    @property
-    def requires_grad(self) -> bool:
-        return True
-
-    def dim(self) -> int:
-        return self.x.dim()
+    def class_dim(self) -> int | None:
+        """The dimension of the classes; None without one of tokens."""
+        return self.dim() - 1 if self.dim() > 1 else None
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -107,12 +97,10 @@ class TracedLogits:
 
     @_followed
     def to(self, *args, **kwargs) -> Any:
-        one = (
-            args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if len(kwargs) == 1 and not args else None
-        )
-        if isinstance(one, torch.dtype) and (one == self.dtype or (self.dtype.itemsize < 4 and one == torch.float32)):
-            return self if one == self.dtype else self.float()
-        if isinstance(one, (torch.device, str)) and torch.device(one) == self.device:
+        wanted = [*args, *kwargs.values()]
+        if wanted == [self.dtype] or (wanted == [torch.float32] and self.dtype.itemsize < 4):
+            return self.float() if wanted == [torch.float32] else self
+        if len(wanted) == 1 and isinstance(wanted[0], (torch.device, str)) and torch.device(wanted[0]) == self.device:
             return self
         return self.read().to(*args, **kwargs)
 
@@ -123,14 +111,13 @@ class TracedLogits:
     @_followed
     def reshape(self, *shape) -> Any:
         sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        if len(sizes) > 1 and not isinstance(sizes[-1], torch.dtype) and sizes[-1] == self.weight.shape[0]:
+        if len(sizes) > 1 and sizes[-1] == self.weight.shape[0]:
             return self.of(self.x.reshape(*sizes[:-1], self.x.shape[-1]))
         return self.read().reshape(*sizes)
 
     @_followed
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> Any:
-        last = self.dim() - 1
-        if end_dim % self.dim() < last:
+        if end_dim % self.dim() < self.dim() - 1:
             return self.of(self.x.flatten(start_dim, end_dim))
         return self.read().flatten(start_dim, end_dim)
 
@@ -143,122 +130,35 @@ class TracedLogits:
 
     @_followed
     def __mul__(self, other: Any) -> Any:
-        return self.of(self.x, ("mul", other)) if self.takes(other) else self.read() * other
+        return self.scaled("mul", other, other)
 
-    @_followed
-    def __rmul__(self, other: Any) -> Any:
-        return self * other
+    __rmul__ = __mul__
 
     @_followed
     def __truediv__(self, other: Any) -> Any:
-        return self.of(self.x, ("div", other)) if self.takes(other) else self.read() / other
+        return self.scaled("div", other, 1 / other if isinstance(other, (int, float)) and other else None)
 
-    def takes(self, other: Any) -> bool:
-        """May they be multiplied by it?"""
-        return isinstance(other, (int, float)) and self.form == LOGITS
-
-    @_followed
-    def tanh(self) -> Any:
-        return self.of(self.x, ("tanh",)) if self.form == LOGITS else self.read().tanh()
-
-    # -- statistics of their tokens
-
-    @_followed
-    def log_softmax(self, dim: int, dtype: torch.dtype | None = None) -> Any:
-        if self.form != LOGITS or dim not in (-1, self.dim() - 1):
-            return self.read().log_softmax(dim, dtype=dtype)
-        return self.of(self.x, ("log_softmax", -1, dtype or dtype_of(torch.log_softmax, self, dim=-1)))
-
-    @_followed
-    def gather(self, dim: int, index: Tensor) -> Tensor:
-        tokens = index.dtype == torch.int64 and index.shape == (*self.shape[:-1], 1)
-        found = self.statistic("gather", dim, index[..., 0]) if tokens else None
-        return self.read().gather(dim, index) if found is None else found.to(self.dtype)[..., None]
-
-    @_followed
-    def logsumexp(self, dim: int, keepdim: bool = False) -> Tensor:
-        found = self.statistic("logsumexp", dim)
-        if found is None:
-            return self.read().logsumexp(dim, keepdim)
-        found = found.to(dtype_of(torch.logsumexp, self, dim=-1))
-        return found[..., None] if keepdim else found
-
-    @_followed
-    def argmax(self, dim: int | None = None, keepdim: bool = False) -> Tensor:
-        found = self.statistic("argmax", dim)
-        if found is None:
-            return self.read().argmax(dim, keepdim)
-        return found[..., None] if keepdim else found
-
-    def statistic(self, name: str, dim: Any, target: Tensor | None = None) -> Tensor | None:
-        """What this function of each token's classes returns [...]; None if linear_cross_entropy does not compute it."""
-        last = self.dim() - 1
-        if last < 1 or dim not in (-1, last) or (name, self.form) not in STATISTICS:
-            return None
-        returned, of = STATISTICS[name, self.form]
-        target = torch.zeros(self.shape[:-1], dtype=torch.int64, device=self.device) if target is None else target
-        options = {f"return_{one}": True for one in returned}
-        found = self.cross_entropy(target, reduction="none", ignore_index=NEVER, **options)
-        return None if found is None else of(found)
+    def scaled(self, name: str, other: Any, number: Any) -> Any:
+        if isinstance(number, (int, float)) and self.formula.form == LOGITS:
+            return self.of(self.x, (name, other), formula=self.formula.times(number))
+        return getattr(self.read(), name)(other)
 
     # -- their loss
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of them: of scale z, or cap tanh(scale z); None for what it does not compute."""
-        scale, cap = 1.0, None
-        for name, *args in self.steps:
-            if name == "tanh":
-                if cap is not None:
-                    return None
-                cap = 1.0
-            elif name in ("mul", "div"):
-                factor = args[0] if name == "mul" else 1 / args[0]
-                scale, cap = (scale * factor, None) if cap is None else (scale, cap * factor)
-        if cap is not None and cap <= 0:
-            return None
-        return ops.linear_cross_entropy(
-            self.x,
-            self.weight,
-            target,
-            linear_bias=self.bias,
-            logit_scale=scale if cap is None else scale * cap,
-            softcap=cap,
-            recompute=self.mode,
-            workspace=self.workspace,
-            **options,
-        )
+        return self.formula.cross_entropy(self, self.x, target, **options)
 
-    def loss(
-        self,
-        input,
-        target,
-        weight=None,
-        size_average=None,
-        ignore_index=-100,
-        reduce=None,
-        reduction="mean",
-        label_smoothing=0.0,
-        function=F.cross_entropy,
-    ):
-        """F.cross_entropy, or F.nll_loss of log-probabilities."""
-        options = dict(ignore_index=ignore_index, reduction=reduction)
-        if function is F.cross_entropy:
-            options["label_smoothing"] = label_smoothing
-        is_covered = (
-            (self.form != LOGITS or function is F.cross_entropy)
-            and size_average is None
-            and reduce is None
-            and isinstance(target, Tensor)
-            and target.dtype == torch.int64
-            and target.shape == self.x.shape[:-1]
-            and self.dim() == 2
-            and (weight is None or (weight.dtype == self.dtype and not weight.requires_grad))
-        )
-        loss = self.cross_entropy(target, weight=weight, **options) if is_covered else None
-        if loss is None:
-            return function(self.read(), target, weight, size_average, reduce=reduce, **options)
-        narrow = self.dtype.itemsize < 4 and not torch.is_autocast_enabled(self.device.type)
-        return loss.to(self.dtype) if narrow else loss
+    def without_values(self, step: Step) -> Any:
+        """The step's result without values; None if it needs them."""
+        if is_loss(step.function):
+            return loss(step, self)
+        form, cap = self.formula.form, self.formula.cap
+        if step.name == "tanh" and len(step.args) == 1 and not step.kwargs and form == LOGITS and cap is None:
+            return self.of(self.x, ("tanh",), formula=self.formula._replace(cap=1.0))
+        if step.name == "log_softmax" and (found := form_after(step, self)) is not None:
+            form, dtype = found
+            return self.of(self.x, ("log_softmax", -1, dtype), formula=self.formula._replace(form=form))
+        return statistic(step, self) if step.name in TOKEN_WISE else None
 
     # -- everything else reads them
 
@@ -266,14 +166,14 @@ class TracedLogits:
         """In the graph their values, outside of it the `Logits` of the same matmul."""
         if is_compiling():
             return self.after(F.linear(self.x, self.weight, self.bias))
-        if self.__dict__.get("read_as") is None:
+        if self.read_as is None:
             if int(self.version) != self.weight._version:
                 raise RuntimeError(
                     f"ckptkern.convert: the head's weight changed before the logits were computed. {REMEDY}"
                 )
             logits = Matmul(self.x, self.weight, self.bias, self.mode, workspace=self.workspace).logits()
-            self.__dict__["read_as"] = self.after(logits)
-        return self.__dict__["read_as"]
+            self.read_as = self.after(logits)
+        return self.read_as
 
     def after(self, z: Tensor) -> Tensor:
         for name, *args in self.steps:
@@ -282,89 +182,52 @@ class TracedLogits:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        first = args[0] if args else kwargs.get("input")
-        if isinstance(first, TracedLogits) and is_compiling():
-            if function is F.cross_entropy or function is F.nll_loss:
-                return first.loss(*args, function=function, **kwargs)
-            if args and not {"input", "out", "sparse_grad"} & set(kwargs) and (name := _method(function, len(args))):
-                return getattr(first, name)(*args[1:], **kwargs)
-        if kwargs.get("out") is not None or kwargs.get("inplace") or _changes(function):
+        step = Step(function, args, kwargs or {})
+        logits = args[0] if args else step.kwargs.get("input")
+        if isinstance(logits, TracedLogits) and is_compiling():
+            result = logits.without_values(step)
+            if result is not None:
+                return result
+        if step.kwargs.get("out") is not None or step.kwargs.get("inplace") or step.name in CHANGING:
             raise RuntimeError(IN_PLACE)
-        args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
-        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in kwargs.items()}
+        args = [one.read() if isinstance(one, TracedLogits) else one for one in args]
+        kwargs = {name: one.read() if isinstance(one, TracedLogits) else one for name, one in step.kwargs.items()}
         return function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if _is_in_place(name):
+        if name in ("device", "dim", "ndim"):
+            return getattr(self.x, name)
+        if is_in_place(name):
             raise RuntimeError(IN_PLACE)
         return getattr(self.read(), name)
 
     def __repr__(self) -> str:
         return f"TracedLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __hash__ = object.__hash__
 
-
-def _method(function: Callable, positional: int) -> str | None:
-    """The name of the method above that this function is. Dynamo cannot look for a function in a dict."""
-    for one, name in (
-        (torch.tanh, "tanh"), (torch.log_softmax, "log_softmax"), (torch.gather, "gather"), (torch.logsumexp, "logsumexp"),
-        (torch.argmax, "argmax"),
-    ):  # fmt: skip
-        if function is one:
-            return name
-    return "log_softmax" if function is F.log_softmax and positional <= 2 else None  # the third is _stacklevel
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.startswith("_")
-
-
-IN_PLACE_FUNCTIONS = frozenset(
-    one for holder in (torch, Tensor, F) for name, one in vars(holder).items() if _is_in_place(name) and callable(one)
-)
-OPERATORS = Tensor.__iadd__, Tensor.__isub__, Tensor.__imul__, Tensor.__itruediv__, Tensor.__setitem__
-COMMON = (
-    *OPERATORS,
-    Tensor.add_,
-    Tensor.sub_,
-    Tensor.mul_,
-    Tensor.div_,
-    Tensor.clamp_,
-    Tensor.masked_fill_,
-    Tensor.copy_,
+# Statistics of tokens that the graph has without logits.
+TOKEN_WISE = frozenset(("argmax", "gather", "logsumexp"))
+# Names of functions that change their first argument. Of a function's name Dynamo knows only whether it is in a set.
+CHANGING = frozenset(
+    name for holder in (torch, Tensor, F) for name in dir(holder) if is_in_place(name) or name == "__setitem__"
 )
 
 
-def _changes(function: Callable) -> bool:
-    """Is it in place? Dynamo cannot look for a function in a set: there the common ones."""
-    if not is_compiling():
-        return function in IN_PLACE_FUNCTIONS or function in OPERATORS
-    for one in COMMON:  # noqa: SIM110
-        if function is one:
-            return True
-    return False
+def _as_function(function: Callable) -> Callable:
+    """The method of logits that calls this function of them."""
 
-
-def _reading(name: str) -> Callable:
-    def method(self, *args):
-        args = tuple(one.read() if isinstance(one, TracedLogits) else one for one in args)
-        return getattr(self.read(), name)(*args)
+    def method(self, *args, **kwargs):
+        return TracedLogits.__torch_function__(function, (), (self, *args), kwargs)
 
     return method
 
 
-def _refusing(self, *args):
-    raise RuntimeError(IN_PLACE)
-
-
+for _name in ("log_softmax", "tanh", *TOKEN_WISE):
+    setattr(TracedLogits, _name, _as_function(getattr(torch, _name)))
 for _name in (
     "add", "radd", "sub", "rsub", "rtruediv", "pow", "neg", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
-    "len", "iter", "array",
+    "len", "iter", "array", "setitem", "iadd", "isub", "imul", "itruediv", "ipow",
 ):  # fmt: skip
-    setattr(TracedLogits, f"__{_name}__", _reading(f"__{_name}__"))
-for _name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow"):
-    setattr(TracedLogits, f"__{_name}__", _refusing)
+    setattr(TracedLogits, f"__{_name}__", _as_function(getattr(Tensor, f"__{_name}__")))

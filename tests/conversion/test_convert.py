@@ -167,6 +167,20 @@ def test_a_mask_that_appears_later_is_applied():
     assert after < before / 2, "a bool mask was checked beforehand"
 
 
+def test_a_mask_by_position_may_be_another_kind_later():
+    """A forward with *args takes no argument by its name that stands before them."""
+    kind = variant(
+        Llama, forward=lambda self, x, tables, attention_mask, *others: Llama.forward(self, x, tables, attention_mask)
+    )
+    x = tokens()
+    tables, added = with_tables(x)["tables"], with_mask(x)["attention_mask"]
+    ours, theirs, conversion = pair(kind(), x, tables, added)
+    assert fused_of(conversion) == LAYER
+    for mask in (added, added == 0, None):
+        assert_same_steps(ours, theirs, x, tables, mask)
+    assert conversion.calls == {"fused": 3, "checkpointed": 0, "original": 0}
+
+
 # -- everything else stays as it is
 
 

@@ -140,14 +140,14 @@ CONVERSION = [
     Fault(
         "head: a bias that is added after a scale is scaled",
         "ckptkern/conversion/logits.py",
-        "added = added.detach().reshape(-1) «/ scale»",
+        "added = added.detach().reshape(-1) «/ formula.scale»",
         "",
         ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
     ),
     Fault(
         "head: a sum of log-probabilities forgets the number they are multiplied by",
         "ckptkern/conversion/tokens.py",
-        "factor = logits.factor if spread is None else «logits.factor *» spread(logits.tokens.classes)",
+        "factor = factor if spread is None else «factor *» spread(logits.tokens.classes)",
         "",
         ("tests/conversion/test_logits.py",),
     ),
