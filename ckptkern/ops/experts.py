@@ -170,32 +170,22 @@ class ExpertsBranch:
             sums.totals["gate_up_bias"].add(p.experts_sums(dgu, None, groups, gathered=False))
         if "down_bias" in need:
             sums.totals["down_bias"].add(p.experts_sums(dy, s, groups, gathered=True))
-        du = self.add_update_of_gate_up(dgu, x, groups, sums)
+        (a, b), update = names_of("gate_up"), self.updates.get("gate_up")
+        if b in need:
+            u = update.inner(p, eager.gather_rows(x, groups), groups)
+            sums.totals[b].add(dgu, u, in_order_of_rows(groups), "a")
+            u = None
+        if update is not None and not need.isdisjoint(("x", a)):
+            du = update.inner_gradient(p, dgu, groups)
+        if a in need:
+            sums.totals[a].add(du, x, groups, "b")
         if "x" in need:
             rows = p.experts_gemm(dgu, self.w, None, groups, o.precision, transposed=False)
             dgu = None
             if du is not None:
-                rows.add_(self.updates["gate_up"].input_gradient(p, du, groups))
+                rows.add_(update.input_gradient(p, du, groups))
             made["dx"] = p.experts_combine(rows, None, groups)
         return made
-
-    def add_update_of_gate_up(
-        self, dgu: Tensor | None, x: Tensor | None, groups: eager.Groups, sums: ExpertsSums
-    ) -> Tensor | None:
-        """du [rows, r], if x's gradient is made of it."""
-        (a, b), update = names_of("gate_up"), self.updates.get("gate_up")
-        if update is None or sums.need.isdisjoint(("x", a, b)):
-            return None
-        if b in sums.need:
-            sums.totals[b].add(
-                dgu, update.inner(self.p, eager.gather_rows(x, groups), groups), in_order_of_rows(groups), "a"
-            )
-        if sums.need.isdisjoint(("x", a)):
-            return None
-        du = update.inner_gradient(self.p, dgu, groups)
-        if a in sums.need:
-            sums.totals[a].add(du, x, groups, "b")
-        return du if "x" in sums.need else None
 
     def hidden_gradients(
         self,

@@ -113,7 +113,7 @@ class Shard:
 
     # -- sublayers
 
-    def attention_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any], alone: bool = True) -> Tensor:
+    def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments: Any) -> Tensor:
         """alone: is x read by no other sublayer?"""
         t, o = gather_attention(
             "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
@@ -130,26 +130,6 @@ class Shard:
             reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
-
-    def transformer_layer(
-        self,
-        x: Tensor,
-        sublayers: list[Mapping[str, Any]],
-        mlp: Mapping[str, Any],
-        parallel: bool,
-        training: bool,
-        recompute: str,
-        workspace: int | str | None,
-    ) -> Tensor:
-        """Runs sublayer by sublayer and saves the tensors between them, because recomputing these would take another
-        collective."""
-        mid = x
-        for arguments in sublayers:
-            arguments = {**arguments, "recompute": recompute, "workspace": workspace}
-            mid = self.attention_block(mid, training, arguments, not parallel)
-        inner = "none" if recompute == "none" else "full"
-        y = self.mlp_block(x if parallel else mid, training, **mlp, recompute=inner, workspace=workspace)
-        return mid + y if parallel else y
 
     def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
         t = drawn(t, o, x, training)

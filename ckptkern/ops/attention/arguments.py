@@ -121,15 +121,6 @@ def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, i
         )
 
 
-def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
-    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-    check_count(op, "num_heads", H)
-    check_count(op, "num_kv_heads", H_kv)
-    if H % H_kv:
-        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
-    return H, H_kv
-
-
 def check_lora(op: str, x: Tensor, key_value, lora, weights: Sequence[Tensor], out_weight: Tensor):
     """Low-rank updates as tensors by field and numbers."""
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
@@ -309,7 +300,11 @@ def gather(
     context = ACTIVE.context
     seen = x if context is None else context.whole(x)  # of all ranks
     B, S = batch_and_rows(seen)
-    H, H_kv = check_heads(op, num_heads, num_kv_heads)
+    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+    check_count(op, "num_heads", H)
+    check_count(op, "num_kv_heads", H_kv)
+    if H % H_kv:
+        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     layout = None if qkv_layout == "qkv" else qkv_layout
     check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
     S_k = S if key_value is None else key_value.shape[-2]

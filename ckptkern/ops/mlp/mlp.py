@@ -78,14 +78,10 @@ def run(
 ) -> Tensor:
     """Applies `mlp` or `gated_mlp` to arguments that were checked; t: its tensors, without a random state."""
     x = cast_input(op, x, t.gate_weight, t.up_weight, t.down_weight)
+    impl = choose_impl(op, x, x.shape[-1], t.up_weight.shape[0], t.down_weight.shape[0])
+    bytes_ = choose_workspace(op, workspace, x, t.up_weight.numel())
     options = BranchOptions(
-        activation=activation,
-        dropout_p=float(dropout_p),
-        recompute=choose_mode(recompute),
-        backend=choose_impl(op, x, x.shape[-1], t.up_weight.shape[0], t.down_weight.shape[0]),
-        precision=matmul_precision(x),
-        workspace=choose_workspace(op, workspace, x, t.up_weight.numel()),
-        first_column=0,
+        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x), bytes_, first_column=0
     )
     return apply(options, x, *t._replace(rng=draw_state(x, dropout_p, training)))
 

@@ -8,7 +8,7 @@ runs them. Both passes together run what one whole pass runs, and give its bits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -51,15 +51,12 @@ class Room:
 
 
 class Sum:
-    """A sum of matmuls. Subclasses have `matmul`, which adds one, and `total`, which gives the sum."""
+    """A sum of matmuls. Subclasses have `matmul(*operands)`, which adds one, and `total()`, which gives the sum or None."""
 
     later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
 
-    def matmul(self, *operands: Any) -> None:
-        raise NotImplementedError
-
-    def total(self) -> Tensor | None:
-        raise NotImplementedError
+    matmul: Callable[..., None]
+    total: Callable[[], Tensor | None]
 
     def add(self, *operands: Any) -> None:
         """Adds the matmul of these operands, now or when the sum is asked for."""

@@ -82,14 +82,6 @@ def runs_directly(seen: int) -> bool:
     return not seen & _OBSERVED or (Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
 
 
-def _distinct(tensors: tuple) -> tuple:
-    """tensors with a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function."""
-    return tuple(
-        t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
-        for i, t in enumerate(tensors)
-    )
-
-
 def returned(op: type[Op], options, results):
     """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
     more = op.more_results(options)
@@ -387,7 +379,12 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
             if not needs:
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
                 return returned(op, options, call_forward(registered, tensors, for_inference(options)))
-            return returned(op, options, functional.apply(options, needs, *_distinct(tensors)))
+            # a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function
+            tensors = tuple(
+                t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
+                for i, t in enumerate(tensors)
+            )
+            return returned(op, options, functional.apply(options, needs, *tensors))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
             seen = observed(tensors)

@@ -108,12 +108,8 @@ class Sublayer:
         needed."""
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
-    def row_bytes(self) -> int:
-        """Returns bytes of a row's transient tensors in forward and backward."""
-        raise NotImplementedError
-
     def chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that forward and backward take at once."""
+        """[start, stop) of the rows that forward and backward take at once; `row_bytes`: of a row's transient tensors."""
         return token_chunks(self.x.shape[0], self.row_bytes, self.o.workspace)
 
     @property
