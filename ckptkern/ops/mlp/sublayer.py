@@ -96,13 +96,6 @@ class MLPSublayer(Sublayer):
     def row_bytes(self) -> int:
         return bytes_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
 
-    def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
-        """The branch's result, which no mode saves: by one matmul from the hidden layer if that was saved, or all of it."""
-        branch, start = self.branch, self.first_row
-        if branch.updates or not saved:
-            return self.drop(branch.forward_rows(h, start)[0])
-        return self.drop(branch.result_of(saved, start))
-
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", and what its branch saves."""
         f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
@@ -112,11 +105,15 @@ class MLPSublayer(Sublayer):
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
     ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
-        h = self.inputs()
-        f = self.recomputed(h, saved) if reads_branch(self.o, need) else None
+        h, f, branch, start = self.inputs(), None, self.branch, self.first_row
+        if reads_branch(
+            self.o, need
+        ):  # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+            whole = branch.updates or not saved
+            f = self.drop(branch.forward_rows(h, start)[0] if whole else branch.result_of(saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
-        dh = self.branch.backward_rows(df, h, saved, self.first_row, sums)
+        dh = branch.backward_rows(df, h, saved, start, sums)
         h = df = None
         return grads | self.input_gradients(dh, dy, need) if sums.need_dx else grads
 
