@@ -16,7 +16,7 @@ from .dispatch.checks import check_input, check_options, check_tensor
 from .dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from .registration.delayed import Sum
 from .registration.functions import build
-from .registration.gradients import by_chunks, main_grad_of, token_chunks
+from .registration.gradients import BiasGrad, by_chunks, main_grad_of, token_chunks
 from .registration.needs import flags, needed
 from .registration.op import Op
 from .registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
@@ -77,21 +77,17 @@ class ExpertsSums:
     """The gradients of parameters that are needed, by their names in PARAMETERS, summed over chunks."""
 
     def __init__(self, branch: ExpertsBranch, need: Collection[str], chunks: int):
-        self.branch, self.need = branch, need
-        named = branch.named
-        self.weights = {
-            name: _WeightSum(branch.p, named[name], chunks, branch.o.precision)
+        self.need = need
+        self.totals: dict[str, Any] = {
+            name: BiasGrad(branch.named[name], chunks)
+            if "bias" in name
+            else _WeightSum(branch.p, branch.named[name], chunks, branch.o.precision)
             for name in PARAMETERS
-            if name in need and "bias" not in name
+            if name in need
         }
-        self.biases: dict[str, Tensor] = {}
-
-    def add_bias(self, name: str, part: Tensor) -> None:
-        self.biases[name] = part if name not in self.biases else self.biases[name].add_(part)
 
     def results(self) -> dict[str, Tensor | None]:
-        made = {name: one.result() for name, one in self.weights.items()}
-        return made | {name: cast_parameter(one, self.branch.named[name].dtype) for name, one in self.biases.items()}
+        return {name: one.result() for name, one in self.totals.items()}
 
 
 class ExpertsBranch:
@@ -161,45 +157,35 @@ class ExpertsBranch:
         if "s" in need:
             made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
-            sums.weights["down_weight"].add(dy, hs, groups, "a")
+            sums.totals["down_weight"].add(dy, hs, groups, "a")
         # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
         if a in need:
-            sums.weights[a].add(du, hs, in_order_of_rows(groups), "a")
+            sums.totals[a].add(du, hs, in_order_of_rows(groups), "a")
         if b in need:
-            sums.weights[b].add(dy, update.inner(p, hs, groups), groups, "a")
+            sums.totals[b].add(dy, update.inner(p, hs, groups), groups, "a")
         hs = du = None  # gone before the other gradients are made
         if "gate_up_weight" in need:
-            sums.weights["gate_up_weight"].add(dgu, x, groups, "b")
+            sums.totals["gate_up_weight"].add(dgu, x, groups, "b")
         if "gate_up_bias" in need:
-            sums.add_bias("gate_up_bias", p.experts_sums(dgu, None, groups, gathered=False))
+            sums.totals["gate_up_bias"].add(p.experts_sums(dgu, None, groups, gathered=False))
         if "down_bias" in need:
-            sums.add_bias("down_bias", p.experts_sums(dy, s, groups, gathered=True))
-        du = self.add_update_of_gate_up(dgu, x, groups, sums)
+            sums.totals["down_bias"].add(p.experts_sums(dy, s, groups, gathered=True))
+        (a, b), update = names_of("gate_up"), self.updates.get("gate_up")
+        if b in need:
+            u = update.inner(p, eager.gather_rows(x, groups), groups)
+            sums.totals[b].add(dgu, u, in_order_of_rows(groups), "a")
+            u = None
+        if update is not None and not need.isdisjoint(("x", a)):
+            du = update.inner_gradient(p, dgu, groups)
+        if a in need:
+            sums.totals[a].add(du, x, groups, "b")
         if "x" in need:
             rows = p.experts_gemm(dgu, self.w, None, groups, o.precision, transposed=False)
             dgu = None
             if du is not None:
-                rows.add_(self.updates["gate_up"].input_gradient(p, du, groups))
+                rows.add_(update.input_gradient(p, du, groups))
             made["dx"] = p.experts_combine(rows, None, groups)
         return made
-
-    def add_update_of_gate_up(
-        self, dgu: Tensor | None, x: Tensor | None, groups: eager.Groups, sums: ExpertsSums
-    ) -> Tensor | None:
-        """du [rows, r], if x's gradient is made of it."""
-        (a, b), update = names_of("gate_up"), self.updates.get("gate_up")
-        if update is None or sums.need.isdisjoint(("x", a, b)):
-            return None
-        if b in sums.need:
-            sums.weights[b].add(
-                dgu, update.inner(self.p, eager.gather_rows(x, groups), groups), in_order_of_rows(groups), "a"
-            )
-        if sums.need.isdisjoint(("x", a)):
-            return None
-        du = update.inner_gradient(self.p, dgu, groups)
-        if a in sums.need:
-            sums.weights[a].add(du, x, groups, "b")
-        return du if "x" in sums.need else None
 
     def hidden_gradients(
         self,
@@ -227,29 +213,22 @@ class ExpertsBranch:
         added = None if du is None else self.updates["down"].input_gradient(p, du, groups)
         return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, added=added, **wanted)
 
+    def row_bytes(self, top_k: int) -> int:
+        """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
+        d, N, size = *self.wd.shape[1:], self.dtype.itemsize
+        pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
+        if self.updates:  # g and u with their update beside them; the tokens' rows; u and du
+            pair += size * (4 * N + d + 2 * max(one.a.shape[1] for one in self.updates.values()))
+        token = 2 * d * max(size, 4)
+        if self.o.backend == "eager":
+            # one expert may have all: its rows, g, u, act(g), h, dh and steps between, or float32 copies
+            pair += size * (8 * N + 2 * d) + (0 if size >= 4 else 8 * (2 * N + d))
+            token *= 2
+        return top_k * pair + token
 
-def row_bytes(o: Any, top_k: int, wd: Tensor, dtype: torch.dtype, updates: Mapping[str, Any]) -> int:
-    """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
-    d, N, size = *wd.shape[1:], dtype.itemsize
-    pair = size * (3 * N + d)  # weighted h, the gradients of g and u, and what they give for x
-    if updates:  # g and u with their update beside them; the tokens' rows; u and du
-        pair += size * (4 * N + d + 2 * max(one.a.shape[1] for one in updates.values()))
-    token = 2 * d * max(size, 4)
-    if (
-        o.backend == "eager"
-    ):  # one expert may have all: its rows, g, u, act(g), h, dh and steps between, or float32 copies
-        pair += size * (8 * N + 2 * d) + (0 if size >= 4 else 8 * (2 * N + d))
-        token *= 2
-    return top_k * pair + token
-
-
-def _token_chunks(
-    o: ExpertsOptions, tokens: int, top_k: int, branch: ExpertsBranch, x: Tensor
-) -> list[tuple[int, int]]:
-    """[start, stop) of the tokens that forward and backward take at once."""
-    if o.workspace is None:  # before sizes that may be symbols are compared
-        return [(0, tokens)]
-    return token_chunks(tokens, row_bytes(o, top_k, branch.wd, x.dtype, branch.updates), o.workspace)
+    def chunks(self, index: Tensor) -> list[tuple[int, int]]:
+        """[start, stop) of the tokens that forward and backward take at once; index [T, top_k]."""
+        return token_chunks(len(index), lambda: self.row_bytes(index.shape[1]), self.o.workspace)
 
 
 class ExpertsOptions(NamedTuple):
@@ -281,13 +260,12 @@ class Experts(Op):
         x, index, s, *parameters = tensors
         rows, index, s = rows_2d(x), rows_2d(index), rows_2d(s)
         branch = ExpertsBranch(parameters, o, x.dtype)
-        chunks = _token_chunks(branch.o, rows.shape[0], index.shape[1], branch, x)
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
             return branch.forward(rows[part], s[part], eager.route(index[part], len(branch.w)))
 
-        made = by_chunks(chunks, of_tokens)
+        made = by_chunks(branch.chunks(index), of_tokens)
         saved = {"gu": made["gu"].view(-1, branch.w.shape[1])} if "gu" in made else {}
         return unflattened(made["y"], x), saved
 
@@ -296,10 +274,10 @@ class Experts(Op):
         x, index, s, *parameters = tensors
         whole, dtype = dy, dy.dtype
         dy, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
-        (T, top_k), gus = weights.shape, saved.get("gu")
+        top_k, gus = weights.shape[1], saved.get("gu")
         need = {name for name, one in zip(NAMES, flags(needs, len(NAMES)), strict=True) if one}
         branch = ExpertsBranch(parameters, o, dtype)
-        chunks = _token_chunks(branch.o, T, top_k, branch, dy)
+        chunks = branch.chunks(index)
         sums = ExpertsSums(branch, need, len(chunks))
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:

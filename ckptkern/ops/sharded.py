@@ -49,12 +49,8 @@ class Shard:
 
     # -- collectives
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """G x, of x [..., S, d]."""
-        return self.gathering(x)()
-
     def gathering(self, x: Tensor) -> Callable[[], Tensor]:
-        """Starts the collective of G x; what it returns waits for it and gives G x."""
+        """Starts the collective of G x, of x [..., S, d]; what it returns waits for it and gives G x."""
         if not self.sequence:
             return lambda: x
         lead, (S, d) = x.shape[:-2], x.shape[-2:]
@@ -69,12 +65,8 @@ class Shard:
 
         return finished
 
-    def reduced(self, y: Tensor) -> Tensor:
-        """R y, of y [..., S, d] with all rows."""
-        return self.reducing(y)()
-
     def reducing(self, y: Tensor) -> Callable[[], Tensor]:
-        """Starts the collective of R y; what it returns waits for it and gives R y."""
+        """Starts the collective of R y, of y [..., S, d] with all rows; what it returns waits for it and gives R y."""
         if not self.sequence:
             return self.summing(y)
         if y.dim() > 2:
@@ -121,7 +113,7 @@ class Shard:
 
     # -- sublayers
 
-    def attention_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any], alone: bool = True) -> Tensor:
+    def attention_block(self, x: Tensor, training: bool, alone: bool = True, **arguments: Any) -> Tensor:
         """alone: is x read by no other sublayer?"""
         t, o = gather_attention(
             "attention_block", self.whole(x), training=training, **self.attention_arguments(arguments)
@@ -130,7 +122,7 @@ class Shard:
         heads = dict(first_plane=self.rank * o.num_heads, planes=self.size * o.num_heads)
         return self.sublayer(attention_across, x, t, o, "bo", alone, **heads)
 
-    def mlp_block(self, x: Tensor, training: bool, arguments: Mapping[str, Any]) -> Tensor:
+    def mlp_block(self, x: Tensor, training: bool, **arguments: Any) -> Tensor:
         arguments = self.mlp_arguments(arguments)
         t, o = gather_mlp("mlp_block", self.whole(x), training=training, **arguments)
         t, hidden = self.drawn(t, o, x, training), t.down_weight.shape[1]
@@ -138,26 +130,6 @@ class Shard:
             reason = f"the kernels draw masks of shards of 32 n hidden units, not of {hidden}"
             o = o._replace(backend=choose_backend("mlp_block", x.new_empty(0, dtype=o.dtype), reason))
         return self.sublayer(mlp_across, x, t, o, "down_bias", True, first_column=self.rank * hidden)
-
-    def transformer_layer(
-        self,
-        x: Tensor,
-        sublayers: list[Mapping[str, Any]],
-        mlp: Mapping[str, Any],
-        parallel: bool,
-        training: bool,
-        recompute: str,
-        workspace: int | str | None,
-    ) -> Tensor:
-        """Runs sublayer by sublayer and saves the tensors between them, because recomputing these would take another
-        collective."""
-        mid = x
-        for arguments in sublayers:
-            arguments = {**arguments, "recompute": recompute, "workspace": workspace}
-            mid = self.attention_block(mid, training, arguments, not parallel)
-        inner = {"recompute": "none" if recompute == "none" else "full", "workspace": workspace}
-        y = self.mlp_block(x if parallel else mid, training, {**mlp, **inner})
-        return mid + y if parallel else y
 
     def drawn(self, t: Any, o: Any, x: Tensor, training: bool) -> Any:
         t = drawn(t, o, x, training)
@@ -234,17 +206,17 @@ class Shard:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")
             (made["key_value"],) = self.summed(made["key_value"])
-        made |= self.vectors(made)
-        if made["lora"]:
-            raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
-        return made
+        return self.with_vectors(made)
 
-    def vectors(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Vectors of each sample, whose gradients are sums over ranks: over those of the branch, of a gate over rows."""
+    def with_vectors(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with vectors of each sample whose gradients are sums over ranks: over those of the branch, of a gate
+        over rows."""
+        if arguments["lora"]:
+            raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
         gate = ("layer_scale",) if self.sequence else ()
         given = {name: arguments[name] for name in ("norm_scale", "norm_shift", *gate)}
         given = {name: one for name, one in given.items() if isinstance(one, Tensor) and one.dim() > 1}
-        return dict(zip(given, self.summed(*given.values()), strict=True))
+        return arguments | dict(zip(given, self.summed(*given.values()), strict=True))
 
     def mask(self, mask: Tensor | None, H: int, heads: int) -> Tensor | None:
         if mask is None or (mask.dim() < 3 and not mask.requires_grad):  # CausalBias, too, which has two dimensions
@@ -258,10 +230,7 @@ class Shard:
         for name in ("gate_weight", "gate_bias", "up_weight", "up_bias"):
             if made[name] is not None:
                 made[name] = self.part(made[name], 0, count)
-        made |= self.vectors(made)
-        if made["lora"]:
-            raise ValueError("TensorParallel: low-rank updates (lora) are not sharded")
-        return made
+        return self.with_vectors(made)
 
 
 class Summed(torch.autograd.Function):

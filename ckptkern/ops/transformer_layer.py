@@ -279,6 +279,8 @@ def _by_sublayers(
     mid = x
     for arguments in attentions:
         block = latent_attention_block if is_latent(arguments) else attention_block
+        if ACTIVE.shard is not None:
+            block = functools.partial(ACTIVE.shard.attention_block, alone=not parallel)
         mid = block(mid, training=training, recompute=recompute[0], workspace=workspace, **arguments)
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
     if has_router(mlp_arguments):
@@ -337,30 +339,13 @@ def transformer_layer(
     if parallel:
         check_parallel(op, attentions[0], mlp_arguments)
         mlp_arguments |= {"residual": False}
-    if not isinstance(recompute, str):
-        return _by_sublayers(x, attentions, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     if latent:
         refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
         raise NotSharded("a layer with a router has no sharded form")
-    if ACTIVE.shard is not None:
-        return ACTIVE.shard.transformer_layer(x, attentions, mlp_arguments, parallel, training, recompute, workspace)
-    return _as_one(op, x, attentions, mlp_arguments, parallel, latent, routes, training, recompute, workspace)
-
-
-def _as_one(
-    op: str,
-    x: Tensor,
-    attentions: Sequence[Mapping[str, Any]],
-    mlp_arguments: Mapping[str, Any],
-    parallel: bool,
-    latent: bool,
-    routes: bool,
-    training: bool,
-    recompute: str,
-    workspace: int | str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs the layer as one region."""
+    # a shard saves the tensors between sublayers, because recomputing these would take another collective
+    if ACTIVE.shard is not None or not isinstance(recompute, str):
+        return _by_sublayers(x, attentions, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     common = dict(training=training, workspace=workspace)
     gather = gather_latent if latent else gather_attention
     sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]

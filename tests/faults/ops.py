@@ -54,7 +54,7 @@ OPS = [
     Fault(
         "mlp: a float32 weight is not cast under autocast",
         "ckptkern/ops/mlp/branch.py",
-        "self.copies[name] = «parameter.to(self.dtype)»",
+        "copy = «cast_parameter(parameter, self.dtype)»",
         "parameter",
         (f"{PRECISION} -k '(autocast or cast_once) and [mlp'",),
     ),

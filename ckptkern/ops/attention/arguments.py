@@ -121,24 +121,6 @@ def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, i
         )
 
 
-def check_heads(op: str, num_heads: int, num_kv_heads: int | None) -> tuple[int, int]:
-    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-    check_count(op, "num_heads", H)
-    check_count(op, "num_kv_heads", H_kv)
-    if H % H_kv:
-        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
-    return H, H_kv
-
-
-def check_lora(op: str, x: Tensor, key_value, lora, weights: Sequence[Tensor], out_weight: Tensor):
-    """Low-rank updates as tensors by field and numbers."""
-    names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
-    if lora is not None and "qkv" in lora and key_value is not None:
-        raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
-    layers = {name: (name[0], weight) for name, weight in zip(names, weights, strict=True)} | {"out": ("o", out_weight)}
-    return gather_lora(op, x, lora, layers, LAYERS)
-
-
 def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
     """The weights of q and k, and their biases."""
     check_choice(op, "qk_norm_kind", kind, NORMS)
@@ -309,7 +291,11 @@ def gather(
     context = ACTIVE.context
     seen = x if context is None else context.whole(x)  # of all ranks
     B, S = batch_and_rows(seen)
-    H, H_kv = check_heads(op, num_heads, num_kv_heads)
+    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+    check_count(op, "num_heads", H)
+    check_count(op, "num_kv_heads", H_kv)
+    if H % H_kv:
+        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     layout = None if qkv_layout == "qkv" else qkv_layout
     check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
     S_k = S if key_value is None else key_value.shape[-2]
@@ -317,7 +303,11 @@ def gather(
     check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
     check_sinks(op, sinks, x, H)
     check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
-    lora_tensors, lora_numbers = check_lora(op, x, key_value, lora, weights, out_weight)
+    if lora is not None and "qkv" in lora and key_value is not None:
+        raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
+    names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
+    layers = {name: (name[0], weight) for name, weight in zip(names, weights, strict=True)} | {"out": ("o", out_weight)}
+    lora_tensors, lora_numbers = gather_lora(op, x, lora, layers, LAYERS)
     tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])

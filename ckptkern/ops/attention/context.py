@@ -104,10 +104,6 @@ class Context(NamedTuple):
         """[...] of this rank -> [n ...] of all, along the first dimension."""
         return _c10d.all_gather_into_tensor(x.contiguous(), self.size, self.group)
 
-    def scattering(self, x: Tensor) -> Tensor:
-        """[n ...] -> the sum over ranks of their part for this one."""
-        return _c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
-
     def exchanging(self, x: Tensor) -> Tensor:
         """[n, ...] -> [n, ...]: part r goes to rank r, whose part for this rank takes its place."""
         ones = [1] * self.size
@@ -119,9 +115,6 @@ class Context(NamedTuple):
         """What attends with q, k and v [B, heads, S, D] of this rank's rows; the collective has started. queries: gives q,
         which is formed while k and v are on their way."""
         return (GatheredHeads if self.exchange == "gather" else ExchangedHeads)(self, queries, k, v)
-
-    def lse_shape(self, B: int, H: int, S: int) -> tuple[int, int, int]:
-        return (B, H, S) if self.exchange == "gather" else (B, H // self.size, S * self.size)
 
     def core_of_rows(self, core: eager.AttentionCore) -> eager.AttentionCore:
         """`core` for what is formed row by row, such as delta."""
@@ -298,7 +291,10 @@ class GatheredHeads(SpreadHeads):
                     total.add_(part)
         if sums is None:
             return [dq, None, None]
-        parts = _c10d.wait_tensor(self.context.scattering(self.context.parted(sums).flatten(0, 1)))
+        sent = (
+            self.context.parted(sums).flatten(0, 1).contiguous()
+        )  # [n ...] -> the sum over ranks of the part for this one
+        parts = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", size, self.context.group))
         dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
         return [dq if need_dq else None, dk, dv]
 

@@ -33,17 +33,15 @@ def group_of(
         return in_group((tensor,), index, count, dim)[0]
 
     H = o.num_heads // count
-    t = t._replace(wo=cut(t.wo, 1))
-    if t.wg is not None:
-        t = t._replace(wg=cut(t.wg, 0))
-    if t.o_lora_a is not None:
-        t = t._replace(o_lora_a=cut(t.o_lora_a, 1))
+    dims = {"wo": 1, "wg": 0, "o_lora_a": 1}  # that the heads are along
     if t.mask is not None and t.mask.shape[1] > 1:
-        t = t._replace(mask=cut(t.mask, 1))
+        dims["mask"] = 1
     for name in ("q_norm", "k_norm", "q_norm_bias", "k_norm_bias"):
         weight = getattr(t, name)
         if weight is not None and weight.dim() == 2:
-            t = t._replace(**{name: cut(weight, 0)})
+            dims[name] = 0
+    whole = {name: getattr(t, name) for name in dims}
+    t = t._replace(**{name: one if one is None else cut(one, dims[name]) for name, one in whole.items()})
     core = core._replace(plane_base=core.plane_base + index * H, planes=core.planes or o.num_heads)
     if core.mask is not None and core.mask.shape[1] > 1:
         core = core._replace(mask=cut(core.mask, 1))

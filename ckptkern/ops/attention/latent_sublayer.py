@@ -153,13 +153,6 @@ class LatentSublayer(CoreSublayer):
         parts = self.filled(self.by_token(q, H)), k, self.filled(kv[..., nope:])
         return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
 
-    def without_zeros(self, out: Tensor) -> Tensor:
-        """o [B, H, S, v] (memory [B, S, H, v], not a view) of the core's [B, H, S, D]."""
-        if self.sizes.v == self.sizes.D:
-            return out
-        part = out[..., : self.sizes.v]
-        return eager.empty_heads(part).copy_(part)
-
     def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
         """out [B, H, S, v] and lse of the core, and if `save_raw` what it is made of: latents, q and kv."""
         latents, sizes = self.latents(), self.sizes
@@ -169,7 +162,9 @@ class LatentSublayer(CoreSublayer):
             heads = self.heads(latents, group, *self.projected(latents, group, saved))
             part, part_lse, _ = attend(self.p, *heads, group.core)
             heads = None
-            part = self.without_zeros(part)
+            if sizes.v != sizes.D:  # [B, H, S, v] (memory [B, S, H, v], not a view) of the core's [B, H, S, D]
+                part = part[..., : sizes.v]
+                part = eager.empty_heads(part).copy_(part)
             if group.count == 1:
                 out, lse = part, part_lse
                 break

@@ -228,12 +228,13 @@ class AttentionForward(CoreSublayer):
             return {"out": out, "lse": lse, "qkv": qkv}
         qkv = self.project(h) if save_raw else None
         heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
-        out, lse, shape = eager.empty_heads(heads), None, heads.shape[:3]
-        shape = shape if self.o.context is None else self.o.context.lse_shape(*shape)
+        out, lse = eager.empty_heads(heads), None
         for group in self.groups():
             raw, _ = group.raw(h, self, qkv, letters="qkv")
             made, of_group, _ = group.attended(group.heads(raw, save_raw))
-            lse = of_group.new_empty(shape) if lse is None else lse
+            if lse is None:
+                B, H, rows = of_group.shape
+                lse = of_group.new_empty((B, H * group.count, rows))
             (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
             part.copy_(made)
             lse_part.copy_(of_group)

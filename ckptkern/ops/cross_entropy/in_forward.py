@@ -65,11 +65,16 @@ class SumOfLosses(torch.autograd.Function):
         if torch.is_grad_enabled():
             if tensors[0] is None:
                 LinearCrossEntropy.missing_input(dy, tensors, ctx.options)
-            with ctx.precision:
-                return (None, *differentiable(ctx.options, tensors, needs, dy), None, None)
+            wanted = [one for one, need in zip(tensors, needs, strict=False) if need]
+            with (
+                ctx.precision
+            ):  # those of the loss of each token, whose logits are recomputed, without a low-rank update
+                loss = apply(ctx.options._replace(recompute="full"), *tensors, None, None, None)[0].sum()
+                grads = iter(torch.autograd.grad(loss, wanted, dy, create_graph=True))
+            return (None, *(next(grads) if need else None for need in needs), None, None)
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
         scale = dy / unit_of(ctx.options, ctx.dtypes[0], tensors[4])
-        found = []
+        found: list[Tensor | None] = []
         main = main_grad_of(ctx.weight) if needs[1] else None
         if main is not None:
             main.addcmul_(grads[1], scale.to(grads[1].dtype))
@@ -85,14 +90,6 @@ def unit_of(o: LinearCrossEntropyOptions, dtype: torch.dtype, class_weight: Tens
     if dtype != torch.float16 or class_weight is not None:
         return 1.0
     return 2.0 ** (10 - math.ceil(math.log2(max(abs(o.logit_scale), 1.0))))
-
-
-def differentiable(o: LinearCrossEntropyOptions, tensors, needs, dy: Tensor) -> list[Tensor | None]:
-    """The gradients with a graph: those of the loss of each token, whose logits are recomputed."""
-    wanted = [one for one, need in zip(tensors, needs, strict=False) if need]
-    loss = apply(o._replace(recompute="full"), *tensors, None, None, None)[0].sum()  # without a low-rank update
-    grads = iter(torch.autograd.grad(loss, wanted, dy, create_graph=True))
-    return [next(grads) if need else None for need in needs]
 
 
 def loss_and_gradients(

@@ -172,8 +172,9 @@ class LinearCrossEntropy(Op):
         weights = None
         if class_weight is not None and o.label_smoothing:
             weights = all_weights[o.vocab_start : o.vocab_start + V].contiguous()
+        classes = target if candidates is None else candidates
         if not o.group:
-            check_targets(target if candidates is None else candidates, V, o.ignore_index)
+            check_targets(classes, V, o.ignore_index)
         if o.lora:
             made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o)
         else:
@@ -182,7 +183,7 @@ class LinearCrossEntropy(Op):
         statistics = TokenStatistics(**made)
         if o.group:
             statistics, entries = gathered(statistics, V, o.group, o.size)
-            check_targets(target if candidates is None else candidates, entries, o.ignore_index)
+            check_targets(classes, entries, o.ignore_index)
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
         sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries, candidates)
@@ -220,12 +221,14 @@ class LinearCrossEntropy(Op):
         workspace = o.workspace
         if updated is not None:
             transient += updated.bytes_beside
-            workspace = None if workspace is None else workspace - workspace // 4 - updated.bytes_of_all
+            # u and du of all tokens, and a copy of u that is joined of chunks
+            of_all = M * updated.b.shape[1] * (2 * dtype.itemsize + 4 * max(1, dtype.itemsize // 4))
+            workspace = None if workspace is None else workspace - workspace // 4 - of_all
         chunks = vocabulary_chunks(V, transient, workspace)
         grads = HeadGradients(rows, w, w_, b, lse, dtype, needs, chunks, o.group)
 
-        def write_gradient(start: int, stop: int, dz: Tensor) -> Tensor | None:
-            """dz of these classes, and the sum of its rows."""
+        def of_entries(start: int, stop: int) -> None:
+            dz = grads.dz(start, stop)
             need_db, here = grads.needs_bias, slice(o.vocab_start + start, o.vocab_start + stop)
             given = (target, None if weights is None else weights[here], lse, gradients)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
@@ -246,11 +249,7 @@ class LinearCrossEntropy(Op):
                 db = out.sum(0) if need_db else None
             if apart:
                 dz.copy_(out)
-            return db
-
-        def of_entries(start: int, stop: int) -> None:
-            dz = grads.dz(start, stop)
-            db = write_gradient(start, stop, dz)
+            out = None  # gone before the other gradients are formed
             if updated is not None:
                 updated.add(dz, start, stop)
             grads.add(start, stop, db)

@@ -64,13 +64,6 @@ class UpdatedHead:
         """Returns the bytes of [x | u] and what makes it: x in the update's dtype, dropped, and steps between."""
         return self.bytes_beside + 3 * self.w.shape[1] * self.update.a.dtype.itemsize
 
-    @property
-    def bytes_of_all(self) -> int:
-        """Returns the bytes of what backward holds of all tokens: u and du, and a copy of u that is joined of chunks."""
-        return (
-            self.rows.shape[0] * self.b.shape[1] * (2 * self.b.dtype.itemsize + 4 * max(1, self.b.dtype.itemsize // 4))
-        )
-
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the tokens that backward takes at once: they have a quarter of the workspace."""
         least = None if self.o.workspace is None else self.o.workspace // 4

@@ -22,7 +22,7 @@ from ... import eager
 from ...errors import ShapeError
 from ...frozen import Frozen
 from ..dispatch.checks import check_weight
-from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
+from ..dispatch.choices import primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
 from ..registration.late import arrived, is_late
 from ..registration.rows import beside_frozen, cast_parameter, row_count
@@ -75,24 +75,6 @@ class BranchOptions(NamedTuple):
     lora = ()
 
 
-def branch_options(
-    op: str,
-    x: Tensor,
-    up_weight: Tensor,
-    down_weight: Tensor,
-    activation: str,
-    dropout_p: float,
-    recompute: str,
-    workspace: int | str | None,
-) -> BranchOptions:
-    """Returns the options of a call of `mlp` or `gated_mlp`."""
-    impl = choose_impl(op, x, x.shape[-1], up_weight.shape[0], down_weight.shape[0])
-    bytes_ = choose_workspace(op, workspace, x, up_weight.numel())
-    return BranchOptions(
-        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x), bytes_, first_column=0
-    )
-
-
 def saves(gated: bool, o: Any) -> tuple[str, ...]:
     """What forward saves besides its tensors: of what the activation reads (z, or g and u) and gives (h)."""
     if o.recompute == "full":
@@ -132,18 +114,15 @@ class MLPBranch:
         """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
         the caller alone."""
         parameter = getattr(self.t, name)
-        if type(parameter) is Frozen:
-            if name in self.copies:
-                return self.copies[name]
-            made = parameter.dequantize(self.dtype)
-            if self.holds:
-                self.copies[name] = made
-            return made
-        if parameter is None or parameter.dtype is self.dtype:
+        frozen = type(parameter) is Frozen
+        if parameter is None or (parameter.dtype is self.dtype and not frozen):
             return parameter
-        if name not in self.copies:
-            self.copies[name] = parameter.to(self.dtype)
-        return self.copies[name]
+        if name in self.copies:
+            return self.copies[name]
+        copy = cast_parameter(parameter, self.dtype)
+        if self.holds or not frozen:
+            self.copies[name] = copy
+        return copy
 
     # -- forward
 
@@ -202,35 +181,22 @@ class MLPBranch:
 
     def chunks(self, rows: int) -> list[tuple[int, int]]:
         """[start, stop) of the rows that are taken at once, the same in forward and backward."""
-        bytes_ = 0 if self.o.workspace is None else self.row_bytes()  # sizes may be symbols
-        return token_chunks(rows, bytes_, self.o.workspace)
+        return token_chunks(rows, self.row_bytes, self.o.workspace)
 
     def row_bytes(self) -> int:
         """Returns bytes of a row's transient tensors in either pass."""
-        if self.by_step:
-            return self.bytes_by_step()
-        return backward_bytes(
-            *self.t.up_weight.shape,
-            self.t.down_weight.shape[0],
-            self.dtype,
-            self.t.up_weight.is_cuda,
-            self.gated,
-            self.t.rng is not None,
-            self.o.backend,
-            self.o.activation,
-        )
-
-    def bytes_by_step(self) -> int:
-        """`backward_bytes` step by step."""
-        hidden, features = self.t.up_weight.shape
-        widest = max(features, self.t.down_weight.shape[0])
+        (hidden, features), out, on_gpu = self.t.up_weight.shape, self.t.down_weight.shape[0], self.t.up_weight.is_cuda
+        if not self.by_step:
+            drops, o = self.t.rng is not None, self.o
+            return backward_bytes(hidden, features, out, self.dtype, on_gpu, self.gated, drops, o.backend, o.activation)
+        widest = max(features, out)
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
         if (
             self.updates and self.o.lora_dtype.itemsize > self.dtype.itemsize
         ):  # copies of dy and x for the updates' gradients
             held += 2 * self.o.lora_dtype.itemsize // self.dtype.itemsize * max(hidden, widest)
-        return row_bytes(self.dtype, self.t.up_weight.is_cuda, held, hidden, hidden + widest, 3 * hidden)
+        return row_bytes(self.dtype, on_gpu, held, hidden, hidden + widest, 3 * hidden)
 
     # -- backward
 
@@ -365,18 +331,19 @@ class Sums:
     ) -> None:
         """part: the sum of dy's columns, if a kernel has formed it."""
         totals, weight, bias = self.totals, WEIGHT[layer], BIAS[layer]
+        if bias in self.need and part is None:
+            part = eager.column_sum(dy, self.bias_part(layer))
         if self.once:
-            t, need = self.branch.t, self.need
-            if weight in need:
-                totals[weight] = weight_grad(dy, x, getattr(t, weight))
-            if bias in need:
-                totals[bias] = eager.column_sum(dy, getattr(t, bias).dtype) if part is None else part
+            if weight in self.need:
+                totals[weight] = weight_grad(dy, x, getattr(self.branch.t, weight))
+            if bias in self.need:
+                totals[bias] = part
             return
         if weight in totals:
             totals[weight].add(dy, x)
         if bias in totals:
-            totals[bias].add(eager.column_sum(dy, totals[bias].part) if part is None else part)
-        if self.branch.updates and self.trains(layer):
+            totals[bias].add(part)
+        if self.trains(layer):
             da, db = map(totals.get, names_of(layer))
             self.branch.updates[layer].add_gradients(self.branch.p, dy, du, x, da, db, start)
 

@@ -7,14 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options
-from ..dispatch.choices import cast_input
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import mask
-from ..sublayer.dropout import draw_state
 from .block import mlp_block
-from .branch import branch_options, check_branch
-from .mlp import MLP
+from .branch import check_branch
+from .mlp import MLP, run
 
 
 class GatedMLPTensors(NamedTuple):
@@ -92,6 +90,4 @@ def gated_mlp(
     check_input(op, x, jagged=True)
     t = GatedMLPTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
     check_branch(op, x, t._asdict(), needs_gate=True)
-    x = cast_input(op, x, gate_weight, up_weight, down_weight)
-    options = branch_options(op, x, up_weight, down_weight, activation, dropout_p, recompute, workspace)
-    return _apply(options, x, *t._replace(rng=draw_state(x, dropout_p, training)))
+    return run(_apply, op, x, t, activation, dropout_p, training, recompute, workspace)

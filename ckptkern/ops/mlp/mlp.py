@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input
+from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.needs import in_order, mask, needed_names
@@ -16,7 +17,7 @@ from ..sublayer.dropout import draw_state
 from ..sublayer.op import SublayerOp
 from . import branch as mlp_branch
 from .block import mlp_block
-from .branch import BranchOptions, MLPBranch, branch_options
+from .branch import BranchOptions, MLPBranch
 
 
 class MLPTensors(NamedTuple):
@@ -40,7 +41,7 @@ class MLP(SublayerOp):
 
     @classmethod
     def saves(cls, o):
-        return () if o.recompute == "full" else mlp_branch.saves(cls.gated, o)
+        return mlp_branch.saves(cls.gated, o)
 
     @classmethod
     def reads_x(cls, o, needs):
@@ -62,6 +63,27 @@ class MLP(SublayerOp):
 
 
 _apply = build(MLP)
+
+
+def run(
+    apply: Callable[..., Tensor],
+    op: str,
+    x: Tensor,
+    t: Any,
+    activation: str,
+    dropout_p: float,
+    training: bool,
+    recompute: str,
+    workspace: int | str | None,
+) -> Tensor:
+    """Applies `mlp` or `gated_mlp` to arguments that were checked; t: its tensors, without a random state."""
+    x = cast_input(op, x, t.gate_weight, t.up_weight, t.down_weight)
+    impl = choose_impl(op, x, x.shape[-1], t.up_weight.shape[0], t.down_weight.shape[0])
+    bytes_ = choose_workspace(op, workspace, x, t.up_weight.numel())
+    options = BranchOptions(
+        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x), bytes_, first_column=0
+    )
+    return apply(options, x, *t._replace(rng=draw_state(x, dropout_p, training)))
 
 
 def mlp(
@@ -116,6 +138,5 @@ def mlp(
     check_input("mlp", x, jagged=True)
     check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
-    x = cast_input("mlp", x, fc1_weight, fc2_weight)
-    options = branch_options("mlp", x, fc1_weight, fc2_weight, activation, dropout_p, recompute, workspace)
-    return _apply(options, x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, draw_state(x, dropout_p, training))
+    t = MLPTensors(fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
+    return run(_apply, "mlp", x, t, activation, dropout_p, training, recompute, workspace)

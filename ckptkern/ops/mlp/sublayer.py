@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..registration.gradients import by_chunks, token_chunks
+from ..registration.gradients import by_chunks
 from ..registration.needs import needed_names
 from ..sublayer.lora import names_of
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
@@ -77,14 +77,13 @@ class MLPOptions(NamedTuple):
     dtype: torch.dtype
 
 
-def chunks_around(sublayer: Sublayer, of_branch: int, widest: int) -> list[tuple[int, int]]:
-    """Returns [start, stop) of the rows that fit the workspace. of_branch: bytes of a row in the branch; widest: features of
-    what it reads or gives."""
+def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
+    """Returns bytes of a row's transient tensors. of_branch: those in the branch; widest: features of what it reads or
+    gives."""
     o = sublayer.o
     row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
     beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
-    around = AROUND_NORM * row if o.backend == "eager" else beside
-    return token_chunks(sublayer.x.shape[0], max(of_branch + beside, around), o.workspace)
+    return max(of_branch + beside, AROUND_NORM * row if o.backend == "eager" else beside)
 
 
 class MLPSublayer(Sublayer):
@@ -94,18 +93,8 @@ class MLPSublayer(Sublayer):
         super().__init__(x, t, o)
         self.branch = MLPBranch(t, self.o, self.x.shape[0], o.dtype, self.holds)
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that forward and backward take at once."""
-        if self.o.workspace is None:  # before sizes that may be symbols are compared
-            return [(0, self.x.shape[0])]
-        return chunks_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
-
-    def recomputed(self, h: Tensor, saved: dict[str, Tensor]) -> Tensor:
-        """The branch's result, which no mode saves: by one matmul from the hidden layer if that was saved, or all of it."""
-        branch, start = self.branch, self.first_row
-        if branch.updates or not saved:
-            return self.drop(branch.forward_rows(h, start)[0])
-        return self.drop(branch.result_of(saved, start))
+    def row_bytes(self) -> int:
+        return bytes_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", and what its branch saves."""
@@ -116,11 +105,15 @@ class MLPSublayer(Sublayer):
         self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
     ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
-        h = self.inputs()
-        f = self.recomputed(h, saved) if reads_branch(self.o, need) else None
+        h, f, branch, start = self.inputs(), None, self.branch, self.first_row
+        if reads_branch(
+            self.o, need
+        ):  # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+            whole = branch.updates or not saved
+            f = self.drop(branch.forward_rows(h, start)[0] if whole else branch.result_of(saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
-        dh = self.branch.backward_rows(df, h, saved, self.first_row, sums)
+        dh = branch.backward_rows(df, h, saved, start, sums)
         h = df = None
         return grads | self.input_gradients(dh, dy, need) if sums.need_dx else grads
 

@@ -70,6 +70,7 @@ def check_router(
     op: str,
     x: Tensor,
     experts: int,
+    *,
     router_weight,
     router_bias,
     score_bias,
@@ -81,8 +82,9 @@ def check_router(
     group_score,
     routed_scaling_factor,
     router_dtype,
-) -> dict[str, Any]:
-    """Checks the arguments of the choice; returns them as options."""
+    **others,
+) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, Any]]:
+    """Checks the arguments of the choice; returns them as tensors and options, and the other arguments."""
     check_weight(op, "router_weight", router_weight, router_bias, x, x.shape[-1], "input")
     if router_weight.shape[0] != experts:
         raise ShapeError(
@@ -118,7 +120,8 @@ def check_router(
         raise ValueError(
             f"{op}: router_dtype must be torch.float32, or None for the compute dtype, not {router_dtype!r}"
         )
-    return dict(
+    tensors = dict(router_weight=router_weight, router_bias=router_bias, score_bias=score_bias)
+    options = dict(
         top_k=top_k,
         scoring=scoring,
         normalize=normalize,
@@ -127,6 +130,7 @@ def check_router(
         group_score=group_score,
         routed_scaling_factor=float(routed_scaling_factor),
     )
+    return tensors, options, others
 
 
 def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
@@ -155,29 +159,13 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 def gather(
     op,
     x,
-    router_weight,
     gate_up_weight,
     down_weight,
     activation,
     *,
-    top_k,
-    scoring,
-    normalize,
-    score_bias,
-    num_groups,
-    top_groups,
-    group_score,
-    routed_scaling_factor,
-    router_bias,
     router_dtype,
     gate_up_bias,
     down_bias,
-    shared_gate_weight,
-    shared_gate_bias,
-    shared_up_weight,
-    shared_up_bias,
-    shared_down_weight,
-    shared_down_bias,
     shared_expert_gate,
     lora,
     residual,
@@ -192,31 +180,10 @@ def gather(
     check_input(op, x)
     features = x.shape[-1]
     check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
-    routing = check_router(
-        op,
-        x,
-        len(gate_up_weight),
-        router_weight,
-        router_bias,
-        score_bias,
-        top_k,
-        scoring,
-        normalize,
-        num_groups,
-        top_groups,
-        group_score,
-        routed_scaling_factor,
-        router_dtype,
-    )
-    values = (
-        shared_gate_weight,
-        shared_gate_bias,
-        shared_up_weight,
-        shared_up_bias,
-        shared_down_weight,
-        shared_down_bias,
-    )
-    shared = dict(zip(SHARED, values, strict=False))  # without their updates
+    routed, routing, others = check_router(op, x, len(gate_up_weight), router_dtype=router_dtype, **others)
+    shared = {
+        name: others.pop(f"shared_{name}") for name in SHARED if f"shared_{name}" in others
+    }  # without their updates
     kind = check_shared(op, x, shared, shared_expert_gate)
     tensors, options = around(op, x, "down_weight", features, residual=residual, **others)
     weights = {"gate_up": gate_up_weight, "down": down_weight}
@@ -225,14 +192,11 @@ def gather(
         op, x, lora, {name: (name, one) for name, one in weights.items() if one is not None}, tuple(weights)
     )
     of_shared = [one for name, one in updates.items() if name.startswith("shared_")]
-    router = router_weight if router_dtype is None else None
-    dtype = compute_dtype(
-        op, x, gate_up_weight, down_weight, router, shared_gate_weight, shared_up_weight, shared_down_weight
-    )
+    router = routed["router_weight"] if router_dtype is None else None
+    of_branch = (shared[f"{layer}_weight"] for layer in MLP_LAYERS)
+    dtype = compute_dtype(op, x, gate_up_weight, down_weight, router, *of_branch)
     t = MoETensors(
-        router_weight=router_weight,
-        router_bias=router_bias,
-        score_bias=score_bias,
+        **routed,
         gate_up_weight=gate_up_weight,
         gate_up_bias=gate_up_bias,
         down_weight=down_weight,
@@ -346,52 +310,8 @@ def moe_block(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
     (backend).
     """
+    arguments = dict(locals())
     if ACTIVE.shard is not None:
         raise NotSharded("moe_block has no sharded form")
-    t, o = gather(
-        "moe_block",
-        x,
-        router_weight,
-        gate_up_weight,
-        down_weight,
-        activation,
-        top_k=top_k,
-        scoring=scoring,
-        normalize=normalize,
-        score_bias=score_bias,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        group_score=group_score,
-        routed_scaling_factor=routed_scaling_factor,
-        router_bias=router_bias,
-        router_dtype=router_dtype,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        shared_gate_weight=shared_gate_weight,
-        shared_gate_bias=shared_gate_bias,
-        shared_up_weight=shared_up_weight,
-        shared_up_bias=shared_up_bias,
-        shared_down_weight=shared_down_weight,
-        shared_down_bias=shared_down_bias,
-        shared_expert_gate=shared_expert_gate,
-        lora=lora,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_scale=norm_scale,
-        norm_shift=norm_shift,
-        norm_eps=norm_eps,
-        norm_first=norm_first,
-        post_norm=post_norm,
-        post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps,
-        layer_scale=layer_scale,
-        resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p,
-        residual=residual,
-        training=training,
-        recompute=recompute,
-        workspace=workspace,
-    )
+    t, o = gather("moe_block", **arguments)
     return _apply(o, x, *drawn(t, o, x, training))

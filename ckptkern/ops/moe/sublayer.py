@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums, row_bytes
+from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
-from ..mlp.sublayer import MLPTensors, chunks_around
+from ..mlp.sublayer import MLPTensors, bytes_around
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks
 from ..registration.needs import needed_names
 from ..registration.rows import cast_parameter
@@ -136,17 +136,16 @@ class Gradients:
         self.shared = Sums(sublayer.shared, of_shared, chunks) if sublayer.shared and of_shared else None
         self.gates = t.shared_expert_gate is not None and (self.need_dh or "shared_expert_gate" in need)
         self.linear = {
-            name: WeightGrad(getattr(t, name), chunks)
-            for name in ("router_weight", "shared_expert_gate")
+            name: (BiasGrad if name == "router_bias" else WeightGrad)(getattr(t, name), chunks)
+            for name in ("router_weight", "router_bias", "shared_expert_gate")
             if name in need
         }
-        self.bias = BiasGrad(t.router_bias, chunks) if "router_bias" in need else None
 
     def results(self) -> dict[str, Tensor | None]:
         made = self.experts.results() | {name: one.result() for name, one in self.linear.items()}
         if self.shared is not None:
             made |= {f"shared_{name}": one for name, one in self.shared.results().items()}
-        return made if self.bias is None else made | {"router_bias": self.bias.result()}
+        return made
 
 
 class MoESublayer(Sublayer):
@@ -158,17 +157,14 @@ class MoESublayer(Sublayer):
         own = shared_of(t)
         self.shared = None if own is None else MLPBranch(own, self.o, self.x.shape[0], o.dtype, self.holds)
 
-    def chunks(self) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that forward and backward take at once."""
-        (rows, d), o, t = self.x.shape, self.o, self.t
-        if o.workspace is None:  # before sizes that may be symbols are compared
-            return [(0, rows)]
+    def row_bytes(self) -> int:
+        d, o, t = self.x.shape[1], self.o, self.t
         wide = max(self.x.dtype.itemsize, o.dtype.itemsize, 4)
-        branch = row_bytes(o, o.top_k, t.down_weight, o.dtype, self.experts.updates)
+        branch = self.experts.row_bytes(o.top_k)
         if self.shared is not None:
             branch = max(branch, self.shared.row_bytes() + wide * d)
         router = wide * (ROUTER_ROWS * t.router_weight.shape[0] + 2 * d * (o.router_dtype != o.dtype))
-        return chunks_around(self, branch + router, d)
+        return bytes_around(self, branch + router, d)
 
     # -- the router
 
@@ -250,8 +246,9 @@ class MoESublayer(Sublayer):
         """Adds the gradients of z = h w^T: w's to the sums, and h's to dh."""
         if name in sums.linear:
             sums.linear[name].add(dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
-        if name == "router_weight" and sums.bias is not None:
-            sums.bias.add(eager.column_sum(dz, sums.bias.part))
+        if name == "router_weight" and "router_bias" in sums.linear:
+            bias = sums.linear["router_bias"]
+            bias.add(eager.column_sum(dz, bias.part))
         if sums.need_dh:
             dh += eager.mm(dz, self.cast(getattr(self.t, name), dz.dtype))
 

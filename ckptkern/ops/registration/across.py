@@ -34,7 +34,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
     class Across(torch.autograd.Function):
         @staticmethod
         def forward(ctx, shard, options, residual, needs, x, *others):
-            tensors, compiling = (shard.gathered(x), *others), torch.compiler.is_compiling()
+            tensors, compiling = (shard.gathering(x)(), *others), torch.compiler.is_compiling()
             seen = 0 if compiling else state.observe(tensors)
             if compiling or seen & DISPATCHED:
                 results = call_forward(registered, tensors, options)
@@ -45,7 +45,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             ctx.call = shard, options, residual, needs, None if compiling else state.Precision()
             first, *saved = to_save(op, tensors, results, options, needs)
             ctx.save_for_backward(None if first is None else x, *saved)
-            y = shard.reduced(results[0])
+            y = shard.reducing(results[0])()
             return x + y if residual else y
 
         @staticmethod
@@ -63,14 +63,14 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         seen = DISPATCHED if torch.compiler.is_compiling() else state.observe((x if is_late(dy) else dy, x, *others))
         dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
         gathering = None if x is None else shard.gathering(x)
-        df = _gathered_late(shard, dy, dtype) if directly else shard.gathered(arrived(dy).to(dtype))
+        df = _gathered_late(shard, dy, dtype) if directly else shard.gathering(arrived(dy).to(dtype))()
         saved = [None if gathering is None else gathering(), *others]
         needs = asked(needs, saved)
         if directly and needs & 1:
             return _overlapped(ctx, dy, df, saved, needs, seen)
         dx, *grads = gradients(arrived(df), saved, options, needs)
         if dx is not None:
-            dx = shard.reduced(dx)
+            dx = shard.reducing(dx)()
             dx = dx + arrived(dy).to(dx.dtype) if residual else dx
         return [dx, *grads]
 

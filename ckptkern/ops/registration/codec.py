@@ -54,14 +54,11 @@ def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
     if kind == "fields":
         for one, part in zip(inner, value, strict=True):
             _write(one, part, lists)
-    elif kind == "many":
-        lists[0].append(len(value))
-        for part in value:
+    elif kind in ("many", "optional"):
+        parts = value if kind == "many" else () if value is None else (value,)
+        lists[0].append(len(parts))
+        for part in parts:
             _write(inner[0], part, lists)
-    elif kind == "optional":
-        lists[0].append(0 if value is None else 1)
-        if value is not None:
-            _write(inner[0], value, lists)
     elif kind == "dtype":
         lists[place].append(_NAMES[value])
     else:

@@ -8,9 +8,9 @@ runs them. Both passes together run what one whole pass runs, and give its bits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +51,12 @@ class Room:
 
 
 class Sum:
-    """A sum of matmuls. Subclasses have `matmul`, which adds one, and `total`, which gives the sum."""
+    """A sum of matmuls. Subclasses have `matmul(*operands)`, which adds one, and `total()`, which gives the sum or None."""
 
     later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
 
-    def matmul(self, *operands: Any) -> None:
-        raise NotImplementedError
-
-    def total(self) -> Tensor | None:
-        raise NotImplementedError
+    matmul: Callable[..., None]
+    total: Callable[[], Tensor | None]
 
     def add(self, *operands: Any) -> None:
         """Adds the matmul of these operands, now or when the sum is asked for."""
@@ -85,23 +82,10 @@ class Sum:
         return self.total() if self.later is None else Delayed([self])
 
 
-class Delayed:
+class Delayed(NamedTuple):
     """A weight's gradient whose matmuls have not run: of all its parts, the last of which gives the whole."""
 
-    def __init__(self, sums: list[Sum]):
-        self.sums = sums
-
-    def is_valid(self) -> bool:
-        """Are the operands as they were? An input, or memory that a body used anew, may have changed."""
-        return all(versions_of(operands) == before for one in self.sums for operands, before in one.later or ())
-
-    def form(self) -> Tensor | None:
-        """Runs them; once."""
-        grad = None
-        for one in self.sums:
-            one.run()
-            grad = one.total()
-        return grad
+    sums: list[Sum]
 
 
 class Stash:
@@ -161,11 +145,21 @@ def versions_of(operands: Iterable[Any]) -> list[int]:
 
 
 def is_valid(grad: Tensor | Delayed | None) -> bool:
-    return not isinstance(grad, Delayed) or grad.is_valid()
+    """Are the operands as they were? An input, or memory that a body used anew, may have changed."""
+    return not isinstance(grad, Delayed) or all(
+        versions_of(operands) == before for one in grad.sums for operands, before in one.later or ()
+    )
 
 
 def formed(grad: Tensor | Delayed | None) -> Tensor | None:
-    return grad.form() if isinstance(grad, Delayed) else grad
+    """The gradient; runs its matmuls, once."""
+    if not isinstance(grad, Delayed):
+        return grad
+    total = None
+    for one in grad.sums:
+        one.run()
+        total = one.total()
+    return total
 
 
 @contextmanager
@@ -286,13 +280,13 @@ class delay_weight_gradients:
         """Forms the gradients that wait and adds them."""
         while self.queue:
             weight, delayed, precision = self.queue[0]
-            if not delayed.is_valid():
+            if not is_valid(delayed):
                 raise RuntimeError(
                     "delay_weight_gradients: what a weight's gradient is formed of was changed in place since backward; flush "
                     "before an input's memory is used again"
                 )
             with torch.no_grad(), precision:
-                grad = delayed.form()
+                grad = formed(delayed)
                 if grad is not None:
                     weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
             self.queue.pop(0)

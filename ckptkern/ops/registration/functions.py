@@ -38,10 +38,10 @@ from .op import Op, call_of, direct_backward, direct_forward, to_save
 def build(op: type[Op]):
     """Registers the op; returns `apply(options, *tensors) -> y`, or a tuple of all results. `parts` is for `across_ranks`."""
     registered = register(op)
-    gradients = _gradients(registered, _backward_function(registered))
+    gradients = _gradients(registered)
     eager = _eager_function(registered, gradients)
     functional, transformed = _functional_functions(registered, gradients)
-    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, _bare_function(registered, eager)), "Autograd")
+    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, eager), "Autograd")
     apply = _apply(registered, eager, functional, transformed)
     apply.parts = registered, gradients
     return apply
@@ -51,11 +51,6 @@ DISPATCHED = int(Observed.MODES | Observed.PROFILER | Observed.SUBCLASS)
 _OBSERVED = DISPATCHED | int(Observed.TRANSFORMS | Observed.BATCHED)
 _TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
 _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), int(Observed.HOOKS)
-
-
-def _traced(x: Tensor) -> bool:
-    """Does x stand for others: of a graph that is compiled, or of a batch?"""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(x)
 
 
 def observed(tensors: Sequence[Tensor | None]) -> int:
@@ -85,14 +80,6 @@ def bodies_seen() -> Iterator[None]:
 def runs_directly(seen: int) -> bool:
     """Does backward run an op's body without the library op around it? seen: what `observe` saw."""
     return not seen & _OBSERVED or (Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
-
-
-def _distinct(tensors: tuple) -> tuple:
-    """tensors with a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function."""
-    return tuple(
-        t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
-        for i, t in enumerate(tensors)
-    )
 
 
 def returned(op: type[Op], options, results):
@@ -148,11 +135,13 @@ def named(function: type, op: type[Op], suffix: str) -> type:
     return function
 
 
-def _backward_function(registered: Registered) -> type:
-    """A Function of the backward op, differentiable itself."""
+def _gradients(registered: Registered):
+    """What the backward of every Function below calls."""
     op, _, bwd, layout = registered
 
     class Backward(torch.autograd.Function):
+        """Of the backward op, differentiable itself."""
+
         generate_vmap_rule = True
 
         @staticmethod
@@ -173,12 +162,7 @@ def _backward_function(registered: Registered) -> type:
                 ddy, grads = _second_order(op, dy, flat, ctx.options, ctx.needs, cotangents)
             return None, None, ddy, *grads
 
-    return named(Backward, op, "Backward")
-
-
-def _gradients(registered: Registered, second_order: type):
-    """What the backward of every Function below calls."""
-    op, _, bwd, layout = registered
+    second_order = named(Backward, op, "Backward")
 
     def gradients(dy, flat, options, needs):
         """One gradient per tensor, None where not needed; differentiable only under create_graph."""
@@ -192,7 +176,11 @@ def _gradients(registered: Registered, second_order: type):
                 return direct_backward(op, dy, flat, options, needs, seen)
             tensors, saved = call_of(op, flat, options)
             grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
-            if not _traced(dy):
+            if not (
+                torch.compiler.is_compiling()
+                or torch._C._are_functorch_transforms_active()
+                or is_legacy_batchedtensor(dy)
+            ):  # where dy stands for no others: of a graph that is compiled, or of a batch
                 grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
@@ -234,7 +222,10 @@ def _eager_function(registered: Registered, gradients) -> type:
                     if grads := _from_stash(ctx, upstream):
                         return (None, *grads)
             if more:
-                dy, *more = _filled(ctx, upstream)
+                dy, *more = (
+                    torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+                    for t, (shape, dtype, device) in zip(upstream, ctx.results, strict=True)
+                )
             flat = (*ctx.saved_tensors, *more) if more else ctx.saved_tensors
             if weights:
                 flat = [t if t is None else weights.get(i, t) for i, t in enumerate(flat)]
@@ -254,14 +245,6 @@ def _finished(ctx, op: type[Op], tensors, results):
         ctx.results = [(t.shape, t.dtype, t.device) for t in results[: 1 + len(more)]]
     ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
     return returned(op, options, results)
-
-
-def _filled(ctx, upstream: tuple) -> list[Tensor]:
-    """The gradients of several results, zeros where there is none."""
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) if t is None else t
-        for t, (shape, dtype, device) in zip(upstream, ctx.results, strict=True)
-    ]
 
 
 def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
@@ -312,9 +295,9 @@ def _in_parts(
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
 
 
-def _bare_function(registered: Registered, eager: type) -> type:
-    """The classic Function around the library op, for graphs that call the op itself."""
-    op = registered.op
+def _autograd_kernel(registered: Registered, eager: type):
+    """The library op for graphs that call the op itself, with a classic Function around it."""
+    op, fwd, _, layout = registered
 
     class Bare(eager):
         @staticmethod
@@ -327,15 +310,7 @@ def _bare_function(registered: Registered, eager: type) -> type:
             ctx.call = options, needs, state.Precision(), having_main_grad(tensors), True
             return _finished(ctx, op, tensors, results)
 
-        @staticmethod
-        def backward(ctx, *dys):
-            return eager.backward(ctx, *dys)
-
-    return named(Bare, op, "Op")
-
-
-def _autograd_kernel(registered: Registered, bare: type):
-    _, fwd, _, layout = registered
+    bare = named(Bare, op, "Op")
 
     def kernel(tensors, *lists):
         if needs := wanted(tensors):
@@ -400,11 +375,16 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
             return returned(op, options, transformed.apply(options, present(tensors) & ~constants, *tensors))
         if compiling:
-            needs = sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
-            if not needs or not torch.is_grad_enabled():
+            needs = wanted(tensors)
+            if not needs:
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
                 return returned(op, options, call_forward(registered, tensors, for_inference(options)))
-            return returned(op, options, functional.apply(options, needs, *_distinct(tensors)))
+            # a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function
+            tensors = tuple(
+                t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
+                for i, t in enumerate(tensors)
+            )
+            return returned(op, options, functional.apply(options, needs, *tensors))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
             seen = observed(tensors)

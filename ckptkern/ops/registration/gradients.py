@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,19 @@ Place = slice | tuple[slice, ...]  # of a part of a tensor
 CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
 
 
-def token_chunks(rows: int, bytes_per_row: int, workspace: int | None, unit: int = CHUNK_ROWS) -> list[tuple[int, int]]:
+def token_chunks(
+    rows: int, bytes_per_row: int | Callable[[], int], workspace: int | None, unit: int = CHUNK_ROWS
+) -> list[tuple[int, int]]:
     """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
-    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them.
+    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
+    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called.
 
     Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
     """
-    if workspace is None or rows * bytes_per_row <= workspace:
+    if workspace is None:
+        return [(0, rows)]
+    bytes_per_row = bytes_per_row() if callable(bytes_per_row) else bytes_per_row
+    if rows * bytes_per_row <= workspace:
         return [(0, rows)]
     units = -(-rows // unit)
     count = -(-units // max(workspace // bytes_per_row // unit, 1))
@@ -33,11 +39,16 @@ def token_chunks(rows: int, bytes_per_row: int, workspace: int | None, unit: int
     return list(itertools.pairwise([*bounds, rows]))
 
 
-def by_chunks(chunks: Sequence[tuple[int, int]], of_rows: Callable[[int, int], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place and freed."""
+def by_chunks(
+    chunks: Sequence[tuple[int, int]],
+    of_rows: Callable[[int, int], dict[str, Tensor]],
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place, in a tensor of `into` or a new one,
+    and freed."""
     if len(chunks) == 1:
         return of_rows(*chunks[0])
-    whole: dict[str, Tensor] = {}
+    whole = dict(into or {})
     for start, stop in chunks:
         for name, part in of_rows(start, stop).items():
             if name not in whole:
@@ -88,23 +99,6 @@ def accumulate_in_place(model: torch.nn.Module, enabled: bool = True) -> None:
             del parameter.main_grad
 
 
-def grad_to_add_to(weight: Tensor) -> Tensor | None:
-    """weight.grad, if this backward accumulates there and nothing asks for what is added."""
-    grad = weight.grad
-    if (
-        grad is None
-        or type(grad) is not Tensor
-        or grad.layout is not torch.strided
-        or grad.dtype != weight.dtype
-        or grad.dtype.itemsize < 4
-        or grad.requires_grad
-        or weight._backward_hooks
-        or torch.is_grad_enabled()
-    ):
-        return None
-    return grad if accumulates(weight) else None
-
-
 def main_grad_of(weight: Tensor) -> Tensor | None:
     """The float32 buffer in which Megatron-LM sums a parameter's gradients over micro-batches, if it has one; or its `.grad`
     (`accumulate_in_place`).
@@ -112,8 +106,19 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     Only a Parameter that is given to the op itself has it: no view, no cast copy, no tensor of a compiled graph or a transform.
     """
     main = getattr(weight, "main_grad", None)
-    if isinstance(main, str):
-        return grad_to_add_to(weight)
+    if isinstance(main, str):  # weight.grad, if this backward accumulates there and nothing asks for what is added
+        grad = weight.grad
+        if (
+            type(grad) is not Tensor
+            or grad.layout is not torch.strided
+            or grad.dtype != weight.dtype
+            or grad.dtype.itemsize < 4
+            or grad.requires_grad
+            or weight._backward_hooks
+            or torch.is_grad_enabled()
+        ):
+            return None
+        return grad if accumulates(weight) else None
     if main is not None and (main.dtype != torch.float32 or main.shape != weight.shape or weight.dtype.itemsize > 4):
         raise TypeError(
             f"main_grad must be float32 and of its parameter's shape {tuple(weight.shape)}, but is {main.dtype} of shape "
@@ -250,7 +255,7 @@ class PartGrads:
             if name not in self.sums:
                 result, before = grad.result(), self.grads.get(name)
                 if isinstance(result, Delayed) and before is not None:
-                    before.sums += result.sums
+                    before.sums.extend(result.sums)
                 else:
                     self.grads[name] = result
 

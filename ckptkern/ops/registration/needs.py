@@ -37,12 +37,7 @@ def mask(kind: type, *names: str) -> int:
 
 def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
     """Gradients by name as a list of the same order; None where not needed."""
-    return [None if name is None else grads[name] for name in _named_in_order(kind, needs)]
-
-
-@functools.cache
-def _named_in_order(kind: type, needs: int) -> tuple[str | None, ...]:
-    return tuple(name if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields)))
+    return [grads[name] if needed(needs, i) else None for i, name in enumerate(("x", *kind._fields))]
 
 
 def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
@@ -78,9 +73,6 @@ def present(tensors) -> int:
 
 def wanted(tensors) -> int:
     """needs of a call that autograd records."""
-    needs = 0
-    if torch.is_grad_enabled():
-        for i, t in enumerate(tensors):
-            if t is not None and t.requires_grad:
-                needs |= 1 << i
-    return needs
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)

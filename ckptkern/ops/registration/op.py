@@ -22,12 +22,20 @@ class Op:
 
     name       the op's word, as users know it
     Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (of types that `codec.layout_of` says)
+    forward    (tensors, options) -> (y, what it saves by name, at least what `saves` names)
+    backward   (dy, tensors, saved by name, options, needs) -> a gradient for each tensor; None where it is not needed, or was
+               added to a main_grad
+    reference  (tensors, options) -> y, or a tuple of all results, in differentiable PyTorch ops: the reference implementation,
+               for second order
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
     kernels    are there Triton kernels of it?
     """
 
     name: str
     Options: type
+    forward: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    backward: Callable[..., Sequence[Tensor | None]]
+    reference: Callable[..., Any]
     constants: frozenset[int] = frozenset()
     kernels = True
     inference_recompute = "full"  # the mode in which forward writes nothing for a backward
@@ -49,26 +57,9 @@ class Op:
         return True
 
     @staticmethod
-    def forward(tensors: Sequence[Tensor | None], options) -> tuple[Tensor, dict[str, Tensor]]:
-        """(y, what it saves by name, at least what `saves` names)."""
-        raise NotImplementedError
-
-    @staticmethod
-    def backward(
-        dy: Tensor, tensors: Sequence[Tensor | None], saved: dict[str, Tensor], options, needs: int
-    ) -> Sequence:
-        """A gradient for each tensor; None where it is not needed, or was added to a main_grad."""
-        raise NotImplementedError
-
-    @staticmethod
     def made_on_meta(x: Tensor, made: dict[str, Tensor], options) -> dict[str, Tensor]:
         """What forward saves by name, from what it gives in PyTorch ops on meta tensors, if kernels give other shapes."""
         return made
-
-    @staticmethod
-    def reference(tensors: Sequence[Tensor | None], options) -> Tensor:
-        """y, or a tuple of all results, in differentiable PyTorch ops: the reference implementation, for second order."""
-        raise NotImplementedError
 
     @classmethod
     def reference_of(cls, saved: dict[str, Tensor], options) -> Callable[[Sequence[Tensor | None], Any], Any]:

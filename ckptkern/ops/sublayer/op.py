@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,27 +16,18 @@ from ..registration.rows import rows_2d, unflattened
 class SublayerOp(Op):
     """The op of a sublayer. Subclasses give these, of x [..., d], its other tensors t, a `Tensors`, and its options o.
 
-    Tensors    a NamedTuple of the op's tensors without x
-    decisions  names of what forward saves that the reference takes, by name, instead of deciding again
+    Tensors       a NamedTuple of the op's tensors without x
+    compute       (x, t, o) -> (y [tokens, e], what it saves by name)
+    gradients     (dy [tokens, e], x, t, o, saved, needs) -> those that needs asks for, by name: "x" and the fields of Tensors
+    in_torch_ops  (x, t, o) -> y, or a tuple of all results, in differentiable PyTorch ops
+    decisions     names of what forward saves that the reference takes, by name, instead of deciding again
     """
 
     Tensors: type
+    compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    gradients: Callable[..., dict[str, Any]]
+    in_torch_ops: Callable[..., Any]
     decisions: tuple[str, ...] = ()
-
-    @classmethod
-    def compute(cls, x: Tensor, t: Any, o: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """(y [tokens, e], what it saves by name)."""
-        raise NotImplementedError
-
-    @classmethod
-    def gradients(cls, dy: Tensor, x: Tensor, t: Any, o: Any, saved: dict[str, Tensor], needs: int) -> dict[str, Any]:
-        """Those that needs asks for by name, "x" and the fields of Tensors, from dy [tokens, e]."""
-        raise NotImplementedError
-
-    @classmethod
-    def in_torch_ops(cls, x: Tensor, t: Any, o: Any) -> Any:
-        """y, or a tuple of all results, in differentiable PyTorch ops."""
-        raise NotImplementedError
 
     @classmethod
     def split(cls, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Any]:

@@ -22,7 +22,7 @@ from ..dispatch.checks import check_choice, check_flags, check_number, check_pro
 from ..dispatch.choices import primitives
 from ..registration.gradients import by_chunks, token_chunks
 from ..registration.rows import beside_frozen, cast_parameter, rows_2d
-from .dropout import draw_state, dropout_arguments
+from .dropout import apply_dropout, draw_state, dropout_arguments
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
@@ -66,7 +66,7 @@ class Sublayer:
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.wide = torch.promote_types(x.dtype, o.dtype)
         self.leading = bool(o.norm) and o.norm_first
-        self.trailing = bool(o.norm) and not o.norm_first
+        self.trailing = has_trailing_norm(o)
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
 
     def rows(self, start: int, stop: int):
@@ -108,23 +108,28 @@ class Sublayer:
         needed."""
         return name in need and (self.is_part or getattr(self.t, name).dtype)
 
-    def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have.
+    def chunks(self) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that forward and backward take at once; `row_bytes`: of a row's transient tensors."""
+        return token_chunks(self.x.shape[0], self.row_bytes, self.o.workspace)
 
-        Most of the workspace is for what is alive beside them.
-        """
-        if self.o.backend != "eager" or self.o.workspace is None:
-            return [(0, x.shape[0])]
-        return token_chunks(x.shape[0], NORM_TENSORS * x.shape[1] * max(x.element_size(), 4), self.o.workspace // 4)
+    @property
+    def quarter(self) -> int | None:
+        """Returns what norms and vectors of samples have of the workspace: most is for what is alive beside them."""
+        return None if self.o.workspace is None else self.o.workspace // 4
+
+    def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
+        """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
+        of_row = NORM_TENSORS * x.shape[1] * max(x.element_size(), 4)
+        return token_chunks(x.shape[0], of_row, self.quarter if self.o.backend == "eager" else None)
 
     def vector_chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows at which vectors of samples are applied at once, by PyTorch ops in every backend."""
-        if self.o.workspace is None:
-            return [(0, self.x.shape[0])]
-        widest = max(self.x.shape[1], 0 if self.t.layer_scale is None else self.t.layer_scale.shape[-1])
-        return token_chunks(
-            self.x.shape[0], VECTOR_TENSORS * widest * max(self.wide.itemsize, 4), self.o.workspace // 4
-        )
+
+        def of_row() -> int:
+            widest = max(self.x.shape[1], 0 if self.t.layer_scale is None else self.t.layer_scale.shape[-1])
+            return VECTOR_TENSORS * widest * max(self.wide.itemsize, 4)
+
+        return token_chunks(self.x.shape[0], of_row, self.quarter)
 
     def norm_fwd(self, x: Tensor, weight, bias, eps: float, kind: str, dtype: torch.dtype) -> Tensor:
         chunks = self.norm_chunks(x)
@@ -179,9 +184,7 @@ class Sublayer:
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
-        if self.t.resid_rng is None:
-            return f
-        return self.p.dropout(f, *dropout_arguments(self.t.resid_rng, self.o.resid_p), row_base=self.first_row)
+        return apply_dropout(self.p, f, dropout_arguments(self.t.resid_rng, self.o.resid_p), self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is added to x."""
@@ -223,20 +226,28 @@ class Sublayer:
         return self.norm(y, y.dtype) if self.trailing else y
 
     def norm_gradients(
-        self, dy: Tensor, read: Tensor, need: Collection[str], residual: Tensor | None = None, overwrites: bool = False
-    ):
-        """Gradients of `read`, the norm's input, of norm_weight and of norm_bias."""
-        return self.norm_bwd(
+        self,
+        dy: Tensor,
+        read: Tensor,
+        need: Collection[str],
+        residual: Tensor | None = None,
+        overwrites: bool = False,
+        norm: str = "norm",
+    ) -> dict[str, Tensor | None]:
+        """Gradients by name of `read`, the input of the norm of this name, as "x", and of its weight and bias."""
+        weight, bias = f"{norm}_weight", f"{norm}_bias"
+        made = self.norm_bwd(
             dy,
             read,
-            self.t.norm_weight,
-            self.o.norm_eps,
-            self.o.norm,
+            getattr(self.t, weight),
+            getattr(self.o, f"{norm}_eps"),
+            getattr(self.o, norm),
             residual=residual,
             overwrites=overwrites,
-            need_dweight=self.dtype_of("norm_weight", need),
-            need_dbias=self.dtype_of("norm_bias", need),
+            need_dweight=self.dtype_of(weight, need),
+            need_dbias=self.dtype_of(bias, need),
         )
+        return dict(zip(("x", weight, bias), made, strict=True))
 
     def branch_gradients(self, dy: Tensor, f: Tensor | None, need: Collection[str]) -> tuple[Tensor, Tensor, dict]:
         """(gradient of x + z, that of the branch's last matmul in its dtype, those of the parameters between) from dy.
@@ -245,21 +256,15 @@ class Sublayer:
         """
         o, grads = self.o, {}
         if self.trailing:
-            dy, grads["norm_weight"], grads["norm_bias"] = self.norm_gradients(dy, self.total(f), need)
+            grads = self.norm_gradients(dy, self.total(f), need)
+            dy = grads.pop("x")
         df = self.drop_path(dy)
         if "layer_scale" in need:
             grads["layer_scale"] = self.scale_gradient(df, f, need)
         df = self.scaled(df)
         if o.post_norm:
-            df, grads["post_norm_weight"], grads["post_norm_bias"] = self.norm_bwd(
-                df,
-                f,
-                self.t.post_norm_weight,
-                o.post_norm_eps,
-                o.post_norm,
-                need_dweight=self.dtype_of("post_norm_weight", need),
-                need_dbias=self.dtype_of("post_norm_bias", need),
-            )
+            grads |= self.norm_gradients(df, f, need, norm="post_norm")
+            df = grads.pop("x")
         return dy, self.drop(df.to(o.dtype)), grads
 
     def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
@@ -283,8 +288,7 @@ class Sublayer:
         if self.modulated:
             return self.modulated_gradients(dh, residual, need)
         if self.leading:
-            made = self.norm_gradients(dh, self.x, need, residual, overwrites=True)
-            return dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
+            return self.norm_gradients(dh, self.x, need, residual, overwrites=True)
         return {"x": dh if residual is None else dh + residual}
 
     def modulated_gradients(
@@ -293,15 +297,12 @@ class Sublayer:
         """`input_gradients` of a norm with a scale or a shift of each sample."""
         chunks, grads = self.vector_chunks(), {}
         if len(chunks) > 1:
+
+            def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
+                return part.modulated_gradients(dh[rows], None if residual is None else residual[rows], need)
+
             dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
-            for start, stop in chunks:
-                before = None if residual is None else residual[start:stop]
-                made = self.rows(start, stop).modulated_gradients(dh[start:stop], before, need)
-                dx[start:stop] = made.pop("x")
-                for name, grad in made.items():
-                    if grad is not None:
-                        grads[name] = grad if name not in grads else grads[name].add_(grad)
-            return grads | {"x": dx}
+            return self.by_chunks(chunks, backward, {*need, "x"}, dx)
         if "norm_scale" in need or "norm_shift" in need:
             d = dh.to(eager.wide_of(self.wide))
             if "norm_shift" in need:
@@ -311,27 +312,28 @@ class Sublayer:
             d = None
         if self.t.norm_scale is not None:
             dh = self.by_sample.multiplied(dh.to(self.wide), self.t.norm_scale + 1)
-        made = self.norm_gradients(dh, self.x, need, residual)
-        return grads | dict(zip(("x", "norm_weight", "norm_bias"), made, strict=True))
+        return grads | self.norm_gradients(dh, self.x, need, residual)
 
     def by_chunks(
         self,
         chunks: list[tuple[int, int]],
         backward: Callable[[Any, slice], dict[str, Tensor | None]],
         need: Collection[str],
+        dx: Tensor | None = None,
     ) -> dict[str, Tensor | None]:
-        """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, of others summed."""
+        """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, in `dx` if there is one, of
+        others summed."""
         totals: dict[str, Tensor | None] = {}
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
             grads = backward(self.rows(start, stop), slice(start, stop))
-            dx = grads.pop("x", None)
+            own = grads.pop("x", None)
             for name, grad in grads.items():
                 if grad is not None:
                     totals[name] = grad if name not in totals else totals[name].add_(grad)
-            return {} if "x" not in need else {"x": dx}
+            return {"x": own} if "x" in need else {}
 
-        return by_chunks(chunks, of_rows) | totals
+        return by_chunks(chunks, of_rows, dx if dx is None else {"x": dx}) | totals
 
     def finished(self, grads: dict[str, Tensor | None], need: Collection[str]) -> dict[str, Tensor | None]:
         """The gradients in the dtypes of their parameters, that of x in x's shape."""
@@ -423,21 +425,6 @@ def check_layer_scale(op: str, x: Tensor, layer_scale, features: int) -> tuple[f
     return 1.0, check_vectors(op, x, "layer_scale", layer_scale, features, also)
 
 
-def check_modulation(
-    op: str, x: Tensor, norm: str | None, norm_first: bool, **vectors: Any
-) -> dict[str, Tensor | None]:
-    """norm_scale and norm_shift as [B, d]."""
-    for name, value in vectors.items():
-        if value is None:
-            continue
-        if norm is None or not norm_first:
-            raise ValueError(
-                f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
-            )
-        vectors[name] = check_vectors(op, x, name, value, x.shape[-1])
-    return vectors
-
-
 def around(
     op,
     x,
@@ -472,7 +459,13 @@ def around(
     check_number(op, "norm_eps", norm_eps)
     check_number(op, "post_norm_eps", post_norm_eps)
     branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
-    modulation = check_modulation(op, x, norm, norm_first, norm_scale=norm_scale, norm_shift=norm_shift)
+    modulation = dict(norm_scale=norm_scale, norm_shift=norm_shift)  # as [B, d]
+    for name, value in modulation.items():
+        if value is not None and (norm is None or not norm_first):
+            raise ValueError(
+                f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
+            )
+        modulation[name] = None if value is None else check_vectors(op, x, name, value, x.shape[-1])
     tensors = dict(
         norm_weight=norm_weight,
         norm_bias=norm_bias,
