@@ -14,7 +14,7 @@ import ckptkern
 from ckptkern import memory
 from ckptkern.conversion.recorder import Step, step_of
 from ckptkern.planning.table import Table
-from ckptkern.planning.timing import RATES, estimated
+from ckptkern.planning.timing import RATES, Roofline
 
 pytest.importorskip("scipy")
 
@@ -105,6 +105,13 @@ def test_on_the_meta_device_as_on_the_cpu():
     assert found[0] == found[1]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
     assert plan.cost == table.cheapest == sum(map(min, flops))
+
+
+def estimated(run, rates):
+    """Seconds on a GPU of these rates."""
+    with Roofline(rates) as line:
+        run()
+    return line.seconds
 
 
 def test_a_gpu_that_is_not_there():
