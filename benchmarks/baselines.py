@@ -5,6 +5,7 @@ A maker that raises ImportError is reported as missing: its library is not insta
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -189,7 +190,7 @@ def own_core(model: nn.Module, x: Tensor) -> Function:
     return function
 
 
-_SDPA_FORWARDS = tuple(
+SDPA_FORWARDS = tuple(
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in ("flash_attention", "cudnn_attention", "efficient_attention", "flash_attention_for_cpu")
 )
@@ -202,7 +203,7 @@ class SelectiveCheckpoint:
         self.model, self.saved = model, None
 
     def contexts(self):
-        forward, recompute = create_selective_checkpoint_contexts(list(_SDPA_FORWARDS))
+        forward, recompute = create_selective_checkpoint_contexts(list(SDPA_FORWARDS))
         self.saved = forward.storage
         return forward, recompute
 
@@ -213,3 +214,36 @@ class SelectiveCheckpoint:
         """Bytes that the last call saves out of sight of saved-tensor hooks."""
         tensors = [one.val for one in tree_leaves(dict(self.saved)) if isinstance(getattr(one, "val", None), Tensor)]
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+# -- whole language models of transformers ----------------------------------------------------------------------------
+
+
+def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def chunked_loss(model: nn.Module, ids: Tensor, chunks: int = 16) -> Tensor:
+    """Returns the loss in checkpointed chunks of tokens, as users of torch before 2.15 write it."""
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    targets, head = ids[:, 1:].flatten(), model.get_output_embeddings()
+
+    def part(hidden: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(head(hidden).float(), target, reduction="sum")
+
+    parts = zip(hidden.chunk(chunks), targets.chunk(chunks), strict=True)
+    return sum(checkpoint(part, *tensors, use_reentrant=False) for tensors in parts) / len(targets)
+
+
+def checkpoint_options(*saves: Any) -> dict[str, Any]:
+    """Returns arguments of torch's checkpoint. saves: ops whose results are saved (selective checkpointing)."""
+    options: dict[str, Any] = {"use_reentrant": False}
+    if saves:
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(saves))
+    return options
+
+
+def checkpointed(model: nn.Module, *saves: Any) -> nn.Module:
+    """Makes an activation checkpoint of each layer. saves: as of `checkpoint_options`."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_options(*saves))
+    return model

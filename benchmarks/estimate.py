@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,17 @@ from ..conversion.report import aligned, write_rows
 from ..extras import missing
 from ..memory import format_size, parse_size
 from ..planning.timing import RATES
-
-if TYPE_CHECKING:
-    from .estimate_model import LoRA
+from .estimate_model import (
+    LoRA,
+    built,
+    convert_like_narrow,
+    kinds_of,
+    layers_of,
+    original_of,
+    pick_layers,
+    read_config,
+)
+from .estimate_variants import SLOW, VARIANTS, count_all, longest
 
 HELP = """\
 CONFIG is a config.json of transformers, or a folder that has one. Nothing is
@@ -51,6 +59,7 @@ autocast computes in 16 bits all the same.
 """
 STATES = {"adamw": None, "adamw-8bit": 2, "adamw-float32": 12, "sgd": 0}  # bytes a parameter; None: two of its dtype
 BASES = ("checkpoint", "checkpoint-liger")
+MARKERS = "osD^vP*"
 EVIDENCE = """\
 counted: bytes and matmuls of every op, on tensors without memory
 measured: nothing here; full fine-tuning on an H200 is in docs/figures.md
@@ -59,8 +68,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from .estimate_variants import SLOW, VARIANTS
-
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = HELP
     parser.add_argument("config", metavar="CONFIG", help="a config.json, or a folder that has one")
@@ -129,6 +136,10 @@ class Line(NamedTuple):
     longest: int
     is_more: bool
 
+    @property
+    def is_ours(self) -> bool:
+        return self.key.startswith("ckptkern")
+
 
 class Estimate(NamedTuple):
     """What is estimated, of what. replaced: (class, what ckptkern replaces it by, or why it does not); original: classes of
@@ -153,9 +164,6 @@ def states_of(parameters: Sequence[Tensor], optimizer: str, ranks: int) -> State
 
 def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound: int) -> Estimate:
     """Counts each variant."""
-    from .estimate_model import built, convert_like_narrow, kinds_of, layers_of, original_of, read_config
-    from .estimate_variants import VARIANTS, count_all, longest
-
     config, dtype, lora = read_config(args.config), DTYPES[args.dtype], lora_of(args)
     set_layers(config, args.layers)
     eager = built(config, dtype, "meta", lora)
@@ -200,8 +208,6 @@ def estimated(args: argparse.Namespace, keys: Sequence[str], memory: int, bound:
 
 def lora_of(args: argparse.Namespace) -> LoRA | None:
     """Raises ValueError for a rank that is not positive, and for options of adapters without --lora."""
-    from .estimate_model import LoRA
-
     if args.lora is None:
         if args.lora_targets or args.lora_dtype:
             raise ValueError("--lora-targets and --lora-dtype go with --lora, the adapters' rank")
@@ -212,8 +218,6 @@ def lora_of(args: argparse.Namespace) -> LoRA | None:
 
 def set_layers(config: Any, layers: str) -> None:
     """Raises ValueError for a number that is none."""
-    from .estimate_model import pick_layers
-
     if layers == "auto":
         return
     if not layers.isdigit() or int(layers) < 1:
@@ -232,8 +236,8 @@ def told(text: str) -> None:
 
 def compared(found: Estimate, today: str | None) -> list[str]:
     """Sentences: what ckptkern gains over the variant `today`, or over each of BASES and the lowest peak without ckptkern."""
-    theirs = {line.key: line for line in found.lines if not line.key.startswith("ckptkern")}
-    ours = [line for line in found.lines if line.key.startswith("ckptkern")]
+    theirs = {line.key: line for line in found.lines if not line.is_ours}
+    ours = [line for line in found.lines if line.is_ours]
     lowest = min(theirs, key=lambda key: theirs[key].peak, default="")
     bases = [theirs[key] for key in ([today] if today else dict.fromkeys((*BASES, lowest))) if key in theirs]
     told = []
@@ -277,9 +281,27 @@ def show(found: Estimate, today: str | None) -> None:
     print("\n".join([*lines, "", EVIDENCE]))
 
 
-def main(args: argparse.Namespace) -> int:
-    from .estimate_variants import SLOW, VARIANTS
+def draw(found: Estimate, path: Path) -> None:
+    """Draws matmuls against peak; below and left is better."""
+    from matplotlib.figure import Figure
 
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    axes, markers = figure.subplots(), {True: iter(MARKERS), False: iter(MARKERS)}
+    for line in found.lines:
+        colour, marker = "#0b6e7f" if line.is_ours else "#e08214", next(markers[line.is_ours])
+        axes.plot(line.peak / 2**30, line.flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=line.name)
+    axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.set_title("\n".join(found.title), loc="left", fontsize=9)
+    axes.margins(x=0.1, y=0.15)
+    axes.grid(alpha=0.3, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def main(args: argparse.Namespace) -> int:
     try:
         if args.picture and (hint := missing("matplotlib")):
             raise ValueError(hint)
@@ -300,10 +322,7 @@ def main(args: argparse.Namespace) -> int:
         states = {f"{name}_bytes": value for name, value in found.states._asdict().items()}
         write_rows(args.csv, (line._asdict() | states for line in found.lines))
     if args.picture:
-        from ..planning.figure import draw_points
-
-        points = [(one.name, one.key.startswith("ckptkern"), one.peak, one.flops) for one in found.lines]
-        draw_points(points, found.title, args.picture)
+        draw(found, args.picture)
     return 0
 
 

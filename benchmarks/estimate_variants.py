@@ -10,13 +10,14 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..conversion.binding import group_layers
@@ -26,11 +27,12 @@ from ..extras import missing
 from ..ops.dispatch.choices import workspace
 from ..planning.timing import RATES
 from . import estimate_liger as liger
+from .baselines import SDPA_FORWARDS, checkpoint_options, chunked_loss, whole_loss
 from .compiling import Chip, meta_as_on
 from .estimate_model import forwards_of, layers_of, only
 
 META = torch.device("meta")
-CHUNKS = 16  # of the loss in chunks
+ATTENTION = *SDPA_FORWARDS, torch.ops.ckptkern.attention_fwd.default  # in the body of ours, and as a whole
 
 
 class Counted(NamedTuple):
@@ -100,38 +102,9 @@ class Answers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def fused_attention() -> Iterator[None]:
+def fused_attention() -> contextlib.AbstractContextManager:
     """torch's scaled_dot_product_attention as on a GPU, where it saves q, k, v, o and lse; on meta it writes scores out."""
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = ops.scaled_dot_product_attention
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = original
-
-
-def attention_ops() -> list:
-    """The ops of attention that a selective checkpoint may save: in the body of ours, and as a whole."""
-    return [
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.ckptkern.attention_fwd.default,
-    ]
-
-
-@contextlib.contextmanager
-def checkpointed(layers: nn.ModuleList, saves_attention: bool) -> Iterator[None]:
-    """Each layer is an activation checkpoint of torch, as gradient_checkpointing_enable makes it."""
-    given: dict[str, Any] = {"use_reentrant": False}
-    if saves_attention:
-        given["context_fn"] = functools.partial(create_selective_checkpoint_contexts, attention_ops())
-    try:
-        for layer in layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, **given)
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+    return mock.patch.object(F, "scaled_dot_product_attention", ops.scaled_dot_product_attention)
 
 
 class Training(nn.Module):
@@ -142,19 +115,13 @@ class Training(nn.Module):
         self.model, self.variant = model, variant
 
     def forward(self, ids: Tensor) -> Tensor:
-        if not (self.variant.chunks or self.variant.liger):
-            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        targets, head = ids[:, 1:].flatten(), self.model.get_output_embeddings()
-        if self.variant.liger:  # of all tokens: the last of each sequence has a label that does not count
-            return liger.Loss.apply(hidden.flatten(0, 1), head.weight, F.pad(ids[:, 1:], (0, 1), value=-100).flatten())
-        hidden = hidden[:, :-1].flatten(0, 1)
-
-        def part(hidden: Tensor, target: Tensor) -> Tensor:
-            return F.cross_entropy(head(hidden).float(), target, reduction="sum")
-
-        parts = zip(hidden.chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
-        return sum(checkpoint(part, *one, use_reentrant=False) for one in parts) / len(targets)
+        if self.variant.chunks:
+            return chunked_loss(self.model, ids)
+        if not self.variant.liger:
+            return whole_loss(self.model, ids)
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        targets = F.pad(ids[:, 1:], (0, 1), value=-100).flatten()  # the label of the last does not count
+        return liger.Loss.apply(hidden, self.model.get_output_embeddings().weight, targets)
 
 
 @contextlib.contextmanager
@@ -162,8 +129,10 @@ def prepared(model: nn.Module, variant: Variant) -> Iterator[nn.Module]:
     """The model in this variant, with its loss."""
     name, layers = layers_of(model)
     with contextlib.ExitStack() as stack:
-        if variant.checkpoints:
-            stack.enter_context(checkpointed(layers, variant.saves_attention))
+        options = checkpoint_options(*(ATTENTION if variant.saves_attention else ()))
+        for layer in layers if variant.checkpoints else ():
+            layer.forward = functools.partial(checkpoint, layer.forward, **options)
+            stack.callback(delattr, layer, "forward")
         if variant.liger:
             stack.enter_context(liger.patched(model, layers))
         forwards = list(forwards_of(model))

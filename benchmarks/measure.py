@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ..conversion.protection import seeded, unmoved
 from ..memory import peak_memory, saved_tensors
 from ..ops.dispatch.choices import workspace
-from ..planning.timing import cache_of, captured, copies
 from ..tools.selftest import error_ratio, gradients, relative_errors
 from .cases import CHECKPOINTS, EAGER, Case, Figure, Function, Maker, build
 
@@ -32,6 +31,7 @@ AHEAD = 2_000_000  # cycles of the GPU, a millisecond, in which the host gets ah
 GRAPH_BELOW_MS = 2.0  # in a shorter step of eager's, gaps between launches matter
 # Limits, in units of eager's error. Baselines round where they like (inductor's column sums on a CPU: 3.6) up to theirs.
 OURS_AT_MOST, BASELINES_AT_MOST = 2.0, 8.0
+MOST_COPIES = 256  # of operands: of smaller ones a graph would take longer to capture than to run
 ENOUGH = 7  # rounds at least, whatever time they take
 DROPS = "timed with dropout, checked without it: every variant samples its own masks"
 
@@ -271,11 +271,31 @@ def spread(times: list[float]) -> tuple[float, float, float]:
     return statistics.median(times), fifths[0], fifths[3]
 
 
+def captured(step: Callable[[], object]) -> Callable[[], None]:
+    """Returns the replay of the step as a CUDA graph on the current device. The step runs three times before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def copies(nbytes: int, cache: int) -> int:
+    """How many sets of operands of `nbytes` to take interleaved, so that none is still in a cache of that many bytes when its
+    turn comes again: the others fill it."""
+    return min(1 + -(-cache // max(1, nbytes)), MOST_COPIES)
+
+
 def rotation(x: Tensor, dy: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Copies of the input, enough that none is still in L2 in the next round; on a CPU the input itself."""
     if not x.is_cuda:
         return [(x, dy)]
-    count = copies(x.nbytes + dy.nbytes, cache_of(x.device))
+    count = copies(x.nbytes + dy.nbytes, torch.cuda.get_device_properties(x.device).L2_cache_size)
     return [(x.detach().clone().requires_grad_(x.requires_grad), dy.clone()) for _ in range(count)]
 
 

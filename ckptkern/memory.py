@@ -121,6 +121,13 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         raise TypeError(f"saved_tensors: cannot size a tensor of layout {tensor.layout}")
 
 
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[StorageWeakRef, int]:
+    """Returns the bytes of each storage of the tensors. A weak reference keeps the address of a dead storage from being reused,
+    so a key never stands for two storages."""
+    storages = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+
+
 class _Counters(threading.local):
     """The saved_tensors blocks that this thread is in, the innermost last, and whether it is in `placeholders`."""
 
@@ -201,12 +208,9 @@ def saved_tensors(exclude: torch.nn.Module | Iterable[torch.Tensor] = ()) -> Ite
     and raises RuntimeError in backward.
     """
     saved = SavedTensors()
-    # a weak reference keeps the address of a dead storage from being reused, so a key never stands for two storages
-    seen: set[StorageWeakRef] = set()
     if isinstance(exclude, torch.nn.Module):
         exclude = [*exclude.parameters(), *exclude.buffers()]
-    for tensor in exclude:
-        seen.update(StorageWeakRef(part.untyped_storage()) for part in dense_parts(tensor))
+    seen = set(storages_of(exclude))
 
     def save(tensor: torch.Tensor) -> None:
         for part in dense_parts(tensor):

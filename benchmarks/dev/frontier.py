@@ -8,7 +8,6 @@ tables.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import gc
 import statistics
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ckptkern
 from ckptkern.benchmarks import measure
+from ckptkern.benchmarks.baselines import SDPA_FORWARDS, checkpointed, chunked_loss, whole_loss
+from ckptkern.conversion.report import write_rows
 from ckptkern.extras import missing
 from ckptkern.memory import format_size, peak_memory
 
@@ -61,36 +61,11 @@ def build(name: str) -> nn.Module:
     return with_gradients(AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | MODELS[name])).train())
 
 
-def whole_loss(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
-
-
-def chunked_loss(model: nn.Module, ids: Tensor, chunks: int = 16) -> Tensor:
-    """Returns the loss in checkpointed chunks of tokens, as users of torch before 2.15 write it."""
-    hidden = model.base_model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
-    target = ids[:, 1:].flatten()
-
-    def part(hidden: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, model.lm_head.weight).float(), target, reduction="sum")
-
-    parts = zip(hidden.chunk(chunks), target.chunk(chunks), strict=True)
-    return sum(checkpoint(part, *tensors, use_reentrant=False) for tensors in parts) / len(target)
-
-
 def torchs_loss(model: nn.Module, ids: Tensor) -> Tensor:
     """Returns torch's own chunked loss."""
     hidden = model.base_model(input_ids=ids).last_hidden_state[0, :-1]
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(hidden, model.lm_head.weight, ids[0, 1:], options=options)
-
-
-def checkpointed(model: nn.Module, *saves: Any) -> nn.Module:
-    """saves: aten ops whose results are saved (selective checkpointing)."""
-    options: dict[str, Any] = {"use_reentrant": False}
-    if saves:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(saves))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    return model
 
 
 def converted(model: nn.Module, ids: Tensor, stack_of: int = 1, **options: Any) -> nn.Module:
@@ -116,12 +91,11 @@ def tiled(model: nn.Module) -> nn.Module:
 def variants(name: str, ids: Tensor) -> dict[str, Callable[[], Tensor]]:
     """Returns, by the names of the page's rows, what computes the loss."""
     make = functools.partial(build, name)
-    sdpa = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     bounded = dict(recompute="full", workspace="4MiB")
     models = {
         "eager": (make(), whole_loss),
         CHECKPOINTING: (checkpointed(make()), whole_loss),
-        "checkpointing that saves SDPA, loss in chunks": (checkpointed(make(), sdpa), chunked_loss),
+        "checkpointing that saves SDPA, loss in chunks": (checkpointed(make(), *SDPA_FORWARDS), chunked_loss),
         "checkpointing, loss in chunks": (checkpointed(make()), chunked_loss),
         "checkpointing, torch's chunked loss": (checkpointed(make()), torchs_loss),
         "ckptkern.convert, defaults": (converted(make(), ids), whole_loss),
@@ -234,11 +208,8 @@ def main() -> None:
         ]
         print(f"{name}, {tokens} tokens: done", file=sys.stderr)
     if args.out:
-        with args.out.open("w", newline="") as file:
-            fields = ["model", "variant", "tokens", "peak_bytes", "seconds", "ratio"]
-            writer = csv.DictWriter(file, fields, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        fields = "model", "variant", "tokens", "peak_bytes", "seconds", "ratio"
+        write_rows(args.out, ({name: row.get(name) for name in fields} for row in rows))
     if args.picture:
         picture(rows, args.picture)
     print(f"torch {torch.__version__}, float32\n{table(rows)}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import ckptkern
 from ckptkern import Frozen
-from ckptkern.benchmarks.baselines import keep_largest_tiles
+from ckptkern.benchmarks.baselines import checkpointed, chunked_loss, keep_largest_tiles, whole_loss
 from ckptkern.benchmarks.cases import COMPILED, EAGER, Figure
 from ckptkern.benchmarks.measure import OUT_OF_MEMORY
 from ckptkern.benchmarks.own import shared
@@ -26,7 +26,7 @@ from ckptkern.conversion import Conversion
 from ckptkern.extras import missing
 from ckptkern.memory import format_size
 
-from ..dev.frontier import checkpointed, chunked_loss, whole_loss, with_gradients
+from ..dev.frontier import with_gradients
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WORKSPACE = {"cuda": 256 * 2**20, "cpu": 256 * 2**10}  # the small one, in bytes

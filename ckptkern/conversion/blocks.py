@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -186,12 +185,7 @@ Saved = dict[Any, int]  # storage -> bytes
 
 def parts_of(values: Any) -> Saved:
     """Returns the storages of all tensors in nested containers, or in what holds some as attributes or values."""
-    found: Saved = {}
-    for value in leaves_of(values):
-        if isinstance(value, Tensor):
-            parts = [part.untyped_storage() for part in memory.dense_parts(value)]
-            found |= {StorageWeakRef(storage): storage.nbytes() for storage in parts}
-    return found
+    return memory.storages_of(value for value in leaves_of(values) if isinstance(value, Tensor))
 
 
 class Called:

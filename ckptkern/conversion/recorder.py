@@ -176,14 +176,16 @@ class Step(TorchDispatchMode):
 
     def name(self, i: int, role: str, values: Any) -> None:
         """Names the storages of a region's inputs or outputs that have no name yet."""
-        for place, storage in storages_of(role, values):
+        tensors = [(j, value) for j, value in enumerate(leaves_of(values)) if isinstance(value, Tensor)]
+        for place, part in [((role, j, k), part) for j, t in tensors for k, part in enumerate(memory.dense_parts(t))]:
+            storage = part.untyped_storage()
             name = self.names.setdefault(StorageWeakRef(storage), (self.count, *place))
             self.calls[i][-1].names[place] = name, storage.nbytes()
 
     def save(self, tensor: Tensor) -> None:
         """Notes a tensor that forward saves for backward."""
         saved = self.outside if self.region is None else self.calls[self.region][-1].saved
-        saved.update({StorageWeakRef(storage): storage.nbytes() for _, storage in storages_of("", tensor)})
+        saved.update(memory.storages_of([tensor]))
 
     def cut(self, region: int | None = None, name: str = "") -> None:
         """Ends a stretch, and begins another."""
@@ -237,19 +239,9 @@ def parts_of(values: Any) -> list[Tensor]:
     return [part for one in tree_leaves(values) if isinstance(one, Tensor) for part in memory.dense_parts(one)]
 
 
-def storages_of(role: str, values: Any) -> list[tuple[Place, torch.UntypedStorage]]:
-    """Returns (place, storage) of all tensors inside."""
-    return [
-        ((role, i, j), part.untyped_storage())
-        for i, value in enumerate(leaves_of(values))
-        if isinstance(value, Tensor)
-        for j, part in enumerate(memory.dense_parts(value))
-    ]
-
-
 def owned_by(model: nn.Module) -> Names:
     """Returns the storages of parameters and buffers."""
-    return {StorageWeakRef(one): None for _, one in storages_of("", [*model.parameters(), *model.buffers()])}
+    return dict.fromkeys(memory.storages_of([*model.parameters(), *model.buffers()]))
 
 
 def as_input(tensor: Tensor) -> Tensor:

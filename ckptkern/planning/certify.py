@@ -21,7 +21,7 @@ from ..conversion.bound import ORIGINAL_CLASS, revert
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
-from ..conversion.recorder import Loss, device_of, loss_of, parts_of, step_of
+from ..conversion.recorder import Loss, Step, device_of, loss_of, parts_of, step_of
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import mapped
 from .segments import check_step, server_of
@@ -83,8 +83,8 @@ class Certificate:
         """Is there a replaced module, did all of them run, and is no error too large?"""
         return not (self.failures or self.unused) and bool(self.replaced)
 
-    def lines(self) -> list[str]:
-        size, worst = memory.format_size, max(self.gradients, key=lambda one: one.ours)
+    def text(self, most: int | None = None) -> str:
+        """All of it, with the gradients of the largest ratios first, `most` of them."""
         verdict = "passed: the converted model computes what the unmodified one computes" if self.passed else "FAILED"
         lines = [verdict]
         if self.failures:
@@ -93,29 +93,26 @@ class Certificate:
             lines.append(f"replaced, but ran as before convert: {', '.join(self.unused)}")
         if not self.replaced:
             lines.append("nothing was replaced: print(ckptkern.convert(model, ...)) says why")
-        errors = [
+        largest = [max(errors) for errors in zip(*((one.eager, one.ours) for one in self.gradients), strict=True)]
+        summary = [
             ("against float64", "unmodified", "converted"),
             ("error of the loss", *map("{:.1e}".format, self.loss)),
+            ("largest error of a gradient", *map("{:.1e}".format, largest)),
+            ("saved for backward", *map(memory.format_size, self.saved)),
+            ("peak of the step", *map(memory.format_size, self.peak)),
         ]
-        errors += [
-            ("largest error of a gradient", f"{max(one.eager for one in self.gradients):.1e}", f"{worst.ours:.1e}"),
-            ("saved for backward", *map(size, self.saved)),
-            ("peak of the step", *map(size, self.peak)),
-        ]
-        lines += ["", *aligned(errors), ""]
+        lines += ["", *aligned(summary), ""]
         lines.append(f"passes: at most {self.tolerance:g} times the unmodified model's error, or {self.allowed(0):.1e}")
-        lines.append(
-            "dropout: none"
-            if self.dropout
-            else "dropout: off, because ckptkern's masks are not torch's of the same seed"
-        )
-        return lines
-
-    def table(self, most: int | None = None) -> list[tuple[str, ...]]:
-        """The gradients of the largest ratios first."""
+        off = "off, because ckptkern's masks are not torch's of the same seed"
+        lines.append(f"dropout: {'none' if self.dropout else off}")
         order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
-        rows = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
-        return [("gradient of", "unmodified", "converted", "ratio"), *rows]
+        errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
+        for table in (
+            [("module", "replaced by"), *self.replacements()],
+            [("gradient of", "unmodified", "converted", "ratio"), *errors],
+        ):
+            lines += ["", *aligned(table)]
+        return "\n".join(lines)
 
     def replacements(self) -> list[tuple[str, str]]:
         """(names that differ by a number in one, what replaces them)."""
@@ -125,26 +122,13 @@ class Certificate:
         return [(name_of(names), by) for (_, by), names in groups.items()]
 
     def __str__(self) -> str:
-        replaced = aligned([("module", "replaced by"), *self.replacements()])
-        return "\n".join([*self.lines(), "", *replaced, "", *aligned(self.table(SHOWN))])
+        return self.text(SHOWN)
 
     def write(self, path: str | os.PathLike) -> None:
         """Writes all of it as Markdown."""
-        verdict, *rest = self.lines()
-        tables = [["module", "replaced by"], *self.replacements()], self.table()
-        parts = [f"# {verdict}", "```text", *rest, "```"]
-        for head, *rows in tables:
-            parts += ["", row_of(head), row_of(["---"] * len(head)), *map(row_of, rows)]
-        versions = f"torch {torch.__version__}, {device_name()}"
-        Path(path).write_text("\n".join([*parts, "", versions, ""]))
-
-
-def row_of(cells: Any) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        verdict, _, rest = self.text().partition("\n")
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        Path(path).write_text(f"# {verdict}\n\n```text\n{rest}\n```\n\ntorch {torch.__version__}, {device}\n")
 
 
 class InFloat64(TorchDispatchMode):
@@ -160,12 +144,11 @@ class InFloat64(TorchDispatchMode):
 
 
 class Ran(NamedTuple):
-    """A step's loss and gradients, by name, and its memory."""
+    """A step, and its loss and gradients, by name."""
 
+    step: Step
     loss: Tensor
     gradients: dict[str, Tensor]
-    saved: int
-    peak: int
 
 
 def certify(
@@ -233,7 +216,19 @@ def certify(
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
         ) from error
-    return compared(theirs, converted, exact, replaced, unused, not is_random, tolerance)
+    (loss_of_theirs, errors), (loss_of_ours, errors_of_ours) = (errors_of(one, exact) for one in (theirs, converted))
+    eps = max(torch.finfo(one.dtype).eps for one in theirs.gradients.values())
+    return Certificate(
+        list(map(GradientError, exact.gradients, errors, errors_of_ours)),
+        loss=(loss_of_theirs, loss_of_ours),
+        saved=(theirs.step.saved, converted.step.saved),
+        peak=(theirs.step.peak, converted.step.peak),
+        replaced=replaced,
+        unused=unused,
+        dropout=not is_random,
+        tolerance=tolerance,
+        least=max(eps, statistics.median(errors)),
+    )
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -273,7 +268,7 @@ def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None
     differentiated = functools.partial(loss_of, loss=loss, summed=weighted, op="certify")
     there = model.parameters()
     step = step_of(model, args, kwargs, loss=differentiated, there=there, trains=trains, ended=ended)
-    return Ran(losses[0], gradients, step.saved, step.peak)
+    return Ran(step, losses[0], gradients)
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
@@ -282,29 +277,12 @@ def weighted(wanted: Sequence[Tensor]) -> Tensor:
     return torch.stack([(one * torch.randn(one.shape, generator=seed).to(one)).double().sum() for one in wanted]).sum()
 
 
-def compared(
-    eager: Ran, ours: Ran, exact: Ran, replaced: dict[str, str], unused: list[str], dropout: bool, tolerance: float
-) -> Certificate:
+def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
+    """Returns the relative errors of the loss and of each gradient."""
     floor = 1e-2 * max((rms(one) for one in exact.gradients.values()), default=0.0)
 
-    def error(of: Tensor, to: Tensor, floor: float) -> float:
-        return rms(of.double() - to.double()) / max(rms(to), floor, 1e-300)
+    def error(of: Tensor, to: Tensor, least: float = 0.0) -> float:
+        return rms(of.double() - to.double()) / max(rms(to), least, 1e-300)
 
-    gradients = [
-        GradientError(name, *(error(of.gradients[name], to, floor) for of in (eager, ours)))
-        for name, to in exact.gradients.items()
-    ]
-    eps = max(torch.finfo(one.dtype).eps for one in eager.gradients.values())
-    least = max(eps, statistics.median(one.eager for one in gradients))
-    losses = tuple(error(of.loss, exact.loss, 0.0) for of in (eager, ours))
-    return Certificate(
-        gradients,
-        losses,
-        (eager.saved, ours.saved),
-        (eager.peak, ours.peak),
-        replaced,
-        unused,
-        dropout,
-        tolerance,
-        least,
-    )
+    gradients = [error(run.gradients[name], to, floor) for name, to in exact.gradients.items()]
+    return error(run.loss, exact.loss), gradients

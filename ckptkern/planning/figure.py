@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..conversion.recorder import Alive
 from ..memory import Timeline, three_digits
+from .table import largest_standing
 
 COLORS = {"eager PyTorch": "#a9b4c0", "none": "#e38b2c", "selective": "#0b6e7f", "full": "#6a3d9a"}
-LARGEST = 8
-MARKERS = "osD^vP*"
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -29,34 +27,15 @@ def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]],
 
 def draw_standing(axes: Axes, standing: list[Alive], mode: str) -> None:
     """A bar for each of the largest, the rest in one."""
-    rows = [(f"{one.what}  {one.place}".rstrip(), one.bytes) for one in standing[:LARGEST]]
-    if rest := sum(one.bytes for one in standing[LARGEST:]):
-        rows.append((f"{len(standing) - LARGEST} others", rest))
-    unit, size = unit_of(max(n for _, n in rows))
-    axes.barh([name for name, _ in rows], [n / size for _, n in rows], color=COLORS.get(mode))
+    rows = largest_standing(standing)
+    unit, size = unit_of(max(nbytes for nbytes, *_ in rows))
+    names = [f"{what}  {place}".rstrip() for _, what, place in rows]
+    axes.barh(names, [nbytes / size for nbytes, *_ in rows], color=COLORS.get(mode))
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7, length=0)
     axes.set_title(f"what stands at the peak of {mode}", loc="left", fontsize=10)
     axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def draw_points(points: Sequence[tuple[str, bool, int, float]], title: Sequence[str], path: str | os.PathLike) -> None:
-    """Matmuls against peak; below and left is better. points: (name, is it ours, bytes, flops)."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    axes, markers = figure.subplots(), {True: iter(MARKERS), False: iter(MARKERS)}
-    for name, is_ours, peak, flops in points:
-        colour, marker = "#0b6e7f" if is_ours else "#e08214", next(markers[is_ours])
-        axes.plot(peak / 2**30, flops / 1e15, marker, color=colour, ms=9, linestyle="none", label=name)
-    axes.set(xlabel="peak of a step, GiB", ylabel="matmuls of a step, PFLOP", xscale="log")
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.set_title("\n".join(title), loc="left", fontsize=9)
-    axes.margins(x=0.1, y=0.15)
-    axes.grid(alpha=0.3, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
 
 
 def unit_of(top: float) -> tuple[str, int]:

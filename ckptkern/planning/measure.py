@@ -13,8 +13,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ from ..conversion.recorder import (
 )
 from ..conversion.trace import Call, leaves_of, mapped
 from ..storage import offload
-from .segments import Segment, Strategy, Workspaces, original_forwards
-from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table
+from .segments import Segment, Strategy, Workspaces, in_strategies
+from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
 from .timing import Clock, Rates, Roofline
 
 # At most so many rounds of timings; so many seconds, from the fourth round on; and so many before it, where a round is so long
@@ -63,12 +63,6 @@ def held_in(called: Called, alone: Held) -> Held:
         return Held()
     named = [called.names[place] for _, *place in alone.shared for place in [tuple(place)]]
     return Held(alone.own, {name: nbytes for name, nbytes in named if name is not None})
-
-
-def joined(held: Iterable[Held]) -> Held:
-    """Returns what all calls of a region save."""
-    held = list(held)
-    return Held(sum(one.own for one in held), {name: n for one in held for name, n in one.shared.items()})
 
 
 def record(example: Example, segments: Sequence[Segment]) -> Step:
@@ -144,21 +138,12 @@ def by_formulas(cost: Cost, alone: Alone, call: Call, rates: Rates | None, copie
     return cost._replace(seconds=sum(max(line.seconds, copied / rates.host) for line in (forward, backward)))
 
 
-@contextmanager
-def running(segment: Segment, strategy: Strategy | None) -> Iterator[None]:
-    """The region runs in a strategy; None is its original forward."""
-    if strategy is not None:
-        segment.set(strategy)
-    with nullcontext() if strategy is not None else original_forwards(segment.module):
-        yield
-
-
 def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     """Fills the kind's costs and what it saves in each strategy. names: as of `watched_alone`. rates: of a GPU whose times are
     estimated on the meta device. The rounds of timings interleave the strategies."""
     segment, strategies, alone = kind.first, kind.strategies, Alone(kind.first.module)
     call = mapped(as_input, kind.call)
-    device, before, start = device_of(alone, call), segment.strategy, time.perf_counter()
+    device, start = device_of(alone, call), time.perf_counter()
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
     leaves = [one for one in (*alone.parameters(), *leaves_of(call)) if isinstance(one, Tensor) and one.is_leaf]
@@ -167,25 +152,22 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         set_gradients(leaves)
         return lambda: alone(*call).backward()
 
-    try:
-        for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
-            with running(segment, strategies[i]), suppress(torch.OutOfMemoryError):
-                kind.costs[i], kind.held[i] = watched_alone(alone, call, names)
-                times[i] = []
-        with seeded(), unmoved(alone), torch.enable_grad(), gradients_unmoved(leaves):
-            alone.train()
-            for i in times if device.type != "cpu" else ():
-                with running(segment, strategies[i]):
-                    kind.costs[i] = by_formulas(kind.costs[i], alone, call, rates, to_host(kind, i) if rates else 0)
-            clock = Clock(device)
-            for done in range(ROUNDS if device.type != "meta" else 0):
-                if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
-                    break
-                for i, own in times.items():
-                    with running(segment, strategies[i]):
-                        own.append(clock(prepare))
-    finally:
-        segment.set(before)
+    for i in (0, *range(len(strategies))):  # the first twice: its first run loads libraries
+        with in_strategies([segment], [strategies[i]]), suppress(torch.OutOfMemoryError):
+            kind.costs[i], kind.held[i] = watched_alone(alone, call, names)
+            times[i] = []
+    with seeded(), unmoved(alone), torch.enable_grad(), gradients_unmoved(leaves):
+        alone.train()
+        for i in times if device.type != "cpu" else ():
+            with in_strategies([segment], [strategies[i]]):
+                kind.costs[i] = by_formulas(kind.costs[i], alone, call, rates, to_host(kind, i) if rates else 0)
+        clock = Clock(device)
+        for done in range(ROUNDS if device.type != "meta" else 0):
+            if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
+                break
+            for i, own in times.items():
+                with in_strategies([segment], [strategies[i]]):
+                    own.append(clock(prepare))
     for i, own in times.items():
         if own:
             kind.costs[i] = kind.costs[i]._replace(seconds=statistics.median(own))
@@ -194,7 +176,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
 def to_host(kind: Kind, i: int) -> int:
     """Returns the bytes that are copied to the host in a strategy: which stay on the device in the same mode."""
     strategy = kind.strategies[i]
-    if strategy is None or not isinstance(strategy.store, offload):
+    if not isinstance(strategy.store, offload):
         return 0
     return kind.held[kind.strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
 
@@ -202,7 +184,7 @@ def to_host(kind: Kind, i: int) -> int:
 # -- the table
 
 
-def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy | None]) -> int:
+def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy]) -> int:
     """Returns the place of the kind that the region is of, which may be a new one."""
     for i, kind in enumerate(kinds):
         with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
@@ -233,32 +215,19 @@ def measure(
     segments: Sequence[Segment],
     strategies: Sequence[list[Strategy]],
     shown: Callable[[str], None],
-    *,
-    eager: bool = False,
     rates: Rates | None = None,
 ) -> Table:
     """Returns the table of a model's regions in their strategies. The model, modes and random states are afterwards as before.
 
-    strategies: of each region. shown: is told what is measured. eager: with the original forwards, where there are some. rates:
-    of the GPU that a model on the meta device is planned for, whose default workspace the ops then have.
+    strategies: of each region. shown: is told what is measured. rates: of the GPU that a model on the meta device is planned
+    for, whose default workspace the ops then have.
     """
-    before = [segment.strategy for segment in segments]
     shown("a forward")
-    try:
-        for segment, own in zip(segments, strategies, strict=True):
-            segment.set(own[-1])
+    with in_strategies(segments, [own[-1] for own in strategies]):
         recorded = record(example, segments)
-    finally:
-        for segment, strategy in zip(segments, before, strict=True):
-            segment.set(strategy)
     kinds: list[Kind] = []
     numbers = {
-        i: [
-            kind_of(
-                kinds, segments[i], one.call, [*strategies[i], *([None] if eager and segments[i].has_eager else [])]
-            )
-            for one in calls
-        ]
+        i: [kind_of(kinds, segments[i], one.call, strategies[i]) for one in calls]
         for i, calls in sorted(recorded.calls.items())
     }
     workspaces, workspace = Workspaces(example.model), None if rates is None else rates.memory // 32
@@ -268,13 +237,8 @@ def measure(
         alone = zip(*(kinds[number].held for number in own), strict=True)
         held = [joined(map(held_in, recorded.calls[i], of_calls)) for of_calls in alone]
         rows.append(Measured(segments[i], own, strategies[i], held))
-    eager_rest = None
-    if eager and any(segment.has_eager for segment in segments):
-        with original_forwards(example.model):
-            originally = record(example, segments)
-            eager_rest = held_of(originally.outside, originally)
     rest, device = held_of(recorded.outside, recorded), device_of(example.model, (example.args, example.kwargs))
-    return Table(example, rows, kinds, rest, eager_rest, device, workspaces, workspace, rates)
+    return Table(example, rows, kinds, rest, device, workspaces, workspace, rates)
 
 
 def fill(

@@ -137,7 +137,7 @@ def room(table: Table, by_peak: bool, chosen: Sequence[int]) -> int:
     if not by_peak:
         parameters = table.example.model.parameters()
         free -= sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None) + table.transient(chosen)
-    return -largest_of(-free, table.device, table.group)
+    return -largest_of(-free, table.group)
 
 
 def bytes_of(op: str, name: str, budget: float | str) -> int:
@@ -269,12 +269,12 @@ def plan(
 
         def measured() -> Table:
             segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-            table = measure(example, segments, [one.strategies(stores) for one in segments], shown, rates=rates)
-            return with_step(table) if by_peak else table
+            return with_step(measure(example, segments, [one.strategies(stores) for one in segments], shown, rates))
 
         def with_step(table: Table) -> Table:
-            shown('memory over a step at "full"')
-            table.step(table.uniform("full"))
+            if by_peak:
+                shown('memory over a step at "full"')
+                table.step(table.uniform("full"))
             return table
 
         def smaller(table: Table) -> Table | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from ..conversion.recorder import Alive, Loss, Step
 from ..conversion.report import aligned, write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
-from .measure import example_of, measure
+from .measure import example_of, measure, record
 from .plan import converted, found_segments
-from .segments import Segment, Strategy, original_forwards
-from .table import EAGER, Table, standing_lines
+from .segments import EAGER, ORIGINAL, Segment, Strategy, original_forwards
+from .table import Table, standing_lines
 
 
 @dataclasses.dataclass
@@ -91,15 +91,15 @@ def lines_of(table: Table) -> list[Line]:
     lines = []
     for row in table.rows:
         of = row.segment.name, type(row.segment.module).__name__, row.segment.replaced_by
-        for i in row.order():
-            seconds, flops, *_, transient = table.kinds[row.kinds[0]].costs[i]
-            lines.append(Line(*of, row.named(i), row.held[i].bytes, seconds, flops, transient))
+        for strategy, held, cost in zip(row.strategies, row.held, table.kinds[row.kinds[0]].costs, strict=True):
+            lines.append(Line(*of, str(strategy), held.bytes, cost.seconds, cost.flops, cost.transient))
     return lines
 
 
 def modes_of(segment: Segment) -> list[Strategy]:
-    """One mode for the whole region."""
-    return [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
+    """One mode for the whole region, and its original forward."""
+    modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
+    return [ORIGINAL, *modes] if segment.has_eager else modes
 
 
 def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **example_kwargs: Any) -> Report:
@@ -130,17 +130,16 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     with converted("report", model, example_inputs, example_kwargs, stays=False) as shown:
         example = example_of(model, example_inputs, example_kwargs, loss)
         segments = found_segments(model, example_inputs, example_kwargs, None, None)
-        table = measure(example, segments, list(map(modes_of, segments)), shown, eager=True)
-        totals = {} if table.eager_saved is None else {EAGER: table.eager_saved}
+        table = measure(example, segments, list(map(modes_of, segments)), shown)
+        totals = {}
+        if table.rows and all(row.eager is not None for row in table.rows):
+            with original_forwards(model):
+                totals[EAGER] = record(example, segments).saved
         totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}
         shown("memory over a step")
         for mode in totals:
-            with suppress(torch.OutOfMemoryError):
-                if mode == EAGER:
-                    with original_forwards(model):
-                        steps[mode] = example.step(table.modules)
-                else:
-                    steps[mode] = table.step(table.uniform(mode))
+            with suppress(torch.OutOfMemoryError), original_forwards(model) if mode == EAGER else nullcontext():
+                steps[mode] = example.step(table.modules) if mode == EAGER else table.step(table.uniform(mode))
         lines = lines_of(table)
     timelines = {mode: step.over_time() for mode, step in steps.items()}
     peaks = {mode: step.peak for mode, step in steps.items()}

@@ -6,11 +6,10 @@ A bound of saved bytes is what the integer programme takes, and the peak moves w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ..errors import BudgetError
 from ..memory import format_size
-from ..ops.dispatch.checks import MODES
 from .solve import LESS, by_saved
 from .table import Table
 
@@ -29,19 +28,14 @@ class Choices:
 
     def __init__(self, table: Table):
         self.table, self.predicted = table, dict[Choice, int]()
-        self.table.measured(table.uniform("full"))
-        self.low = 0
-        try:
-            by_saved(table, 0)
-        except BudgetError as error:
-            self.low = error.least
-        self.add(by_saved(table, self.low))
-        for mode in MODES:
-            self.add(table.uniform(mode))
-        for place in range(max((len(row.strategies) for row in table.rows), default=0)):
+        full, least = table.uniform("full"), by_saved(table, None)
+        table.measured(full)
+        self.add(least)
+        for place in range(max((len(row.strategies) for row in table.rows), default=0)):  # the modes are the first
             self.add([min(place, len(row.strategies) - 1) for row in table.rows])
+        self.add(full)
         self.add(by_saved(table, UNBOUNDED))
-        self.high = max(map(table.saved, self.predicted))
+        self.low, self.high = table.saved(least), max(map(table.saved, self.predicted))
 
     def add(self, chosen: list[int]) -> int:
         """Returns the predicted peak of a choice."""
@@ -107,19 +101,21 @@ class Search:
     def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
         self.all, self._narrower, self._ended = [Choices(table)], narrower, False  # ended: there is no smaller one
 
-    def workspaces(self) -> Iterator[Choices]:
-        yield from list(self.all)
-        while not self._ended and len(self.all) <= SMALLER:
-            table = self._narrower(self.all[-1].table)
-            self._ended = table is None
-            if table is not None:
-                self.all.append(Choices(table))
-                yield self.all[-1]
+    def _measure_smaller(self) -> None:
+        table = self._narrower(self.all[-1].table)
+        self._ended = table is None
+        if table is not None:
+            self.all.append(Choices(table))
 
     def best(self, budget: int) -> tuple[Choices, Choice]:
         """Returns the cheapest of all. Raises BudgetError with the least that would do."""
         best, cost, errors = None, math.inf, []
-        for choices in self.workspaces():
+        for i in range(SMALLER + 1):
+            if i == len(self.all) and not self._ended:
+                self._measure_smaller()
+            if i == len(self.all):
+                break
+            choices = self.all[i]
             try:
                 chosen = choices.best(budget)
             except BudgetError as error:

@@ -39,6 +39,10 @@ class Strategy(NamedTuple):
         return mode if self.store is None else f"{mode} + {type(self.store).__name__}"
 
 
+EAGER = "eager PyTorch"
+ORIGINAL = Strategy(EAGER)  # a region's forward before convert, where `has_eager`; it is measured, and cannot be set
+
+
 class Segment(NamedTuple):
     """A module that has a mode. replaced_by: as in a row of Conversion. is_block: a module that may become an
     activation checkpoint, and is none in mode "none"."""
@@ -101,6 +105,21 @@ class Segment(NamedTuple):
 
     def strategies(self, stores: Sequence[Store]) -> list[Strategy]:
         return [Strategy(mode, store) for store in (None, *stores) for mode in self.modes()]
+
+
+@contextlib.contextmanager
+def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -> Iterator[None]:
+    """Runs the regions in these strategies inside, and afterwards as before. Of a single region it may be ORIGINAL."""
+    before = [segment.strategy for segment in segments]
+    try:
+        with original_forwards(segments[0].module) if ORIGINAL in strategies else contextlib.nullcontext():
+            for segment, strategy in zip(segments, strategies, strict=True):
+                if strategy != ORIGINAL:
+                    segment.set(strategy)
+            yield
+    finally:
+        for segment, strategy in zip(segments, before, strict=True):
+            segment.set(strategy)
 
 
 class Workspaces:

@@ -2,11 +2,11 @@
 HiGHS.
 
     minimise    sum over regions s of cost[s, strategy of s]
-    subject to  rest + sum over s of own[s, strategy of s] + sum over storages k of size[k] z[k]  <=  budget
-                z[k] >= 1  if the strategy of some region saves k
+    subject to  fixed + sum over s of own[s, strategy of s]  <=  budget
 
-Regions that differ in nothing are counted rather than told apart: the n layers of a kind are one integer for each strategy,
-not n binaries, which would have n! equal solutions.
+fixed: what is saved outside of the regions, or by a region in every strategy, or may be saved by several regions, such as the
+tables of a rotary embedding: it counts once, whatever is chosen. Regions that differ in nothing are counted rather than told
+apart: the n layers of a kind are one integer for each strategy, not n binaries, which would have n! equal solutions.
 """
 
 from __future__ import annotations
@@ -30,25 +30,30 @@ class Group(NamedTuple):
     strategies: list[int]
     costs: list[float]
     own: list[int]
-    shared: list[dict[tuple, int]]
 
 
 LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.offload()]"
 
 
-def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int) -> list[int]:
-    """The place of each region's strategy. costs[s][w], held[s][w]: of region s in strategy w. Raises BudgetError with the
-    least that would do."""
+def choose(
+    costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int | None
+) -> list[int]:
+    """The place of each region's strategy; without a budget, of those that save least. costs[s][w], held[s][w]: of region s in
+    strategy w. Raises BudgetError with the least that would do."""
     groups, fixed = grouped(costs, held, rest)
-    room = budget - fixed
-    while (chosen := solved(groups, room)) is not None:
-        excess = total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))]) - budget
+
+    def saved(chosen: list[int]) -> int:
+        return total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
+
+    room = None if budget is None else budget - fixed
+    while room is not None and (chosen := solved(groups, room)) is not None:
+        excess = saved(chosen) - budget
         if excess <= 0:
             return chosen
         room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large region
     chosen = solved(groups, None)
-    least = total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
-    if least <= budget:
+    least = saved(chosen)
+    if budget is None or least <= budget:
         return chosen
     raise BudgetError(
         f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the regions "
@@ -57,80 +62,58 @@ def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], res
     )
 
 
-def by_saved(table: Table, budget: int) -> list[int]:
-    """The cheapest choice that saves at most so many bytes."""
+def by_saved(table: Table, budget: int | None) -> list[int]:
+    """The cheapest choice that saves at most so many bytes; without a budget, that which saves least."""
     costs = [[table.cost(row, strategy) for strategy in range(len(row.strategies))] for row in table.rows]
     return choose(costs, [row.held for row in table.rows], table.rest, budget)
 
 
 def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
-    """(groups, bytes that are saved whatever is chosen)."""
-    forced = dict(rest.shared)
-    for own in held:
-        for name in set.intersection(*(set(one.shared) for one in own)):
-            forced[name] = own[0].shared[name]
-    owners: dict[tuple, set[int]] = {}
+    """(groups, bytes that count whatever is chosen)."""
+    fixed, owner = dict(rest.shared), dict[tuple, int]()
     for i, own in enumerate(held):
-        for name in {name for one in own for name in one.shared} - forced.keys():
-            owners.setdefault(name, set()).add(i)
+        always = set.intersection(*(set(one.shared) for one in own))
+        for name, nbytes in [item for one in own for item in one.shared.items()]:
+            if owner.setdefault(name, i) != i or name in always:
+                fixed[name] = nbytes
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
-        shared = [{k: n for k, n in one.shared.items() if len(owners.get(k, ())) > 1} for one in own]
-        private = [one.own + sum(n for k, n in one.shared.items() if len(owners.get(k, ())) == 1) for one in own]
-        strategies = undominated(cost, private, shared)
-        key = (tuple(cost), tuple(private), i if any(shared) else None)
-        if key not in groups:
-            picked = ([one[w] for w in strategies] for one in (cost, private, shared))
-            groups[key] = Group([], strategies, *picked)
-        groups[key].members.append(i)
-    return list(groups.values()), rest.own + sum(forced.values())
+        private = [one.own + sum(n for name, n in one.shared.items() if name not in fixed) for one in own]
+        strategies = undominated(cost, private)
+        picked = ([one[w] for w in strategies] for one in (cost, private))
+        groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
+    return list(groups.values()), rest.own + sum(fixed.values())
 
 
-def undominated(cost: Sequence[float], own: Sequence[int], shared: Sequence[dict[tuple, int]]) -> list[int]:
-    """Ways that can run, for which no other costs less or the same and saves nothing else."""
-
-    def beats(a: int, b: int) -> bool:
-        no_worse = cost[a] <= cost[b] and own[a] <= own[b] and shared[a].keys() <= shared[b].keys()
-        return no_worse and (a < b or (cost[a], own[a], shared[a].keys()) != (cost[b], own[b], shared[b].keys()))
-
-    able = [strategy for strategy in range(len(cost)) if math.isfinite(cost[strategy])]
-    return [b for b in able if not any(beats(a, b) for a in able if a != b)]
+def undominated(cost: Sequence[float], own: Sequence[int]) -> list[int]:
+    """Returns the strategies that can run, for which no other costs less or the same and saves no more."""
+    able = [w for w in range(len(cost)) if math.isfinite(cost[w])]
+    order = sorted(able, key=lambda w: (cost[w], own[w]))
+    return sorted(w for i, w in enumerate(order) if all(own[w] < own[better] for better in order[:i]))
 
 
 def solved(groups: list[Group], room: int | None) -> list[int] | None:
     """The strategies of all regions, the cheapest that save at most `room` bytes besides what is fixed; None if there are
     none. Without a room, those that save least."""
+    if room is not None and room < 0:
+        return None
     if not groups:
-        return [] if room is None or room >= 0 else None
+        return []
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    if room is not None and room < 0:
-        return None
-    sizes = {name: n for group in groups for shared in group.shared for name, n in shared.items()}
-    place = {name: i for i, name in enumerate(sizes)}
     starts = np.cumsum([0, *(len(group.strategies) for group in groups)])
-    count, last = int(starts[-1]) + len(sizes), int(starts[-1])
-    nbytes = np.array([n for group in groups for n in group.own] + list(sizes.values())) / KIB
-    cost = np.array([c for group in groups for c in group.costs] + [0.0] * len(sizes))
-    members = [len(group.members) for group in groups]
-    upper = np.repeat([*members, *[1] * len(sizes)], [*(len(group.strategies) for group in groups), *[1] * len(sizes)])
-    one_each = np.zeros((len(groups), count))
-    keeps = []  # z[k] - x >= 0
-    for i, group in enumerate(groups):
-        one_each[i, starts[i] : starts[i + 1]] = 1
-        for w, name in [(w, name) for w, shared in enumerate(group.shared) for name in shared]:
-            keeps.append(np.zeros(count))
-            keeps[-1][[starts[i] + w, last + place[name]]] = -1, 1
-    constraints = [LinearConstraint(one_each, members, members)]
-    if keeps:
-        constraints.append(LinearConstraint(np.array(keeps), 0, np.inf))
+    of = np.repeat(np.arange(len(groups)), np.diff(starts))  # the group of each variable
+    nbytes = np.array([n for group in groups for n in group.own]) / KIB
+    cost = np.array([c for group in groups for c in group.costs])
+    members = np.array([len(group.members) for group in groups])
+    constraints = [LinearConstraint(np.arange(len(groups))[:, None] == of, members, members)]
     if room is not None:
         constraints.append(LinearConstraint(nbytes[None], -np.inf, room / KIB))
     result = milp(
         nbytes if room is None else cost / max(cost.max(initial=0.0), 1e-30),
-        integrality=np.arange(count) < last,
-        bounds=Bounds(0, upper),
+        integrality=np.ones(len(of)),
+        bounds=Bounds(0, members[of]),
         constraints=constraints,
         options={"mip_rel_gap": 0.0},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,10 +16,9 @@ from ..conversion.report import aligned, name_of
 from ..conversion.trace import Call
 from ..memory import format_size, three_digits
 from .agree import largest_of
-from .segments import Segment, Strategy, Workspaces
+from .segments import ORIGINAL, Segment, Strategy, Workspaces, in_strategies
 from .timing import Rates
 
-EAGER = "eager PyTorch"
 SHOWN = 8  # lines of what stands at a peak
 
 
@@ -32,7 +31,7 @@ class Held(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return total([self])
+        return self.own + sum(self.shared.values())
 
 
 class Cost(NamedTuple):
@@ -55,18 +54,17 @@ DOES_NOT_FIT = Cost(math.inf, 0, 0, 0, 0)  # one region alone
 @dataclass
 class Kind:
     """Regions that are alike, of which one runs alone. held: by the places of its inputs and outputs. Both are in the order of
-    its strategies, the original forward last if it is asked for."""
+    its strategies."""
 
     first: Segment
     call: Call
-    strategies: list[Strategy | None]
+    strategies: list[Strategy]
     costs: list[Cost] = field(default_factory=list)
     held: list[Held] = field(default_factory=list)
 
 
 class Measured(NamedTuple):
-    """One region of a table. kinds: of its calls, in their order. held: in each of its strategies, and then in its original
-    forward, if that was asked for."""
+    """One region of a table. kinds: of its calls, in their order. held: in each of its strategies."""
 
     segment: Segment
     kinds: list[int]
@@ -76,16 +74,7 @@ class Measured(NamedTuple):
     @property
     def eager(self) -> Held | None:
         """What it saved before convert; None where that was not asked for, or there was no other forward."""
-        return self.held[-1] if len(self.held) > len(self.strategies) else None
-
-    def order(self) -> list[int]:
-        """Returns the places of what it holds, the original forward first."""
-        places = list(range(len(self.held)))
-        return places if self.eager is None else [places[-1], *places[:-1]]
-
-    def named(self, place: int) -> str:
-        """Returns the name of a strategy, or of the original forward."""
-        return str(self.strategies[place]) if place < len(self.strategies) else EAGER
+        return self.held[0] if self.strategies[0] == ORIGINAL else None
 
 
 class Example(NamedTuple):
@@ -105,7 +94,7 @@ class Example(NamedTuple):
 
 @dataclass
 class Table:
-    """What choices are made from. rest, eager_rest: what is saved outside of the regions. workspace: at most so many bytes of
+    """What choices are made from. rest: what is saved outside of the regions. workspace: at most so many bytes of
     each op's; None is what it was given. steps: those that were recorded, by the choice; peaks: theirs, the largest of all
     ranks."""
 
@@ -113,7 +102,6 @@ class Table:
     rows: list[Measured]
     kinds: list[Kind]
     rest: Held
-    eager_rest: Held | None
     device: torch.device
     workspaces: Workspaces
     workspace: int | None = None
@@ -131,21 +119,16 @@ class Table:
         """Records a step with the regions in these strategies and the table's workspace, which are afterwards as before. Of a
         choice that was recorded returns that."""
         if tuple(chosen) not in self.steps:
-            before = [row.segment.strategy for row in self.rows]
-            try:
-                self.apply(chosen)
-                with self.workspaces.at(self.workspace):
-                    self.steps[tuple(chosen)] = self.example.step(self.modules)
-            finally:
-                for row, strategy in zip(self.rows, before, strict=True):
-                    row.segment.set(strategy)
+            strategies = [row.strategies[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
+            with in_strategies([row.segment for row in self.rows], strategies), self.workspaces.at(self.workspace):
+                self.steps[tuple(chosen)] = self.example.step(self.modules)
         return self.steps[tuple(chosen)]
 
     def measured(self, chosen: Sequence[int]) -> int:
         """Returns the peak of a step in these strategies, which is recorded once."""
         key = tuple(chosen)
         if key not in self.peaks:
-            self.peaks[key] = largest_of(self.step(key).peak, self.device, self.group)
+            self.peaks[key] = largest_of(self.step(key).peak, self.group)
         return self.peaks[key]
 
     def apply(self, chosen: Sequence[int]) -> None:
@@ -179,13 +162,6 @@ class Table:
     def saved(self, chosen: Sequence[int]) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
         return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
-
-    @property
-    def eager_saved(self) -> int | None:
-        """Bytes that the model saved before convert."""
-        if self.eager_rest is None or any(row.eager is None for row in self.rows):
-            return None
-        return total([self.eager_rest, *(row.eager for row in self.rows)])
 
     def cost(self, row: Measured, strategy: int) -> float:
         """Seconds of the region's forwards and backwards; on the meta device, flops of their matmuls."""
@@ -241,12 +217,12 @@ class Table:
                 continue
             row = self.rows[places[0]]
             names = name_of([self.rows[i].segment.name for i in places]), row.segment.replaced_by
-            for w in row.order():
+            for w, strategy in enumerate(row.strategies):
                 cost, held = kind.costs[w], row.held[w].bytes
                 lines.append(
                     (
                         *names,
-                        row.named(w),
+                        str(strategy),
                         str(sum(chosen[i] == w for i in places) or "") if chosen else "",
                         format_size(held),
                         f"{held / row.eager.bytes:.1%}" if row.eager and row.eager.bytes else "",
@@ -268,16 +244,25 @@ def time_of(seconds: float | None) -> str:
     return f"{three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
 
 
+def largest_standing(standing: Sequence[Alive]) -> list[tuple[int, str, str]]:
+    """Returns (bytes, what, place) of the largest tensors that stand at a peak, and of the others as one."""
+    rows = [(alive.bytes, alive.what, alive.place) for alive in standing[:SHOWN]]
+    rest = sum(alive.bytes for alive in standing[SHOWN:])
+    return [*rows, (rest, f"{len(standing) - SHOWN} others", "")] if rest else rows
+
+
 def standing_lines(standing: Sequence[Alive]) -> list[str]:
-    """The largest of what stands at a peak, and the rest in one line."""
-    rows = [(f"  {format_size(one.bytes)}", one.what, one.place) for one in standing[:SHOWN]]
-    if rest := sum(one.bytes for one in standing[SHOWN:]):
-        rows.append((f"  {format_size(rest)}", f"{len(standing) - SHOWN} others", ""))
-    return aligned(rows)
+    return aligned([(f"  {format_size(nbytes)}", *where) for nbytes, *where in largest_standing(standing)])
 
 
-def total(held: Sequence[Held]) -> int:
-    named: dict[tuple, int] = {}
+def joined(held: Iterable[Held]) -> Held:
+    """Returns what several owners save together."""
+    own, shared = 0, dict[tuple, int]()
     for one in held:
-        named.update(one.shared)
-    return sum(one.own for one in held) + sum(named.values())
+        own += one.own
+        shared.update(one.shared)
+    return Held(own, shared)
+
+
+def total(held: Iterable[Held]) -> int:
+    return joined(held).bytes

@@ -3,7 +3,6 @@ there; elsewhere the clock's."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,20 +18,6 @@ from ..ops.registration.library import FLOPS
 
 Step = Callable[[], Any]
 SLEEP, LONGEST_SLEEP = 2**21, 2**26  # cycles: about 1 and 34 ms at 2 GHz
-MOST_COPIES = 256  # of operands: of smaller ones a graph would take longer to capture than to run
-
-
-def launched_ahead(attempt: Callable[[int], tuple[float, bool]], cycles: int) -> tuple[float, int, bool]:
-    """(seconds, cycles, ahead) of the first attempt in which the host was ahead, or else of one with the longest sleep.
-
-    attempt: runs a step behind a sleep of so many cycles, and returns its seconds and whether the host had launched all of it
-    before the sleep ended.
-    """
-    while True:
-        seconds, ahead = attempt(cycles)
-        if ahead or cycles >= LONGEST_SLEEP:
-            return seconds, cycles, ahead
-        cycles *= 2
 
 
 class Clock:
@@ -52,11 +37,16 @@ class Clock:
             start = time.perf_counter()
             step()
             return time.perf_counter() - start
-        seconds, self.cycles, ahead = launched_ahead(functools.partial(self._attempt, prepare), self.cycles)
+        seconds, ahead = self._attempt(prepare, self.cycles)
+        while not ahead and self.cycles < LONGEST_SLEEP:
+            self.cycles *= 2
+            seconds, ahead = self._attempt(prepare, self.cycles)
         self.ahead = self.ahead and ahead
         return seconds
 
     def _attempt(self, prepare: Callable[[], Step], cycles: int) -> tuple[float, bool]:
+        """Runs a step behind a sleep of so many cycles. Returns its seconds, and whether the host had launched all of it
+        before the sleep ended."""
         step = prepare()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.device(self.device):
@@ -67,31 +57,6 @@ class Clock:
             ahead = not begin.query()
         end.synchronize()
         return begin.elapsed_time(end) / 1e3, ahead
-
-
-def captured(step: Step) -> Step:
-    """Returns the replay of the step as a CUDA graph on the current device. The step runs three times before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def copies(nbytes: int, cache: int) -> int:
-    """How many sets of operands of `nbytes` to take interleaved, so that none is still in a cache of that many bytes when its
-    turn comes again: the others fill it."""
-    return min(1 + -(-cache // max(1, nbytes)), MOST_COPIES)
-
-
-def cache_of(device: torch.device) -> int:
-    """Bytes of a GPU's L2; 0 elsewhere, where operands are not taken interleaved."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
 class Rates(NamedTuple):
@@ -138,10 +103,3 @@ class Roofline(TorchDispatchMode):
             rate = self.rates.float32 if is_wide else self.rates.matmuls
             self.seconds += max(flops / rate, nbytes / self.rates.bandwidth)
         return result
-
-
-def estimated(run: Callable[[], Any], rates: Rates) -> float:
-    """Seconds on a GPU of these rates."""
-    with Roofline(rates) as line:
-        run()
-    return line.seconds

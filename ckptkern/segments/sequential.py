@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..memory import counting, dense_parts, format_size, parse_size
+from ..memory import counting, format_size, parse_size, storages_of
 from .cached import caching_nothing
 from .checkpoint import checkpoint
 
@@ -129,11 +129,6 @@ class _Layer(NamedTuple):
 
     saved: Storages
     input: Storages
-
-
-def storages_of(tensors: Iterable[Tensor]) -> Storages:
-    parts = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
-    return {StorageWeakRef(storage): storage.nbytes() for storage in parts}
 
 
 def saved_by(function: Callable, x: Tensor) -> tuple[Any, Storages]:

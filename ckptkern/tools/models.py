@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..conversion import convert
 from ..conversion.convert import OTHERWISE
@@ -19,6 +19,7 @@ from ..conversion.report import write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
 from ..planning import frontier, plan, report
+from ..planning.frontier import arguments_of
 
 OF_A_MODEL = """\
 FUNCTION takes no arguments and returns the model, or (model, inputs): a
@@ -116,15 +117,11 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
 
 
 def model_and_inputs(built: Any) -> tuple[nn.Module, tuple, dict[str, Any]]:
-    """(model, positional, keyword arguments) of what the function returned."""
+    """Returns (model, positional, keyword arguments) of what the function returned."""
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):
         raise ValueError(f"FUNCTION must return a torch.nn.Module, or (model, inputs), not {type(model).__name__}")
-    if isinstance(inputs, Tensor):
-        return model, (inputs,), {}
-    if isinstance(inputs, dict):
-        return model, (), inputs
-    return model, tuple(inputs), {}
+    return model, *arguments_of(inputs)
 
 
 def run_convert(args: argparse.Namespace) -> None:

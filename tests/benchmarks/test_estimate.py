@@ -172,13 +172,13 @@ MEASURED = {
 def test_counted_peaks_are_those_of_an_h200(name):
     """With its workspace and ckptkern's kernels, in bfloat16: those that benchmarks/results/h200 has."""
     pytest.importorskip("triton")
-    model = next(one for one in gpu_variants.ON_GPU if one.name == name)
+    model = next(one for one in gpu_variants.ON_GPU if one.title == name)
     config = CONFIG_MAPPING[model.kind](**model.shape)
     made = {ours: models.built(config, torch.bfloat16, "meta") for ours in (False, True)}
     models.convert_like_narrow(made[True])
     first = models.kinds_of(made[False])
     with open(RESULTS, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["case"] == model.case and row["variant"] in MEASURED]
+        rows = [row for row in csv.DictReader(file) if row["case"] == model.name and row["variant"] in MEASURED]
     counted, measured = {}, {}
     for row in rows:
         variant = variants.VARIANTS[MEASURED[row["variant"]]]

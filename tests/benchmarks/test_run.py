@@ -451,3 +451,22 @@ def test_rows_of_other_cases_stay_in_a_resumed_run(bench, monkeypatch, tmp_path)
         rows = {(row["case"], row["variant"]): (row["status"], row["commit"]) for row in csv.DictReader(file)}
     assert rows["other/d16x24", "ckptkern wrong"] == ("wrong", "before")
     assert rows["tiny/d16x24", cases.EAGER] == ("ok", "after")
+
+
+@pytest.mark.parametrize(("nbytes", "cache"), [(10, 0), (10, 5), (10, 10), (10, 95), (3 * 2**20, 50 * 2**20)])
+def test_operands_by_turns_fill_the_cache(nbytes, cache):
+    """Between two turns of one the others go through the cache. None is there for nothing."""
+    others = measure.copies(nbytes, cache) - 1
+    assert (others - 1) * nbytes < cache <= others * nbytes
+    assert measure.copies(1, 2**40) == measure.copies(0, 2**40) == measure.MOST_COPIES
+
+
+@pytest.mark.gpu
+def test_a_captured_step_on_a_gpu():
+    """It runs three times before the capture, and then only where it is replayed."""
+    x = torch.zeros(4, device="cuda")
+    replay = measure.captured(lambda: x.add_(1))
+    assert x.tolist() == [3.0] * 4
+    replay()
+    replay()
+    assert x.tolist() == [5.0] * 4

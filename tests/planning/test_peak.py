@@ -14,7 +14,7 @@ import ckptkern
 from ckptkern import memory
 from ckptkern.conversion.recorder import Step, step_of
 from ckptkern.planning.table import Table
-from ckptkern.planning.timing import RATES, estimated
+from ckptkern.planning.timing import RATES, Roofline
 
 pytest.importorskip("scipy")
 
@@ -36,8 +36,11 @@ def workspaces(model):
 
 
 @pytest.mark.slow
-def test_a_smaller_workspace(monkeypatch):
+def test_a_smaller_workspace(monkeypatch, request):
     """It meets a budget that modes alone do not, or leaves room for a quicker mode."""
+    # torch's kernels take memory for each thread, which no workspace bounds: the least is 0.67 with one, 0.77 with two
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
     monkeypatch.setattr("ckptkern.planning.search.SMALLER", 2)
     model, x = layers(), sequence()
     model[1].workspace = 512
@@ -51,8 +54,8 @@ def test_a_smaller_workspace(monkeypatch):
     assert plan.workspace is not None
     assert plan.peak <= least
     assert plan.cost <= 0.98 * alone
-    plan.replan(int(0.8 * least))
-    assert peak_of(model, (x,)) <= 0.8 * least + SCALARS
+    plan.replan(int(0.7 * least))
+    assert peak_of(model, (x,)) <= 0.7 * least + SCALARS
     assert workspaces(model) == {plan.workspace, 512}, "that which was less already is left as it was"
     assert f"workspace: {memory.format_size(plan.workspace)}" in str(plan).splitlines()
     forget_gradients(model, (x,))
@@ -102,6 +105,13 @@ def test_on_the_meta_device_as_on_the_cpu():
     assert found[0] == found[1]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
     assert plan.cost == table.cheapest == sum(map(min, flops))
+
+
+def estimated(run, rates):
+    """Seconds on a GPU of these rates."""
+    with Roofline(rates) as line:
+        run()
+    return line.seconds
 
 
 def test_a_gpu_that_is_not_there():

@@ -256,7 +256,7 @@ def _check_ranks(rank):
         ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), saved=10)
     with pytest.raises(RuntimeError, match="has other regions"):
         ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), saved="1GiB")
-    assert agree.largest_of(10 + rank, torch.device("cpu"), None) == 11
+    assert agree.largest_of(10 + rank, None) == 11
 
     model = model_of("llama")
     fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (2,)))

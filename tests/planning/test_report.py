@@ -12,8 +12,7 @@ from torch import nn
 
 import ckptkern
 from ckptkern import memory
-from ckptkern.planning.segments import Strategy, segments_of
-from ckptkern.planning.table import EAGER
+from ckptkern.planning.segments import EAGER, Strategy, segments_of
 
 MODES = ("none", "selective", "full")
 

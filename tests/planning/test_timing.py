@@ -49,15 +49,6 @@ def test_what_prepares_a_step_is_not_timed(monkeypatch):
     assert done == [2]
 
 
-@pytest.mark.parametrize(("nbytes", "cache"), [(10, 0), (10, 5), (10, 10), (10, 95), (3 * 2**20, 50 * 2**20)])
-def test_operands_by_turns_fill_the_cache(nbytes, cache):
-    """Between two turns of one the others go through the cache. None is there for nothing."""
-    others = timing.copies(nbytes, cache) - 1
-    assert (others - 1) * nbytes < cache <= others * nbytes
-    assert timing.copies(1, 2**40) == timing.copies(0, 2**40) == timing.MOST_COPIES
-    assert timing.cache_of(CPU) == 0
-
-
 def test_a_strategy_takes_the_median_of_its_rounds(monkeypatch):
     """The rounds interleave the strategies, whose number the model decides."""
     seconds = itertools.count(1.0)
@@ -85,14 +76,3 @@ def test_the_host_is_ahead_on_a_gpu():
         clock = timing.Clock(device)
         assert clock(lambda waits=waits: lambda: step(waits)) > 0
         assert clock.ahead == (not waits)
-
-
-@pytest.mark.gpu
-def test_a_captured_step_on_a_gpu():
-    """It runs three times before the capture, and then only where it is replayed."""
-    x = torch.zeros(4, device="cuda")
-    replay = timing.captured(lambda: x.add_(1))
-    assert x.tolist() == [3.0] * 4
-    replay()
-    replay()
-    assert x.tolist() == [5.0] * 4
