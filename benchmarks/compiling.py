@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -33,47 +32,6 @@ def instead_of_launches(run: Callable, arch: int) -> Iterator[None]:
             if name.startswith(triton_kernels.__name__ + ".") and hasattr(module, "arch_of"):
                 patches.enter_context(mock.patch.object(module, "arch_of", arch_of))
         yield
-
-
-@dataclasses.dataclass(frozen=True)
-class Specialized:
-    """What a launch is compiled for: types, constants and divisibility of its arguments, and options."""
-
-    kernel: Any
-    target: Any
-    backend: Any
-    bound: dict[str, object]
-    options: Any
-    signature: dict[str, object]
-    constexprs: dict
-    attrs: dict
-
-    @property
-    def source(self):
-        """What Triton compiles."""
-        from triton.compiler import ASTSource
-
-        return ASTSource(self.kernel, self.signature, self.constexprs, self.attrs)
-
-    @property
-    def key(self) -> str:
-        """Equal for launches that share a compilation."""
-        return repr((self.kernel.fn.__name__, self.target, self.options, self.signature, self.constexprs, self.attrs))
-
-
-def specialize(kernel, args, kwargs, arch: int) -> Specialized:
-    """What Triton would compile that launch for on compute capability `arch`."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    kwargs = dict(kwargs, debug=False)
-    bound, specialization, options = binder(*args, **kwargs)
-    packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
-    return Specialized(kernel, target, backend, bound, *packed)
 
 
 class Chip(NamedTuple):

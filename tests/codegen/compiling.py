@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from ckptkern.benchmarks.compiling import instead_of_launches, specialize
+from ckptkern.benchmarks.compiling import instead_of_launches
 
 PTX_ONLY = "ckptkern: PTX only"  # in the keys of Triton's cache, which must not take these for whole kernels
 
@@ -17,6 +18,47 @@ def catch_launches(call: Callable, arch: int) -> list[tuple]:
     with instead_of_launches(lambda kernel, grid, args, kwargs: caught.append((kernel, args, kwargs)), arch):
         call()
     return caught
+
+
+@dataclasses.dataclass(frozen=True)
+class Specialized:
+    """What a launch is compiled for: types, constants and divisibility of its arguments, and options."""
+
+    kernel: Any
+    target: Any
+    backend: Any
+    bound: dict[str, object]
+    options: Any
+    signature: dict[str, object]
+    constexprs: dict
+    attrs: dict
+
+    @property
+    def source(self):
+        """What Triton compiles."""
+        from triton.compiler import ASTSource
+
+        return ASTSource(self.kernel, self.signature, self.constexprs, self.attrs)
+
+    @property
+    def key(self) -> str:
+        """Equal for launches that share a compilation."""
+        return repr((self.kernel.fn.__name__, self.target, self.options, self.signature, self.constexprs, self.attrs))
+
+
+def specialize(kernel, args, kwargs, arch: int) -> Specialized:
+    """What Triton would compile that launch for on compute capability `arch`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    target = GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    kwargs = dict(kwargs, debug=False)
+    bound, specialization, options = binder(*args, **kwargs)
+    packed = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    return Specialized(kernel, target, backend, bound, *packed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import torch
 import triton
 import triton.language as tl
-from codegen import cases, sass
+from codegen import cases, sass, trace
 from codegen.compiling import catch_launches, compile_launch
 from support import catalog
 from support.catalog import ACROSS_RANKS
@@ -24,7 +24,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from benchmarks.dev import trace
 from ckptkern import triton_kernels
 from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.eager import AttentionCore

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 
 import torch
+from codegen import trace
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.dev import trace
 from ckptkern.benchmarks import cases, suite
 
 STEPS = (

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from codegen import trace
 from support.cases import P, check_exactness, expected_mask, output_gradient
 from support.catalog import Sizes
 from support.properties import OF_OPS, Case, joined
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import ckptkern
-from benchmarks.dev import trace
 from ckptkern import eager, triton_kernels
 from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.ops.dispatch import choices as _choices

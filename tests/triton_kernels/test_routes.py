@@ -7,17 +7,16 @@ import io
 import subprocess
 
 import pytest
+from codegen import routes
 from codegen.sass import MATMULS
 from support import outside
-
-from benchmarks.dev import routes
 
 CORES = {"attn_fwd", "attn_dq", "attn_dkdv"}
 
 
 def printed(*options: str) -> str:
     """What the command prints in a process without the interpreter."""
-    process = outside.start("-m", "benchmarks.dev.routes", *options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = outside.start("-m", "tests.codegen.routes", *options, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, error = process.communicate()
     assert process.returncode == 0, error
     return out
@@ -29,7 +28,7 @@ def held() -> list[dict[str, str]]:
 
 
 def test_the_table_is_what_runs():
-    """`python -m benchmarks.dev.routes > benchmarks/results/routes.csv` writes it again."""
+    """`python -m tests.codegen.routes > benchmarks/results/routes.csv` writes it again."""
     assert printed() == routes.PATH.read_text()
 
 

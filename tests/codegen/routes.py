@@ -1,7 +1,7 @@
 """Which kernels a layer's training step runs on a GPU: ours by name, torch's core of attention, and matmuls of libraries.
 
-    python -m benchmarks.dev.routes > benchmarks/results/routes.csv
-    python -m benchmarks.dev.routes --launches                          of a Llama-1B step, at seven shapes
+    python -m tests.codegen.routes > benchmarks/results/routes.csv
+    python -m tests.codegen.routes --launches                          of a Llama-1B step, at seven shapes
 
 Traced on meta tensors that pass for tensors of the GPU (`trace`), with torch's own answers of what its kernels
 accept taken as yes; nothing is compiled. `benchmarks/results/routes.csv` holds the table, and a test holds that.
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 import ckptkern
-from ckptkern.benchmarks.compiling import specialize
 
 from . import trace
+from .compiling import specialize
 
-PATH = Path(__file__).parents[1] / "results" / "routes.csv"
+PATH = Path(__file__).parents[2] / "benchmarks/results/routes.csv"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ARCHITECTURES = (80, 90, 100, 120)  # of the last nothing was measured or read
 TOKENS = 4096
@@ -215,7 +215,7 @@ def row_of(name: str, dtype: str, arch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.routes", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.codegen.routes", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--launches", action="store_true", help="print the launches and compilations of a Llama-1B step instead"
     )
