@@ -85,7 +85,7 @@ class Step(TorchDispatchMode):
         self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
         self.flops = self.ops = self.ops_of_forward = self.gradients = 0
         self.heights: list[int] = []  # after ops that may have reached a new one, and every SELDOM-th
-        self.seconds = 0.0
+        self.seconds, self.loss = 0.0, None
         self.timeline = memory.Timeline()
         self.region: int | None = None
         self.place = ""
@@ -263,14 +263,14 @@ def step_of(
     there: Iterable[Tensor] | None = None,
     trains: bool = True,
     step: Step | None = None,
-    ended: Callable[[Tensor], None] | None = None,
+    ended: Callable[[], None] | None = None,
 ) -> Step:
     """Runs one training step of the model, forward and backward, and records it. Nothing of it is left.
 
     regions: their names and modules. loss: from the output to what is differentiated; None: `loss_of`, and a forward alone
     has none. there: parameters and inputs whose gradients are there when the step begins; None: those that have one. trains:
     in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
-    with the loss, before gradients are given back.
+    before gradients are given back.
     """
     step = step or Step()
     inputs = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]
@@ -298,12 +298,13 @@ def step_of(
             value = (loss or loss_of)(output) if step.backs or loss else None
         step.end_forward()
         if step.backs:
+            step.loss = value.detach()
             value.backward()
             del output
             step.seconds = time.perf_counter() - begin
             step.cut()
             if ended is not None:
-                ended(value.detach())
+                ended()
         step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
     step.see_allocator()
     return step

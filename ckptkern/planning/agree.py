@@ -45,6 +45,7 @@ def agreed(measure: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
         kind.costs = own
     for step, own in zip(table.steps.values(), stretches, strict=True):
         step.stretches = own
+    table.group = group
     return table
 
 

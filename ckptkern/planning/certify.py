@@ -144,10 +144,9 @@ class InFloat64(TorchDispatchMode):
 
 
 class Ran(NamedTuple):
-    """A step, and its loss and gradients, by name."""
+    """A step, and its gradients, by name."""
 
     step: Step
-    loss: Tensor
     gradients: dict[str, Tensor]
 
 
@@ -259,16 +258,15 @@ def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, trains: bool) -> Ran:
     """Runs one step, always from the same seed, with zeros as gradients before."""
-    losses, gradients = [], {}
+    gradients: dict[str, Tensor] = {}
 
-    def ended(value: Tensor) -> None:
-        losses.append(value)
+    def ended() -> None:
         gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
 
     differentiated = functools.partial(loss_of, loss=loss, summed=weighted, op="certify")
     there = model.parameters()
     step = step_of(model, args, kwargs, loss=differentiated, there=there, trains=trains, ended=ended)
-    return Ran(step, losses[0], gradients)
+    return Ran(step, gradients)
 
 
 def weighted(wanted: Sequence[Tensor]) -> Tensor:
@@ -285,4 +283,4 @@ def errors_of(run: Ran, exact: Ran) -> tuple[float, list[float]]:
         return rms(of.double() - to.double()) / max(rms(to), least, 1e-300)
 
     gradients = [error(run.gradients[name], to, floor) for name, to in exact.gradients.items()]
-    return error(run.loss, exact.loss), gradients
+    return error(run.step.loss, exact.step.loss), gradients

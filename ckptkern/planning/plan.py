@@ -282,11 +282,9 @@ def plan(
             if not table.workspaces.given:
                 return None
             other, full = agreed(lambda: with_step(narrower(table, shown)), group), table.uniform("full")
-            other.group = group
             return other if other.peak(full) < LOWER * table.peak(full) else None
 
         table = agreed(measured, group)
-        table.group = group
         bound = limit
         if adapt or given is None:
             bound = min(limit, room(table, by_peak, table.uniform("full")))

@@ -73,27 +73,26 @@ class Segment(NamedTuple):
         return Strategy(forward.recompute, forward.store)
 
     def set(self, strategy: Strategy) -> None:
-        """From the next forward on; graphs that exist stay as they are."""
-        if strategy != self.strategy:
-            forward = self.replacement(strategy)
-            if not self.is_block and (forward is None or isinstance(forward, Own)):
-                self.module.recompute = strategy.mode
-            if forward is not None:
-                forward.store, forward.recompute = strategy.store, strategy.mode
-
-    def replacement(self, strategy: Strategy) -> Forward | None:
-        """What replaces its class's forward in this strategy; what is not needed goes."""
-        forward = self.forward
-        if forward is None and not (self.is_block and strategy == Strategy("none")):
-            kind = General if self.is_block else None if strategy.store is None else Own
-            if kind is not None:
-                self.module.forward = forward = kind(self.module, "none")
-        elif (self.is_block and strategy == Strategy("none")) or (
-            isinstance(forward, Own) and strategy.store is None and ORIGINAL_CLASS not in self.module.__dict__
+        """From the next forward on; graphs that exist stay as they are. What replaces its class's forward and is not needed in
+        this strategy goes."""
+        if strategy == self.strategy:
+            return
+        forward, kind = self.forward, None
+        if self.is_block:
+            kind = None if strategy == Strategy("none") else General
+        elif strategy.store is not None:
+            kind = Own
+        if not self.is_block and (forward is None or isinstance(forward, Own)):
+            self.module.recompute = strategy.mode
+        if forward is None and kind is not None:
+            self.module.forward = forward = kind(self.module, "none")
+        elif kind is None and (
+            self.is_block or (isinstance(forward, Own) and ORIGINAL_CLASS not in self.module.__dict__)
         ):
             forward.unbind()
             forward = None
-        return forward
+        if forward is not None:
+            forward.store, forward.recompute = strategy.store, strategy.mode
 
     def modes(self) -> list[str | tuple[str, str]]:
         """Its modes; for a layer of two sublayers, those of each sublayer too."""
