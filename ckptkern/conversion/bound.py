@@ -15,7 +15,7 @@ OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
 def bound(model: nn.Module) -> Bound:
     """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
-    found = [(vars(config), (masks.ATTRIBUTE,)) for config in masks.adopted(model)]
+    found = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
     for module in model.modules():
         attributes = vars(module)
         names = OF_DROP_IN if ORIGINAL_CLASS in attributes else ()

@@ -188,7 +188,7 @@ def _takes_padding(model: nn.Module) -> bool:
     return "sliding_window=" in source and own <= {window, None}
 
 
-def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+def configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """(model, configuration) of transformers' models in it."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
@@ -198,7 +198,7 @@ def _configurations(model: nn.Module) -> list[tuple[nn.Module, Any]]:
 
 def adopt(model: nn.Module) -> bool:
     """Gives transformers' models in it the implementation NAME, if they have the one that it replaces. Has any got it?"""
-    found = [c for m, c in _configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
+    found = [c for m, c in configurations(model) if getattr(c, ATTRIBUTE, None) == _replaced(m) and _takes_padding(m)]
     if found:
         register()
     for config in found:
@@ -209,7 +209,7 @@ def adopt(model: nn.Module) -> bool:
 def open_up(model: nn.Module) -> None:
     """Gives the outermost models with the implementation NAME a forward that lets no mask be made where there is none."""
     inner: set[int] = set()
-    for m, config in _configurations(model):  # the outermost first
+    for m, config in configurations(model):  # the outermost first
         if id(m) not in inner and has_ours(config):
             inner.update(map(id, m.modules()))
             if {"attention_mask", "position_ids"} <= inspect.signature(type(m).forward).parameters.keys():
@@ -218,7 +218,7 @@ def open_up(model: nn.Module) -> None:
 
 def give_back(model: nn.Module) -> None:
     """Undoes `adopt` and `open_up`."""
-    for m, config in _configurations(model):
+    for m, config in configurations(model):
         forward = m.__dict__.get("forward")
         if isinstance(forward, Unpacked):
             del m.forward
@@ -231,11 +231,6 @@ def give_back(model: nn.Module) -> None:
 def has_ours(config: Any) -> bool:
     """Does a configuration name the implementation NAME?"""
     return getattr(config, ATTRIBUTE, None) == NAME
-
-
-def adopted(model: nn.Module) -> list[Any]:
-    """Returns the configurations of transformers' models in it that have the implementation NAME."""
-    return [config for _, config in _configurations(model) if has_ours(config)]
 
 
 def is_adopted(module: nn.Module) -> bool:

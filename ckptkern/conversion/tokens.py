@@ -165,14 +165,10 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
     if step.name == "detach":
         return any(before.clones for before in logits.steps)
     if step.clones and (logits.detached or not torch.is_grad_enabled()):
-        return not in_ddp()
+        # with find_unused_parameters=True DistributedDataParallel's sink, an autograd.Function, clones all results of the model
+        asked_by = (frame.f_globals.get("__name__") for frame in callers(CALLERS))
+        return "torch.nn.parallel.distributed" not in asked_by
     return step.name in CASTS and origin_of(logits) is not None
-
-
-def in_ddp() -> bool:
-    """Returns whether DistributedDataParallel asks: with find_unused_parameters=True its sink, an autograd.Function, clones
-    all results of the model."""
-    return any(frame.f_globals.get("__name__") == "torch.nn.parallel.distributed" for frame in callers(CALLERS))
 
 
 def callers(count: int) -> Iterator[FrameType]:

@@ -244,12 +244,6 @@ def is_in_place(name: str) -> bool:
     )
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return (
-        a.layout == b.layout == torch.strided and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
-    )
-
-
 class _Tracer(Watched):
     def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
         super().__init__(module, autocast)
@@ -325,9 +319,12 @@ class _Tracer(Watched):
 
     def forget_views(self, changed: Tensor, name: str) -> list[tuple[Node, Node]]:
         """Other tensors of the memory that was changed are not what made them any more; returns their nodes before and now."""
-        found = []
-        for other in self.alive:
-            if isinstance(other, Tensor) and other is not changed and _overlap(other, changed):
+        found, strided = [], changed.layout == torch.strided
+        memory = changed.untyped_storage().data_ptr() if strided else 0
+        for other in self.alive if memory else ():
+            if not isinstance(other, Tensor) or other is changed or other.layout != torch.strided:
+                continue
+            if other.untyped_storage().data_ptr() == memory:
                 now = Node("function", f"{name} of a view", other.shape, trained=True)
                 found.append((self.node(other), now))
                 self.nodes[id(other)] = now

@@ -73,11 +73,6 @@ def contexts_of(context_fn: Callable) -> Callable:
     return _COMPILED if context_fn is saved_decisions else context_fn
 
 
-def _chooses(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Is a call of max or min one along a dimension, and not of all elements or of two tensors?"""
-    return name in ("topk", "sort") or "dim" in kwargs or (len(args) > 1 and isinstance(args[1], int))
-
-
 def _is_decision(name: str, args: tuple, result: Any) -> bool:
     if not isinstance(result, Tensor):
         return False
@@ -123,7 +118,9 @@ class _Decisions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = _NAMES.get(func)
-        if name is None or "out" in kwargs or (name in SELECTS and not _chooses(name, args, kwargs)):
+        # max and min choose along a dimension, not of all elements or of two tensors
+        along = name in ("topk", "sort") or "dim" in kwargs or isinstance((*args, None, None)[1], int)
+        if name is None or "out" in kwargs or (name in SELECTS and not along):
             return func(*args, **kwargs)
         x = args[0] if args else kwargs["input"]
         shape = tuple(x.shape) if isinstance(x, Tensor) else ()

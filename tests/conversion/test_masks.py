@@ -173,7 +173,7 @@ def test_models_that_ask_for_the_implementation_keep_it():
     llama = model_of()
     kind = type("WithoutFlash", (type(llama),), {"_supports_flash_attn": False, "__module__": type(llama).__module__})
     llama.__class__ = kind
-    assert [m for m, _ in masks._configurations(llama) if not masks._takes_padding(m)] == [llama]
+    assert [m for m, _ in masks.configurations(llama) if not masks._takes_padding(m)] == [llama]
 
 
 def test_a_model_with_a_window_for_each_layer_keeps_its_implementation():
