@@ -225,7 +225,7 @@ def fused(model):
     return call
 
 def module(model):
-    return nn.Sequential(*model)
+    return nn.Sequential(model)
 
 def halved(model):
     return lambda x: 0.5 * model(x)
