@@ -138,7 +138,8 @@ def test_workspace_bounds_the_library_too(name, hidden, mode, drops):
             allocated.peak = 0
             grads = torch.autograd.grad(y, list(leaves.values()), dy)
     bytes_of_a_row, workspace = spy.call_args.args[1:]
-    assert (bytes_of_a_row, workspace) == ((hidden + drops) * 64 * 2, rows)
+    with trace.as_on(120):
+        assert (bytes_of_a_row(), workspace) == ((hidden + drops) * 64 * 2, rows)
     dx, *others = grads
     sums = sum(4 * g.numel() * (6 if g.dim() == 1 else 1) for g in others)  # of chunks, and a bias's of 32 rows
     assert 0.7 * rows < allocated.peak - saved - dx.nbytes - sums <= rows
