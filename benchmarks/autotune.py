@@ -200,10 +200,13 @@ def problems(args: argparse.Namespace, device: torch.device) -> list[Problem]:
     else:
         shapes = args.shapes or [(n, None) for n in SIZES]
         found = [
-            Problem(op, features, 0, hidden or features, dtype, args.tokens) if op == "linear_act"
+            Problem(op, features, 0, hidden or features, dtype, args.tokens)
+            if op == "linear_act"
             else Problem(op, features, hidden or 4 * features, features, dtype, args.tokens)
-            for dtype in dtypes or (torch.bfloat16, torch.float16) for features, hidden in shapes for op in args.ops or OPS
-        ]  # fmt: skip
+            for dtype in dtypes or (torch.bfloat16, torch.float16)
+            for features, hidden in shapes
+            for op in args.ops or OPS
+        ]
     on_device = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in {one.dtype for one in found}}
     found = [one for one in found if _choices.choose_backend("autotune", on_device[one.dtype]) == "triton"]
     if not found:

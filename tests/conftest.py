@@ -52,9 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "their compiled code, on each architecture",
     )
     parser.addoption(
-        "--results", type=Path, metavar="FILE.csv", help="of a run with -m gpu or --counterparts: a row after a test; a test "
-        "that passed in the file is left out"
-    )  # fmt: skip
+        "--results",
+        type=Path,
+        metavar="FILE.csv",
+        help="of a run with -m gpu or --counterparts: a row after a test; a test that passed in the file is left out",
+    )
     parser.addoption("--counterparts", action="store_true", help="only the CPU counterparts of the tests marked gpu")
     parser.addoption(
         "--without-counterpart", action="store_true", help="with -m gpu: only the tests that have no CPU counterpart"

@@ -350,8 +350,12 @@ def test_wheel_installs_nothing_at_top_level(tree):
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", "dist"]
     result = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *options, "."],
-        cwd=tree, env=os.environ | wanted | {"PATH": ""}, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+        cwd=tree,
+        env=os.environ | wanted | {"PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
     assert result.returncode == 0, result.stderr
     with zipfile.ZipFile(next((tree / "dist").glob("*.whl"))) as wheel:
         names = set(wheel.namelist())

@@ -81,8 +81,11 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
     found = {row["test"]: row["message"] for row in rows}
     assert status == 1
     assert {row["test"]: row["outcome"] for row in rows} == {
-        "is_recomputed[cpu]": "passed", "other[cpu]": "passed", "fails[cpu]": "failed", "is_skipped[cpu]": "skipped"
-    }  # fmt: skip
+        "is_recomputed[cpu]": "passed",
+        "other[cpu]": "passed",
+        "fails[cpu]": "failed",
+        "is_skipped[cpu]": "skipped",
+    }
     assert found["fails[cpu]"].startswith("AssertionError: not yet")
     assert "for a reason" in found["is_skipped[cpu]"]
     assert rows[0]["test"] == "is_recomputed[cpu]"  # most likely to fail
@@ -90,8 +93,9 @@ def test_results_are_on_the_disk_and_what_passed_is_left_out(tmp_path):
     status, rows = run(*(["-n", "1"] if importlib.util.find_spec("xdist") else []))
     assert status == 0
     assert {(row["test"], row["outcome"]) for row in rows[4:]} == {
-        ("fails[cpu]", "passed"), ("is_skipped[cpu]", "skipped")
-    }  # fmt: skip
+        ("fails[cpu]", "passed"),
+        ("is_skipped[cpu]", "skipped"),
+    }
     status, rows = run("-m", "gpu", which="--without-counterpart")
     assert status == 0
     assert [(row["test"], row["outcome"]) for row in rows[6:]] == [

@@ -37,8 +37,12 @@ def tree(tmp_path):
 def setup(tree: Path, *arguments: str, before: str = "", **environment: str) -> subprocess.CompletedProcess:
     code = CODE.format(before=before or "pass", arguments=", ".join(map(repr, arguments)))
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, env={"PATH": os.environ["PATH"], **environment}, capture_output=True, text=True
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env={"PATH": os.environ["PATH"], **environment},
+        capture_output=True,
+        text=True,
+    )
 
 
 def git(tree: Path, *arguments: str) -> None:

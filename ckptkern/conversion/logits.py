@@ -54,24 +54,40 @@ from .trace import is_in_place, leaves_of, mapped
 # What Logits answer without values: every attribute of a tensor that does not show them.
 SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
 GETTERS = [
-    name for name, one in vars(torch._C.TensorBase).items()
+    name
+    for name, one in vars(torch._C.TensorBase).items()
     if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
-]  # fmt: skip
+]
 METHODS = (
     "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
     "is_neg", "is_signed", "ndimension", "nelement", "numel", "size",
 )  # fmt: skip
-DESCRIBING = frozenset((
-    *(getattr(Tensor, name).__get__ for name in GETTERS), *(getattr(Tensor, name) for name in METHODS),
-    torch.is_floating_point, torch.is_complex, torch.numel,
-))  # fmt: skip
+DESCRIBING = frozenset(
+    (
+        *(getattr(Tensor, name).__get__ for name in GETTERS),
+        *(getattr(Tensor, name) for name in METHODS),
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+    )
+)
 # Views answer these without values. A copy does not: the placeholder follows its tokens, not how torch lays it out.
 PLACING = frozenset((Tensor.is_contiguous, Tensor.storage_offset, Tensor.stride))
 # After these someone may change or hook the values; and so after any function whose result shares their memory.
-SHOWING = frozenset((
-    "__array__", "__dlpack__", "__set__", "_typed_storage", "data_ptr", "numpy", "register_hook", "retain_grad", "storage",
-    "untyped_storage",
-))  # fmt: skip
+SHOWING = frozenset(
+    (
+        "__array__",
+        "__dlpack__",
+        "__set__",
+        "_typed_storage",
+        "data_ptr",
+        "numpy",
+        "register_hook",
+        "retain_grad",
+        "storage",
+        "untyped_storage",
+    )
+)
 REMEDY = (
     "Read logits before the optimizer's step, or copy them there by .detach().clone(), or convert with exclude= for this "
     "layer"

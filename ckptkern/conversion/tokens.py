@@ -29,10 +29,24 @@ from .reading import DIVIDE, MULTIPLY
 from .trace import leaves_of
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
-VIEWS = frozenset((
-    "__getitem__", "detach", "movedim", "moveaxis", "narrow", "permute", "select", "squeeze", "swapaxes", "swapdims",
-    "transpose", "unflatten", "unsqueeze", "view",
-))  # fmt: skip
+VIEWS = frozenset(
+    (
+        "__getitem__",
+        "detach",
+        "movedim",
+        "moveaxis",
+        "narrow",
+        "permute",
+        "select",
+        "squeeze",
+        "swapaxes",
+        "swapdims",
+        "transpose",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    )
+)
 PARTS = {"chunk": 2, "split": 2, "unbind": 1}  # the place of `dim`
 COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
 CASTS = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))  # to a dtype or a device

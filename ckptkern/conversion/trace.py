@@ -110,10 +110,23 @@ def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 # Functions that bring a tensor's values to the host. A forward that branches on them has no one dataflow.
-HOST_READS = frozenset((
-    "__bool__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__", "allclose", "equal",
-    "is_nonzero", "item", "numpy", "tolist",
-))  # fmt: skip
+HOST_READS = frozenset(
+    (
+        "__bool__",
+        "__contains__",
+        "__float__",
+        "__format__",
+        "__index__",
+        "__int__",
+        "__repr__",
+        "allclose",
+        "equal",
+        "is_nonzero",
+        "item",
+        "numpy",
+        "tolist",
+    )
+)
 
 ATTENTION_FORWARDS = (nn.MultiheadAttention.forward, MultiheadAttention.forward)  # they read parameters of out_proj
 PLAIN_VALUES = frozenset((bool, int, float, str, type(None)))  # what a forward may branch on

@@ -227,7 +227,30 @@ def _as_function(function: Callable) -> Callable:
 for _name in ("log_softmax", "tanh", *TOKEN_WISE):
     setattr(TracedLogits, _name, _as_function(getattr(torch, _name)))
 for _name in (
-    "add", "radd", "sub", "rsub", "rtruediv", "pow", "neg", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge",
-    "len", "iter", "array", "setitem", "iadd", "isub", "imul", "itruediv", "ipow",
-):  # fmt: skip
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "pow",
+    "neg",
+    "abs",
+    "matmul",
+    "rmatmul",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "len",
+    "iter",
+    "array",
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ipow",
+):
     setattr(TracedLogits, f"__{_name}__", _as_function(getattr(Tensor, f"__{_name}__")))

@@ -27,9 +27,13 @@ def is_floating(value: Any) -> bool:
 
 
 def step(
-    model: nn.Module, *args: Any, of: Callable[[Any], Tensor] = output_of, autocast: torch.dtype | None = None, seed: int = 0,
+    model: nn.Module,
+    *args: Any,
+    of: Callable[[Any], Tensor] = output_of,
+    autocast: torch.dtype | None = None,
+    seed: int = 0,
     **kwargs: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Returns the output and the gradients of inputs and parameters, zeros without one, for one random state."""
     x, *others = args or (None,)
     inputs = {name: value for name, value in kwargs.items() if name in TRAINED} | ({"x": x} if is_floating(x) else {})

@@ -32,9 +32,11 @@ COPIED = {
 COPIED |= {
     f"without gradients, {name}": lambda z, change=change: torch.no_grad()(change)(z)
     for name, change in {
-        "clone": Tensor.clone, "to": lambda z: z.to(z.dtype, copy=True), "of a view": lambda z: z[:, 1:].contiguous().clone(),
+        "clone": Tensor.clone,
+        "to": lambda z: z.to(z.dtype, copy=True),
+        "of a view": lambda z: z[:, 1:].contiguous().clone(),
     }.items()
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

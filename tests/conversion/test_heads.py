@@ -344,8 +344,10 @@ def test_an_example_without_labels_that_count(loss):
 def test_what_is_asked_and_what_is_missing():
     model = model_of()
     for options, replaced_by in (
-        ({"include": "head"}, ["linear_cross_entropy"]), ({"exclude": "head"}, []), ({"targets": None}, [])
-    ):  # fmt: skip
+        ({"include": "head"}, ["linear_cross_entropy"]),
+        ({"exclude": "head"}, []),
+        ({"targets": None}, []),
+    ):
         rows = ckptkern.convert(model, ids(), **{"targets": ids(1)} | options).converted
         assert [row.replaced_by for row in rows] == replaced_by
     assert [row.replaced_by for row in ckptkern.convert(model, ids(), include="head")] == ["linear_act"]

@@ -24,29 +24,57 @@ from ckptkern.conversion import masks  # noqa: E402
 
 V, S = 97, 13
 BASE = dict(
-    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
+    vocab_size=V,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 WIDE = BASE | dict(head_dim=8)
 SPARSE = WIDE | dict(num_experts=4, moe_intermediate_size=24, num_experts_per_tok=2)
 LATENT = BASE | dict(
-    num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
-)  # fmt: skip
+    num_key_value_heads=4,
+    kv_lora_rank=8,
+    q_lora_rank=8,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+)
 WINDOWED = WIDE | dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"])
 DEEPSEEK = LATENT | dict(
-    n_routed_experts=4, moe_intermediate_size=24, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-)  # fmt: skip
+    n_routed_experts=4,
+    moe_intermediate_size=24,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+)
 YARN = dict(
     rope_type="yarn", rope_theta=1e4, factor=4.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=64
 )
 NEXT = SPARSE | dict(
-    shared_expert_intermediate_size=20, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+    shared_expert_intermediate_size=20,
+    linear_num_value_heads=4,
+    linear_num_key_heads=2,
+    linear_key_head_dim=8,
     linear_value_head_dim=8,
-)  # fmt: skip
+)
 SMALL = dict(
-    vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
-    embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
+    vocab_size=V,
+    n_embd=32,
+    n_layer=2,
+    n_head=4,
+    n_positions=32,
+    bos_token_id=0,
+    eos_token_id=0,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+)
 MODELS = {
     "LlamaForCausalLM": ("LlamaConfig", BASE),
     "tied LlamaForCausalLM": ("LlamaConfig", BASE | dict(tie_word_embeddings=True)),

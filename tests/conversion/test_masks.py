@@ -30,10 +30,20 @@ def window(size):
     return dict(mask_function=sliding_window_causal_mask_function(size), local_size=size)
 
 
-@pytest.mark.parametrize("changes", [
-    dict(kv_length=20), dict(q_offset=3), dict(q_offset=torch.tensor(0)), dict(use_vmap=True), dict(allow_is_causal_skip=False),
-    dict(kv_offset=2), window(4), dict(attention_mask=torch.arange(8).view(2, 4) % 3 > 0),
-], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(kv_length=20),
+        dict(q_offset=3),
+        dict(q_offset=torch.tensor(0)),
+        dict(use_vmap=True),
+        dict(allow_is_causal_skip=False),
+        dict(kv_offset=2),
+        window(4),
+        dict(attention_mask=torch.arange(8).view(2, 4) % 3 > 0),
+    ],
+    ids=" ".join,
+)
 def test_what_is_more_than_causal_is_transformers_own(changes):
     usual = dict(batch_size=2, q_length=10, kv_length=10, attention_mask=torch.rand(2, 10) > 0.5)
     arguments = usual | changes

@@ -137,9 +137,16 @@ def test_sequence_classifiers(name):
     """Which set their configuration's problem_type when they first compute a loss."""
     transformers = pytest.importorskip("transformers", minversion="5.0")
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_labels=3, pad_token_id=0, **MODELS[name],
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_labels=3,
+        pad_token_id=0,
+        **MODELS[name],
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForSequenceClassification")(config).train()
     tokens = torch.randint(1, 50, (2, 6), generator=torch.Generator().manual_seed(0))

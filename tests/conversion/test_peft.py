@@ -18,9 +18,16 @@ import ckptkern
 
 VOCABULARY = 48
 SMALL = dict(
-    vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, bos_token_id=None, eos_token_id=None, pad_token_id=None,
-)  # fmt: skip
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=None,
+)
 MODELS = {"llama": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM", "qwen": "Qwen2MoeForCausalLM"}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

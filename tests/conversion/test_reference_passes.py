@@ -20,9 +20,12 @@ LAYERS, WORKSPACE = 2, 2**18
 
 def model_of(dropout=0.0):
     lora = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], lora_dropout=dropout, init_lora_weights=False,
+        r=4,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+        lora_dropout=dropout,
+        init_lora_weights=False,
         task_type="CAUSAL_LM",
-    )  # fmt: skip
+    )
     model = llama_of(intermediate_size=512, vocab_size=200, use_cache=False)
     return peft.get_peft_model(model, lora).train()
 

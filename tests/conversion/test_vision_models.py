@@ -16,8 +16,14 @@ IMAGES = dict(
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, drop_path_rate=0.0)
 SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4) | NO_DROPOUT
 DIFFUSION = dict(
-    num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=8, patch_size=2
-)  # fmt: skip
+    num_attention_heads=2,
+    attention_head_dim=8,
+    in_channels=4,
+    out_channels=8,
+    num_layers=2,
+    sample_size=8,
+    patch_size=2,
+)
 
 
 def images(B):

@@ -58,10 +58,27 @@ def run(tmp_path, capsys):
 
 def tiny(**changes):
     settings = dict(
-        steps=4, batch_size=2, seq_len=16, vocabulary=256, text_mib=1, layers=2, d_model=16, heads=2, lr=1e-3, device="cpu",
-        dtype="fp32", dropout=0.0, activation="gelu", seed=0, recompute="full", workspace="1MiB", experts=0, top_k=2,
-        variants=[*config.VARIANTS], threads=0,
-    )  # fmt: skip
+        steps=4,
+        batch_size=2,
+        seq_len=16,
+        vocabulary=256,
+        text_mib=1,
+        layers=2,
+        d_model=16,
+        heads=2,
+        lr=1e-3,
+        device="cpu",
+        dtype="fp32",
+        dropout=0.0,
+        activation="gelu",
+        seed=0,
+        recompute="full",
+        workspace="1MiB",
+        experts=0,
+        top_k=2,
+        variants=[*config.VARIANTS],
+        threads=0,
+    )
     return Namespace(**(settings | changes))
 
 
@@ -106,8 +123,10 @@ def test_losses_that_disagree_fail(run, monkeypatch):
     status, _, printed, _ = run("--variants eager checkpointing chunked")
     assert status == 1
     for message in (
-        "the losses do not agree", "checkpointing against eager: equal bit for bit (within", "(more than the limit of 0.001)",
-    ):  # fmt: skip
+        "the losses do not agree",
+        "checkpointing against eager: equal bit for bit (within",
+        "(more than the limit of 0.001)",
+    ):
         assert message in printed
 
 

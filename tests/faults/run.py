@@ -53,8 +53,10 @@ def files_of(root: Path) -> list[str]:
     """Returns what git lists or would list, and the extension as it was built."""
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        check=True, capture_output=True, text=True,
-    ).stdout.split("\0")  # fmt: skip
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
     built = [str(path.relative_to(root)) for path in (root / "ckptkern").glob("_C*.so")]
     if not built:
         sys.exit("faults: there is no built extension, ckptkern/_C*.so, beside ckptkern/state.py; run `make install`")
@@ -79,9 +81,14 @@ def tested(copy: Path, arguments: str, seconds: float) -> Run:
     """Runs pytest on a part of the suite, in one process, to the first failure."""
     command = [*PYTEST, *shlex.split(arguments)]
     with subprocess.Popen(
-        command, cwd=copy, env=environment(copy), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        cwd=copy,
+        env=environment(copy),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             said, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:

@@ -211,9 +211,15 @@ def train(model):
         model(ids).backward()
 
 
-@pytest.mark.parametrize(("workspace", "dtype", "seen"), [
-    (1, torch.float64, False), (None, torch.float64, False), (None, torch.float64, True), (1, BF16, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("workspace", "dtype", "seen"),
+    [
+        (1, torch.float64, False),
+        (None, torch.float64, False),
+        (None, torch.float64, True),
+        (1, BF16, False),
+    ],
+)
 def test_micro_batches_have_the_sums_of_autograd(workspace, dtype, seen):
     """seen: by a profiler. 16-bit gradients stay autograd's: they would be rounded once for each chunk."""
     plain, ours = pair(dtype)

@@ -170,9 +170,13 @@ def test_slopes_get_no_wrong_gradient(compiled):
         run(torch.ones(2, requires_grad=compiled))
 
 
-@pytest.mark.parametrize(("name", "module", "divides"), [
-    ("attention_block", sublayer, "division"), ("latent_attention_block", latent_sublayer, "latent_groups"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "module", "divides"),
+    [
+        ("attention_block", sublayer, "division"),
+        ("latent_attention_block", latent_sublayer, "latent_groups"),
+    ],
+)
 def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
     """As many groups as the workspace makes necessary, all or none of them in each kv head; the same number in both passes."""
     seen, found, divide = [], [], getattr(module, divides)

@@ -228,10 +228,15 @@ def test_a_block_round_torchs_kernel(fused, mode, kv_heads, rotary, sinks):
         weights = [x.new_empty((H + 2 * kv_heads) * D, d), None, x.new_empty(d, d), x.new_empty(d)]
         with ckptkern.backend("eager"):
             t, o = gathered(
-                x, *weights, H, kv_heads, is_causal=True, recompute=mode,
+                x,
+                *weights,
+                H,
+                kv_heads,
+                is_causal=True,
+                recompute=mode,
                 rotary=tuple(x.new_empty(2, S, D, dtype=torch.float32)) if rotary else None,
                 sinks=x.new_empty(H) if sinks else None,
-            )  # fmt: skip
+            )
         o = o._replace(fused=fused)
         with Calls() as forward:
             y, made = AttentionBlock.compute(x, t, o)
@@ -319,10 +324,17 @@ def test_what_torchs_kernels_are_given(fused, layout, do_layout):
 SLICES = (16 * 768, 64, 768, 1)  # strides of heads [2, 4, 16, 64] within q, k, v side by side
 
 
-@pytest.mark.parametrize(("strides", "offset", "wanted"), [
-    (SLICES, 256, True), (SLICES, 257, False), ((4352, 68, 272, 1), 0, False),
-    ((4096, 1024, 1, 16), 0, False), ((0, 1024, 64, 1), 0, False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("strides", "offset", "wanted"),
+    [
+        (SLICES, 256, True),
+        (SLICES, 257, False),
+        ((4352, 68, 272, 1), 0, False),
+        ((4096, 1024, 1, 16), 0, False),
+        ((0, 1024, 64, 1), 0, False),
+    ],
+    ids=str,
+)
 def test_rows_that_torchs_kernels_can_read(strides, offset, wanted):
     """On a GPU rows must begin at multiples of 16 bytes; on a CPU it is enough that a row is contiguous."""
     memory = torch.empty(2 * 16 * 768 + 512, dtype=torch.bfloat16)

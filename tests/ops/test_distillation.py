@@ -159,11 +159,14 @@ def test_large_logits_are_as_exact_as_pytorchs(kind, beta):
 @pytest.mark.parametrize(
     "more",
     [
-        dict(temperature=3.0), dict(temperature=0.3), dict(softcap=30.0, teacher_softcap=50.0),
-        dict(dtype=torch.bfloat16), dict(dtype=torch.float16),
+        dict(temperature=3.0),
+        dict(temperature=0.3),
+        dict(softcap=30.0, teacher_softcap=50.0),
+        dict(dtype=torch.bfloat16),
+        dict(dtype=torch.float16),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_large_logits_with_options_and_in_16_bits(more, beta):
     for kind in ("far", "sure student"):
         check_distillation(kind, 24, beta=beta, **more)

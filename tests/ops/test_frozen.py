@@ -29,9 +29,10 @@ def is_matmul_weight(path, shape) -> bool:
 
 
 WITH_WEIGHTS = [
-    name for name, entry in OF_OPS.items()
+    name
+    for name, entry in OF_OPS.items()
     if any(is_matmul_weight(*one) for one in catalog.input_shapes(entry.inputs(Sizes())).items())
-]  # fmt: skip
+]
 
 
 def block_fp8(shape, dtype=torch.float32) -> Frozen:

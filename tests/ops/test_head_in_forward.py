@@ -81,8 +81,12 @@ def test_exponentials_are_saved_where_they_are_fewer_bytes_or_needed(runs):
     formed(target)(tensors)
     tensors, target = make((M,), WIDTH, CLASSES)
     for options in (
-        dict(reduction="none"), dict(z_loss=0.1), dict(return_lse=True), dict(top_k=2), dict(recompute="full"),
-    ):  # fmt: skip
+        dict(reduction="none"),
+        dict(z_loss=0.1),
+        dict(return_lse=True),
+        dict(top_k=2),
+        dict(recompute="full"),
+    ):
         formed(target, **options)(tensors)
 
     def call(*values):

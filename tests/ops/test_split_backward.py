@@ -53,10 +53,16 @@ SPLIT = [dropping(name, mode=mode) for name in SPLIT for mode in (0, -1)]
 MLP = dropping("mlp")
 
 
-@pytest.mark.parametrize(("call", "mode", "workspace", "again"), [
-    *((call, "stash", None, False) for call in SPLIT),
-    (MLP, "recompute", None, True), (MLP, "auto", 1, True), (MLP, "auto", "16MiB", False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "mode", "workspace", "again"),
+    [
+        *((call, "stash", None, False) for call in SPLIT),
+        (MLP, "recompute", None, True),
+        (MLP, "auto", 1, True),
+        (MLP, "auto", "16MiB", False),
+    ],
+    ids=str,
+)
 def test_two_passes_run_what_one_runs(call, mode, workspace, again):
     """Unless there is no stash: in "auto" where the operands do not fit the workspace. Bits are one pass's, also where each
     tensor has a pass, and then another one, which recomputes."""

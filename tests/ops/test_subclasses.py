@@ -44,10 +44,15 @@ LIKE_A_MASK = [
 LIKE_A_MASK += [
     (lower_right, (4, 6), options)
     for options in (
-        dict(dropout_p=0.4), dict(enable_gqa=True), dict(window_size=(2, -1)), dict(window_size=(-1, 1)), dict(scale=-0.3),
-        dict(lead=()), dict(lead=(2, 1, 3)),
+        dict(dropout_p=0.4),
+        dict(enable_gqa=True),
+        dict(window_size=(2, -1)),
+        dict(window_size=(-1, 1)),
+        dict(scale=-0.3),
+        dict(lead=()),
+        dict(lead=(2, 1, 3)),
     )
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -21,9 +21,13 @@ def config():
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         vocab_size=2000,
-    )  # fmt: skip
+    )
 
 
 def call(tokens, device):
