@@ -264,6 +264,7 @@ def step_of(
     trains: bool = True,
     step: Step | None = None,
     ended: Callable[[], None] | None = None,
+    profiles: bool = True,
 ) -> Step:
     """Runs one training step of the model, forward and backward, and records it. Nothing of it is left.
 
@@ -287,7 +288,7 @@ def step_of(
         model.train(trains)
         device = device_of(model, (args, kwargs))
         # a profiler of the user's would end with ours
-        if step.backs and device.type in ("cpu", "cuda") and not torch.autograd._profiler_enabled():
+        if profiles and step.backs and device.type in ("cpu", "cuda") and not torch.autograd._profiler_enabled():
             step.timeline = stack.enter_context(memory.memory_timeline(device))
         stack.enter_context(bodies_seen())
         stack.enter_context(step)

@@ -47,9 +47,12 @@ def step_of_all(
     for what cannot be measured. there: as in `step_of`."""
     if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
         return None, None  # a forward that no backward follows would leave their state open
-    step, peak = Step(), None
+    # the reducer of DistributedDataParallel would wait for ranks that do not convert
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    forward, peak = Step(backs=False), None  # of which nothing is held: the model may not fit before it is converted
     # whatever its forward makes of it in training
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peak = step_of(model, args, kwargs, there=there, step=step).peak
-    return (step.saved if step.has_output else None), peak
+        step_of(model, args, kwargs, there=there, step=forward)
+        peak = step_of(model, args, kwargs, there=there, profiles=False).peak
+    return (forward.saved if forward.has_output else None), peak
