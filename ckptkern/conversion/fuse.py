@@ -23,7 +23,7 @@ from .computed import Computed, Followed, following, resolve, templates
 from .grammar import read, read_call
 from .guard import Watch, all_reads, reads_of
 from .layouts import experts_layout, is_experts, parts_of, why_unread
-from .masks import is_adopted
+from .masks import has_ours
 from .moe import read_block, read_experts, routed, vary_choices
 from .protection import seeded, unmoved
 from .quantized import autocast_like, why_unreadable
@@ -301,7 +301,9 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
     least = torch.finfo(x.dtype).min
     added = [torch.zeros(m.shape, dtype=x.dtype, device=x.device).masked_fill(~m, least) for m in seen]
     if len(inputs) == 1:
-        padding = [seen[0][:, 0, -1]] if x.dim() == 3 and is_adopted(module) else []
+        # attention layers with our implementation get padding masks [B, S]
+        is_adopted = any(has_ours(getattr(m, "config", None)) for m in module.modules())
+        padding = [seen[0][:, 0, -1]] if x.dim() == 3 and is_adopted else []
         variants = [{name: mask} for mask in (None, *seen, *added, *padding) for name in names]
     else:
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))

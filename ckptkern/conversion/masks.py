@@ -233,11 +233,6 @@ def has_ours(config: Any) -> bool:
     return getattr(config, ATTRIBUTE, None) == NAME
 
 
-def is_adopted(module: nn.Module) -> bool:
-    """Does an attention layer in it get padding masks [B, S]?"""
-    return any(has_ours(getattr(m, "config", None)) for m in module.modules())
-
-
 def register() -> None:
     """Makes NAME known to transformers, if it is there and has such interfaces."""
     try:

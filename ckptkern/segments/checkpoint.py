@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
-from torch.nn.utils import parametrize
 from torch.utils.checkpoint import noop_context_fn
 
 from .cached import makes_cached
@@ -150,7 +149,7 @@ def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options
     if (
         not torch.is_grad_enabled()
         or torch._C._are_functorch_transforms_active()
-        or (parametrize._cache_enabled and makes_cached(function, args, kwargs))
+        or makes_cached(function, args, kwargs)
     ):
         return function(*args, **kwargs)
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
