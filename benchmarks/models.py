@@ -69,7 +69,7 @@ class MLP(nn.Module):
         return self.fc2(F.dropout(act(self.activation, self.fc1(x)), self.dropout_p, self.training))
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ckptkern.mlp_block."""
+        """Returns the arguments of ckptkern.mlp_block."""
         return dict(
             up_weight=self.fc1.weight,
             up_bias=self.fc1.bias,
@@ -110,7 +110,7 @@ class GatedMLP(nn.Module):
         return self.down(F.dropout(h, self.dropout_p, self.training))
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ckptkern.gated_mlp and mlp_block."""
+        """Returns the arguments of ckptkern.gated_mlp and mlp_block."""
         layers = {"gate": self.gate, "up": self.up, "down": self.down}
         found = {
             f"{name}_{kind}": getattr(layer, kind) for name, layer in layers.items() for kind in ("weight", "bias")
@@ -259,7 +259,7 @@ def norm_of(kind: str | None, width: int) -> nn.Module:
 
 
 def norm_arguments(kind: str | None, norm: nn.Module) -> dict[str, Any]:
-    """Those of attention_block and mlp_block for it."""
+    """Returns the arguments of attention_block and mlp_block for it."""
     if kind is None:
         return {}
     return dict(norm=kind, norm_weight=norm.weight, norm_bias=getattr(norm, "bias", None), norm_eps=norm.eps)
@@ -276,7 +276,7 @@ class MLPBlock(nn.Module):
         return x + self.mlp(self.norm(x))
 
     def arguments(self) -> dict[str, Any]:
-        """Those of ckptkern.mlp_block."""
+        """Returns the arguments of ckptkern.mlp_block."""
         return self.mlp.arguments() | norm_arguments(self.kind, self.norm)
 
     def ours(self, x: Tensor, mode: str) -> Tensor:

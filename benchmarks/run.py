@@ -76,7 +76,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def select(option: str, pattern: str, known: Sequence[Any]) -> list[Any]:
-    """Those of `known` whose name matches the regular expression; a comma is another |. Raises ValueError where none does."""
+    """Returns those of `known` whose name matches the regular expression; a comma is another |. Raises ValueError where none
+    does."""
     try:
         matches = re.compile(pattern.replace(",", "|")).search
     except re.error as error:

@@ -196,7 +196,7 @@ def compare(name: str) -> measure.Result:
 
 
 class TooLong(BaseException):
-    """Of a kind that nobody takes for a failure of a model."""
+    """Says that the time is over. No model's own failure is of this class."""
 
 
 def classes(mapping: str) -> dict[str, type]:

@@ -526,7 +526,7 @@ class Group:
         return [names for names in made if len(names) > 1]
 
     def may_be_joined(self, place: int, before: Span | None) -> bool:
-        """Is there a layer behind the one at `place` that may join its region? Not if it once did not join one."""
+        """Returns whether a layer behind the one at `place` may join its region: not if it once did not join one."""
         if before is not None:
             self.apart.add(place)
         return place + 1 < len(self.names) and place + 1 not in self.apart - self.joined

@@ -36,17 +36,18 @@ from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, re
 
 
 def is_listed(name: str, module: nn.Module) -> bool:
-    """Is it one of a list of modules, and made of more than leaves?"""
+    """Returns whether it is one of a list of modules, and made of more than leaves."""
     return name.rpartition(".")[2].isdigit() and not all(map(is_leaf, module.children()))
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Is its class one that transformers' gradient checkpointing runs as a region?"""
+    """Returns whether transformers' gradient checkpointing runs modules of its class as regions."""
     return isinstance(getattr(type(module), "gradient_checkpointing", None), bool)
 
 
 def is_layer(name: str, module: nn.Module) -> bool:
-    """Is it a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's forward?"""
+    """Returns whether it is a layer of a model: no stage with layers in it, none of a layer's experts, and with its class's
+    forward."""
     if not ((is_listed(name, module) or is_marked(module)) and runs_class_forward(module)):
         return False
     inner = [(path, m) for path, m in module.named_modules() if m is not module]

@@ -271,7 +271,7 @@ def step_of(
     regions: their names and modules. loss: from the output to what is differentiated; None: `loss_of`, and a forward alone
     has none. there: parameters and inputs whose gradients are there when the step begins; None: those that have one. trains:
     in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
-    before gradients are given back.
+    before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
     step = step or Step()
     inputs = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]

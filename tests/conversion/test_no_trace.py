@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -12,6 +13,7 @@ from conversion.steps import variant
 from support.architectures import ARCHITECTURES, WIDTH, Llama, Stack, fused_of, ids, with_tables
 from support.traces import changes, seen, traces
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckptkern
 
@@ -235,3 +237,32 @@ def test_new_arguments_in_a_training_step():
     before = seen(model)
     layer(x, **with_tables(x), number=3)
     assert not traces(before, seen(model))
+
+
+class Held(nn.Module):
+    """Runs out of memory where a forward with gradients holds what more than four of these have returned."""
+
+    alive: ClassVar[list[StorageWeakRef]] = []
+
+    def forward(self, x):
+        y = (2 * x).sin()
+        Held.alive[:] = [storage for storage in Held.alive if not storage.expired()]
+        Held.alive.append(StorageWeakRef(y.untyped_storage()))
+        if torch.is_grad_enabled() and len(Held.alive) > 4:
+            raise torch.OutOfMemoryError
+        return y.cos()
+
+
+def test_a_model_whose_step_does_not_fit_is_measured():
+    """Its bytes are counted without being held, and it has no peak."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Held()) for _ in range(8)))
+    conversion = ckptkern.convert(model, torch.randn(4, 8))
+    assert conversion.saved_before > 0
+    assert conversion.peak_before is None
+
+
+def test_the_peak_takes_no_profiler(monkeypatch):
+    """It would take seconds on a GPU, and end the user's."""
+    monkeypatch.setattr(torch.profiler, "profile", None)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    assert ckptkern.convert(model, torch.randn(4, 8)).peak_after > 0

@@ -195,3 +195,13 @@ def test_no_gathered_weight_and_no_hidden_layer_is_saved(rank):
         unfused(ids())
     assert saved.bytes < before.bytes / 2
     assert not any(shape[-1:] == torch.Size([48]) for shape, _, _ in saved.tensors if len(shape) == 3)
+
+
+@on_ranks()
+def test_one_rank_alone_may_convert(rank):
+    """What convert measures of a step has a backward, in which the reducer would wait for the other rank."""
+    network = DistributedDataParallel(build("converted", ours=False))
+    if rank == 0:
+        conversion = ckptkern.convert(network, ids())
+        assert conversion.converted
+        assert conversion.peak_before > conversion.saved_before > conversion.saved_after
