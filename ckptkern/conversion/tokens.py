@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from .. import ops
 from ..memory import placeholders
 from ..subclasses import PLAIN
-from .reading import DIVIDE, MULTIPLY
-from .trace import leaves_of
+from .reading import ADD, DIVIDE, MULTIPLY
+from .trace import is_in_place, leaves_of
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
 VIEWS = frozenset(
@@ -51,7 +51,7 @@ PARTS = {"chunk": 2, "split": 2, "unbind": 1}  # the place of `dim`
 COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
 CASTS = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))  # to a dtype or a device
 NEGATE = ("neg", "__neg__", "negative")
-SCALES = frozenset((*MULTIPLY, *DIVIDE, *NEGATE))
+SCALES = frozenset(name for name in (*MULTIPLY, *DIVIDE, *NEGATE) if not is_in_place(name))
 
 
 class Tokens(NamedTuple):
@@ -97,11 +97,9 @@ class Tokens(NamedTuple):
     def after(self, step: Any) -> Tokens | None:
         """Those of step's result; None if it is not followed."""
         before = self.placeholder
-        if step.name in SCALES or step.name == "tanh":
-            return self.copied(before.shape, before.dtype)
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
             return self.masked(step.args[1])
-        if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in step.others):
+        if any(hasattr(one, "__array__") for one in step.others):
             return None
         try:
             seen = _to(step, before, self.rows.device) if step.name == "to" else step(before)
@@ -247,6 +245,15 @@ LOSS_ARGUMENTS = (
 )  # fmt: skip
 
 
+class LMHead(NamedTuple):
+    """A linear layer's parameters, and the mode and the workspace of its loss."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    mode: str = "full"
+    workspace: int | str | None = None
+
+
 class Formula(NamedTuple):
     """Which function of a head's z = x weight^T + bias logits are: a form, times a factor, of scale (z + added), or of cap
     times the tanh of that."""
@@ -262,21 +269,20 @@ class Formula(NamedTuple):
             return self._replace(factor=self.factor * number)
         return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
 
-    def cross_entropy(self, layer: Any, rows: Tensor, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take. layer: has the parameters,
-        and the mode and the workspace of its loss."""
-        cap, bias, added = self.cap, layer.bias, self.added
+    def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take."""
+        cap, bias, added = self.cap, head.bias, self.added
         if cap is not None and cap <= 0:
             return None
         return ops.linear_cross_entropy(
             rows,
-            layer.weight,
+            head.weight,
             target,
             linear_bias=bias if added is None else added if bias is None else bias + added,
             logit_scale=self.scale if cap is None else self.scale * cap,
             softcap=cap,
-            recompute=layer.mode,
-            workspace=layer.workspace,
+            recompute=head.mode,
+            workspace=head.workspace,
             **options,
         )
 
@@ -318,20 +324,69 @@ def lead_of(logits: Any) -> tuple[int, ...]:
     return tuple(size for i, size in enumerate(logits.shape) if i != logits.class_dim)
 
 
-def form_after(step: Any, logits: Tensor) -> tuple[str, torch.dtype] | None:
-    """Which function of the logits the result is, over their classes, and its dtype, under autocast too; None if it is none of
-    these."""
-    form = AFTER.get((step.name, logits.formula.form))
+def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
+    """The formula of the step's result, a function of each element or over the classes, and its dtype, under autocast too; None
+    if it is none of these."""
+    formula, options = logits.formula, {}
+    form = AFTER.get((step.name, formula.form))
+    if step.name in SCALES:
+        number = number_of(step, logits)
+        return None if number is None else (formula.times(number), logits.dtype)
+    if step.name == "tanh":
+        is_capped = formula.form != LOGITS or formula.cap is not None or len(step.args) != 1 or step.kwargs
+        return None if is_capped else (formula._replace(cap=1.0), logits.dtype)
+    if step.name in ADD:
+        added = added_by(step, logits)
+        if added is None:
+            return None
+        values = added.detach().reshape(-1) / formula.scale
+        return formula._replace(added=values if formula.added is None else formula.added + values), added.dtype
     if form is None:
         return None
     if step.name == "exp":
-        whole = len(step.args) == 1 and not step.kwargs and logits.formula.factor == 1
-        return (form, dtype_of(step.function, logits)) if whole else None
-    arguments = given(step, logits)
-    if arguments is None:
+        if len(step.args) != 1 or step.kwargs or formula.factor != 1:
+            return None
+    elif (arguments := given(step, logits)) is None:
         return None
-    chosen = {} if arguments.get("dtype") is None else {"dtype": arguments["dtype"]}
-    return form, dtype_of(step.function, logits, dim=-1, **chosen)
+    else:
+        options = {"dim": -1} | ({"dtype": arguments["dtype"]} if arguments.get("dtype") is not None else {})
+    return formula._replace(form=form), dtype_of(step.function, logits, **options)
+
+
+def added_by(step: Any, logits: Any) -> Tensor | None:
+    """The number for each class that the step adds, which gets no gradient, such as BART's buffer; None if it does something
+    else."""
+    one, n = next(iter(step.others), None), logits.dim()
+    if (
+        len(step.others) == 1
+        and isinstance(one, Tensor)
+        and type(one) in PLAIN
+        and not one.requires_grad
+        and one.shape[-1:] == logits.shape[-1:]
+        and one.numel() == one.shape[-1]
+        and one.dim() <= n
+        and one.device == logits.device
+        and one.dtype in (logits.dtype, torch.promote_types(logits.dtype, torch.float32))
+        and logits.class_dim == n - 1
+        and logits.formula.cap is None
+        and logits.formula.form == LOGITS
+        and logits.formula.scale
+        and not step.is_in_place
+    ):
+        return one
+    return None
+
+
+def number_of(step: Any, logits: Any) -> float | None:
+    """What the step multiplies logits by; None if it does something else."""
+    others = [one for one in step.args if one is not logits]
+    if step.name in NEGATE:
+        return None if others or step.kwargs else -1.0
+    if len(others) != 1 or step.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
+        return None
+    if step.name in MULTIPLY:
+        return float(others[0])
+    return 1 / others[0] if others[0] and step.args[0] is logits else None
 
 
 def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
@@ -392,7 +447,8 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
     else:
         # gather of log-probabilities computes both in one pass over the head's matmul, for a sum of the same tensor that
         # follows, as in label smoothing
-        both = step.name == "gather" and form == LOG_PROBS and logits.keeps_smoothed
+        both = step.name == "gather" and form == LOG_PROBS and isinstance(logits, Tensor)  # not under torch.compile
+        both = both and torch.is_grad_enabled() and not logits.detached
         returned, of = STATISTICS[step.name, form]
         options |= {f"return_{one}": True for one in returned} | ({"label_smoothing": 1.0} if both else {})
         result = logits.cross_entropy(target, **options)

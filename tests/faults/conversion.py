@@ -139,8 +139,8 @@ CONVERSION = [
     ),
     Fault(
         "head: a bias that is added after a scale is scaled",
-        "ckptkern/conversion/logits.py",
-        "added = added.detach().reshape(-1) «/ formula.scale»",
+        "ckptkern/conversion/tokens.py",
+        "values = added.detach().reshape(-1) «/ formula.scale»",
         "",
         ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
     ),
