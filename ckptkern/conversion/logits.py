@@ -118,22 +118,6 @@ class Step(NamedTuple):
     def clones(self) -> bool:
         return self.name == "clone" or bool(self.kwargs.get("copy"))
 
-    @property
-    def cause(self) -> str:
-        """Why logits are computed for it, and the remedy."""
-        of = getattr(self.function, "__self__", None)
-        name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else self.name
-        return (
-            f"{name} reads its logits, which are then computed and saved for backward. Take the loss by F.cross_entropy, "
-            "F.nll_loss, or log_softmax(-1) with gather, sum or mean, and metrics of logits.detach()"
-        )
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Does it ask for the gradient of logits?"""
-        inputs = self.kwargs.get("inputs", self.args[1:2])
-        return self.function is Tensor.retain_grad or (self.function is torch.autograd.grad and bool(logits_in(inputs)))
-
     def of(self, values: Callable[[Logits], Any]) -> Any:
         """The function's result of these in place of logits."""
         args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, (self.args, self.kwargs))
@@ -230,9 +214,14 @@ class Matmul:
         return after(steps, y)
 
     def say(self, step: Step) -> None:
-        """Says why values are computed with a graph, once."""
+        """Says why values are computed with a graph, and the remedy, once."""
         if self.on_values is not None:
-            self.on_values(step.cause)
+            of = getattr(step.function, "__self__", None)
+            name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else step.name
+            self.on_values(
+                f"{name} reads its logits, which are then computed and saved for backward. Take the loss by F.cross_entropy, "
+                "F.nll_loss, or log_softmax(-1) with gather, sum or mean, and metrics of logits.detach()"
+            )
             self.on_values = None
 
     def shared(self) -> Tensor:
@@ -353,7 +342,10 @@ class Logits(Tensor):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
-        if matmul.has_loss and step.wants_gradient:
+        wants_gradient = function is Tensor.retain_grad or (
+            function is torch.autograd.grad and bool(logits_in(step.kwargs.get("inputs", args[1:2])))
+        )
+        if matmul.has_loss and wants_gradient:
             raise RuntimeError(
                 f"ckptkern.convert: {step.name} needs the gradient of logits whose loss was taken, which is not computed. "
                 "Convert with exclude= for this layer"
@@ -454,9 +446,9 @@ class Logits(Tensor):
             return None
         if step.name == "unbind":
             return tuple(self.select(dim, i) for i in range(len(found)))
-        sizes = [one.shape[dim] for one in found]
+        ends = itertools.accumulate(one.shape[dim] for one in found)
         return tuple(
-            self.narrow(dim, end - size, size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+            self.narrow(dim, end - one.shape[dim], one.shape[dim]) for end, one in zip(ends, found, strict=True)
         )
 
     @property

@@ -102,7 +102,11 @@ class Tokens(NamedTuple):
         if any(hasattr(one, "__array__") for one in step.others):
             return None
         try:
-            seen = _to(step, before, self.rows.device) if step.name == "to" else step(before)
+            if step.name == "to":
+                device, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
+                seen = before.to(dtype or before.dtype) if device in (None, self.rows.device) else None
+            else:
+                seen = step(before)
         except Exception:  # the function's own error, which it raises again for values
             return None
         if not isinstance(seen, Tensor) or not (
@@ -120,8 +124,11 @@ class Tokens(NamedTuple):
         one, other = self.placeholder, others.placeholder
         if one.shape != other.shape or not self.others() == others.others() == list(range(one.dim() - 1)):
             return False
-        placed = one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
-        return (placed and _same(self.rows, others.rows)) or _same(self.shown(), others.shown())
+        pairs = [(self.shown(), others.shown())]
+        if one.stride() == other.stride() and one.storage_offset() == other.storage_offset():
+            pairs.append((self.rows, others.rows))
+        # the same elements of one memory
+        return any((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
 
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
@@ -138,17 +145,6 @@ class Tokens(NamedTuple):
             return None
         rows = self.shown().reshape(*one.shape[:-1], self.rows.shape[-1])[mask]
         return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
-
-
-def _to(step: Any, placeholder: Tensor, device: torch.device) -> Tensor | None:
-    """Tensor.to of a tensor on this device; None for another device."""
-    wanted, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
-    return placeholder.to(dtype or placeholder.dtype) if wanted in (None, device) else None
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Are they the same elements of one memory?"""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def share(one: Any, other: Tensor) -> bool:
@@ -230,14 +226,15 @@ def read_apart(step: Any, given: list[Any]) -> Any:
 LOGITS, LOG_PROBS, PROBS, P_LOG_P, P_LOGITS = "z", "log p", "p", "p log p", "p z"
 AFTER = {("log_softmax", LOGITS): LOG_PROBS, ("softmax", LOGITS): PROBS, ("exp", LOG_PROBS): PROBS}
 MULTIPLIED = {frozenset((PROBS, LOG_PROBS)): P_LOG_P, frozenset((PROBS, LOGITS)): P_LOGITS}
+OF_F = ("input", "dim", "_stacklevel", "dtype")  # of F.softmax and F.log_softmax; of others of their names:
 NAMES = {
     "gather": ("input", "dim", "index", "sparse_grad"),
     "sum": ("input", "dim", "keepdim", "dtype"),
     "mean": ("input", "dim", "keepdim", "dtype"),
     "logsumexp": ("input", "dim", "keepdim"),
     "argmax": ("input", "dim", "keepdim"),
-    "log_softmax": ("input", "dim", "_stacklevel", "dtype"),
-    "softmax": ("input", "dim", "_stacklevel", "dtype"),
+    "log_softmax": ("input", "dim", "dtype"),
+    "softmax": ("input", "dim", "dtype"),
 }
 # The arguments of F.cross_entropy, in their order. Those of F.nll_loss are the first of them.
 LOSS_ARGUMENTS = (
@@ -287,7 +284,7 @@ class Formula(NamedTuple):
         )
 
 
-# What linear_cross_entropy returns for a function of each, and how it is computed of that.
+# What linear_cross_entropy returns for a function of each, and how it is computed of that; "" of its loss alone.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
     ("gather", LOG_PROBS): (("log_probs",), lambda found: found.log_probs),
@@ -295,18 +292,16 @@ STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("sum", P_LOG_P): (("entropy",), lambda found: -found.entropy),
     ("sum", P_LOGITS): (("lse", "entropy"), lambda found: found.lse - found.entropy),
     **{("argmax", form): (("accuracy",), lambda found: found.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
+    **{(name, LOG_PROBS): ((), lambda loss: loss) for name in ("mean", "sum")},
 }
-# Of log-probabilities over all classes: minus their mean is the loss whose target is spread over them all, times:
-SPREAD = {"sum": lambda classes: -classes, "mean": lambda classes: -1}
-METHOD_ORDER = ("input", "dim", "dtype")  # of softmax and log_softmax of torch and Tensor
 NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are errors, as gather's are
 
 
 def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
     """The arguments by name of a function over the classes; None for another call."""
     names = NAMES[step.name]
-    if "_stacklevel" in names and not (step.function is F.softmax or step.function is F.log_softmax):
-        names = METHOD_ORDER
+    if step.function is F.softmax or step.function is F.log_softmax:
+        names = OF_F
     found = dict(zip(names, step.args, strict=False)) | {
         "input" if k == "self" else k: v for k, v in step.kwargs.items()
     }
@@ -421,15 +416,15 @@ def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
     """The function's result without logits; None if it is none of these, or not over all classes of a token."""
-    form, factor = logits.formula[-2:]
-    spread = SPREAD.get(step.name) if form == LOG_PROBS else None
-    if spread is None and (step.name, form) not in STATISTICS:
-        return None
-    arguments = given(step, logits)
-    if arguments is None or (step.name == "argmax" and factor != 1):
+    name, (form, factor) = step.name, logits.formula[-2:]
+    if (
+        (name, form) not in STATISTICS
+        or (arguments := given(step, logits)) is None
+        or (name == "argmax" and factor != 1)
+    ):
         return None
     dim, index, dtype, lead = logits.class_dim, arguments.get("index"), arguments.get("dtype"), lead_of(logits)
-    if step.name == "gather" and (
+    if name == "gather" and (
         type(index) not in PLAIN
         or index.dtype != torch.int64
         or index.device != logits.device
@@ -439,30 +434,31 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
         return None
     if dtype is not None and dtype not in (logits.dtype, torch.float32):  # a float64 sum of float32 would be rounded
         return None
-    target = index.squeeze(dim) if step.name == "gather" else torch.zeros(lead, dtype=torch.int64, device=logits.device)
-    options: dict[str, Any] = {"reduction": "none", "ignore_index": NEVER}
-    if spread is not None:  # of the loss of a target that is spread over all classes
-        keeps = logits.smoothed is not None and torch.is_grad_enabled()
-        result = logits.smoothed if keeps else logits.cross_entropy(target, label_smoothing=1.0, **options)
-    else:
-        # gather of log-probabilities computes both in one pass over the head's matmul, for a sum of the same tensor that
-        # follows, as in label smoothing
-        both = step.name == "gather" and form == LOG_PROBS and isinstance(logits, Tensor)  # not under torch.compile
-        both = both and torch.is_grad_enabled() and not logits.detached
-        returned, of = STATISTICS[step.name, form]
-        options |= {f"return_{one}": True for one in returned} | ({"label_smoothing": 1.0} if both else {})
-        result = logits.cross_entropy(target, **options)
-        if both and result is not None:
-            logits.smoothed = result.loss
-        result = None if result is None else of(result)
-    if result is None:
+    returned, of = STATISTICS[name, form]
+    # minus the mean of log-probabilities over all classes is the loss whose target is spread over them all. A gather of them
+    # computes both in one pass over the head's matmul, for a sum of the same tensor that follows, as in label smoothing
+    both = name == "gather" and form == LOG_PROBS and isinstance(logits, Tensor)  # not under torch.compile
+    both = both and torch.is_grad_enabled() and not logits.detached
+    found = None if returned or not torch.is_grad_enabled() else logits.smoothed
+    if found is None:
+        found = logits.cross_entropy(
+            index.squeeze(dim) if name == "gather" else torch.zeros(lead, dtype=torch.int64, device=logits.device),
+            reduction="none",
+            ignore_index=NEVER,
+            label_smoothing=0.0 if returned and not both else 1.0,
+            **{f"return_{one}": True for one in returned},
+        )
+    if found is None:
         return None
-    if step.name != "argmax":  # a new tensor, which may be changed in place
-        factor = factor if spread is None else factor * spread(logits.tokens.classes)
-        dtype = dtype or (logits.dtype if step.name == "gather" else dtype_of(step.function, logits, dim=-1))
+    if both:
+        logits.smoothed = found.loss
+    result = of(found)
+    if name != "argmax":  # a new tensor, which may be changed in place
+        factor *= 1 if returned else {"sum": -logits.tokens.classes, "mean": -1}[name]
+        dtype = dtype or (logits.dtype if name == "gather" else dtype_of(step.function, logits, dim=-1))
         result = (result * factor).to(dtype)
     result = result.reshape(lead)
-    return result.unsqueeze(dim) if arguments.get("keepdim", False) or step.name == "gather" else result
+    return result.unsqueeze(dim) if arguments.get("keepdim", False) or name == "gather" else result
 
 
 def is_loss(function: Callable) -> bool:

@@ -147,8 +147,8 @@ CONVERSION = [
     Fault(
         "head: a sum of log-probabilities forgets the number they are multiplied by",
         "ckptkern/conversion/tokens.py",
-        "factor = factor if spread is None else «factor *» spread(logits.tokens.classes)",
-        "",
+        "factor «*=» 1 if returned else {",
+        "=",
         ("tests/conversion/test_logits.py",),
     ),
     Fault(
