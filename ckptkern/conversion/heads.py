@@ -42,8 +42,8 @@ from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
+from .recorder import saved_bytes
 from .report import AGAIN, Row
-from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
 from .tokens import NEVER, LMHead, after, callers, is_loss, loss_arguments
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
