@@ -204,8 +204,7 @@ class Record(Step):
     storage was last written into, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(backs=False)
-        self.holds = True  # for a forward that differentiates
+        super().__init__(backs=False, holds=True)
         self.model = model
         self.saves: list[tuple[Any, int]] = []
         self.written: dict[Any, int] = {}
@@ -418,20 +417,10 @@ def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
 
 
 def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
-    """Returns the first call of each module with which one of these begins, in a training forward of the model without
-    gradients: some branches are called in training alone."""
-    found: dict[nn.Module, Call] = {}
-    if not cuts:
-        return found
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found.setdefault(module, mapped(lambda one: one.detach().clone(), (args, kwargs)))
-
-    with contextlib.ExitStack() as stack:
-        for module in {cut.begins for cut in cuts}:
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        with seeded(), unmoved(model), torch.no_grad():
-            model.train()
-            args, kwargs = call
-            model(*args, **kwargs)
-    return found
+    """Returns the first call of each module with which one of these begins, in a training forward of the model: some branches
+    are called in training alone."""
+    begin = list({cut.begins for cut in cuts})
+    if not begin:
+        return {}
+    step = step_of(model, *call, [("", module) for module in begin], there=(), step=Step(backs=False, holds=True))
+    return {module: step.calls[i][0].call for i, module in enumerate(begin)}

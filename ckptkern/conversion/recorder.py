@@ -77,11 +77,12 @@ class Called(NamedTuple):
 
 class Step(TorchDispatchMode):
     """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
-    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows."""
+    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what is saved is
+    there, as for a forward that differentiates inside; without it a model may be measured that does not fit."""
 
-    def __init__(self, backs: bool = True):
+    def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
-        self.backs, self.holds, self.backward, self.has_output = backs, backs, False, False
+        self.backs, self.holds, self.backward, self.has_output = backs, backs or holds, False, False
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.at_peak: list[Alive] = []
         self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
