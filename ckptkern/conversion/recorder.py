@@ -77,8 +77,8 @@ class Called(NamedTuple):
 
 class Step(TorchDispatchMode):
     """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
-    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what is saved is
-    there, as for a forward that differentiates inside; without it a model may be measured that does not fit."""
+    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
+    alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
 
     def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
