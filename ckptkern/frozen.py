@@ -487,8 +487,3 @@ def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Seque
         made.append(_made(layout, [next(rest) for _ in range(count)]))
         done = place + 1
     return [*made, *rest]
-
-
-def only_frozen(tensors: Iterable[Any], plain: Callable[[type], bool]) -> bool:
-    """Is every tensor that is not plain a Frozen?"""
-    return all(type(t) is Frozen or plain(type(t)) for t in tensors)

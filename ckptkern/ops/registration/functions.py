@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from ... import state
-from ...frozen import Frozen, only_frozen
+from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
@@ -56,7 +56,7 @@ _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), i
 def observed(tensors: Sequence[Tensor | None]) -> int:
     """What `state.observe` sees of the tensors. A Frozen needs no dispatch: an op's body dequantises it."""
     seen = state.observe(tensors)
-    if seen & _SUBCLASS and only_frozen(tensors, PLAIN.__contains__):
+    if seen & _SUBCLASS and all(type(t) is Frozen or type(t) in PLAIN for t in tensors):
         seen &= ~_SUBCLASS
     return seen
 
