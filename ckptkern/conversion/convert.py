@@ -289,7 +289,7 @@ class _Conversion:
             forward.unbind()
         try:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
-            record, cuts = blocks.recorded(model, *call), []
+            record, cuts = blocks.recorded(model, call), []
             if record is not None:
                 best = blocks.Cuts(record, allowed, given).best(self.include is not None)
                 cuts = [cut for cut in best if cut.module not in given]
@@ -325,7 +325,7 @@ class _Conversion:
             row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
             call = calls_of(module[start])[1]
             runs = run.original, run
-            row.saved_before, row.saved_after = (saved_bytes(run.module, one, *call, call[0][0]) for one in runs)
+            row.saved_before, row.saved_after = (saved_bytes(run.module, one, call, call[0][0]) for one in runs)
             rows.append(row)
 
         def put() -> None:

@@ -45,7 +45,7 @@ from .recorder import saved_bytes
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
 from .tokens import NEVER, LMHead, after, callers, is_loss, loss_arguments
-from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
+from .trace import Call, Unreadable, is_floating, is_leaf, switched_off, tensors_in, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -76,7 +76,7 @@ class Ran(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.taken.update(id(one) for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
+        self.taken.update(map(id, tensors_in((args, kwargs))))
         if is_loss(function):
             given = loss_arguments(args, kwargs)
             logits, target = given["input"], given["target"]
@@ -269,7 +269,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     try:
         check_token_wise(module, forward.original, x)
         runs = module.forward, forward
-        row.saved_before, row.saved_after = (saved_bytes(module, run, (x,), {}, x) for run in runs)
+        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {}), x) for run in runs)
     except Exception:  # what convert need not replace stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
