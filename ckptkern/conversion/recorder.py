@@ -196,14 +196,6 @@ class Step(TorchDispatchMode):
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
 
-    def see_allocator(self) -> None:
-        """Raises stretches and the peak to what they are in the timeline, which has what kernels of libraries take."""
-        self.peak = max(self.peak, self.timeline.peak)
-        for i, stretch in enumerate(self.stretches if self.timeline.bytes else ()):
-            heights = self.timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
-            start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
-            self.stretches[i] = stretch._replace(start=start, highest=highest)
-
     # -- what it says
 
     @property
@@ -304,7 +296,12 @@ def step_of(
             if ended is not None:
                 ended()
         step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
-    step.see_allocator()
+    # stretches and the peak may be higher in the timeline, which has what kernels of libraries take
+    timeline, step.peak = step.timeline, max(step.peak, step.timeline.peak)
+    for i, stretch in enumerate(step.stretches if timeline.bytes else ()):
+        heights = timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
+        start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
+        step.stretches[i] = stretch._replace(start=start, highest=highest)
     return step
 
 
