@@ -284,7 +284,7 @@ class Formula(NamedTuple):
         )
 
 
-# What linear_cross_entropy returns for a function of each, and how it is computed of that; "" of its loss alone.
+# What linear_cross_entropy returns for a function of each, and how it is computed of that; () is its loss alone.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
     ("gather", LOG_PROBS): (("log_probs",), lambda found: found.log_probs),
