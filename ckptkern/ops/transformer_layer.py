@@ -26,9 +26,7 @@ from .mlp.block import gather as gather_mlp
 from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
 from .registration.functions import build
-from .registration.needs import in_order, needed_names
-from .registration.rows import rows_2d, unflattened
-from .sublayer.op import SublayerOp
+from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
 from .sublayer.residual import drawn, reads_branch
 
 AnyOptions = AttentionOptions | LatentOptions

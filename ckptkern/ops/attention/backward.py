@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import eager
 from ..registration.gradients import PartGrads, WeightGrad, add_matmul
 from ..registration.late import arrived, is_late
-from ..registration.needs import needed_names
+from ..registration.op import needed_names
 from ..sublayer.lora import names_of
 from ..sublayer.residual import OF_NORM
 from .core import attention_grads, sink_gradient

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import PartGrads
+from ..registration.op import SublayerOp
 from ..sublayer.lora import names_of
-from ..sublayer.op import SublayerOp
 from ..sublayer.residual import AFTER_BRANCH, LAST, Sublayer, reads_branch
 from .core import CoreOptions, CoreTensors, core_of
 from .masks import merged_mask

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import token_chunks
-from ..registration.rows import row_count
+from ..registration.op import row_count
 from ..sublayer.residual import has_trailing_norm
 from .tensors import (
     AttentionOptions,

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import PartGrads, add_matmul
-from ..registration.needs import needed_names
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter, needed_names
 from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .core import attend, attention_grads
 from .core_sublayer import CoreSublayer, add_part, reads_core, rotary_of, sublayer_core

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..registration.rows import rows_2d
+from ..registration.op import rows_2d
 from ..sublayer.lora import LowRank, low_rank
 from .context import ExchangedHeads, GatheredHeads
 from .core import attend

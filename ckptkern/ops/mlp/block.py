@@ -11,8 +11,8 @@ from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compu
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
+from ..registration.op import SublayerOp
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
-from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
 from .branch import LAYERS, check_branch, saves
 from .sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
@@ -25,9 +25,7 @@ class MLPBlock(SublayerOp):
     gradients = staticmethod(mlp_sublayer_backward)
     in_torch_ops = staticmethod(mlp_reference)
 
-    @staticmethod
-    def saves(o):
-        return saves(o.gated, o)
+    saves = staticmethod(saves)
 
 
 _apply = build(MLPBlock)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..registration.gradients import by_chunks
-from ..registration.needs import needed_names
+from ..registration.op import needed_names
 from ..sublayer.lora import names_of
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
 from .branch import LAYERS, MLPBranch, Sums, reference

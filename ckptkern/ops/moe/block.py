@@ -32,8 +32,8 @@ from ..experts import check_experts
 from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import check_branch
 from ..registration.functions import build
+from ..registration.op import SublayerOp
 from ..sublayer.lora import LoRA, gather_lora, update_dtype
-from ..sublayer.op import SublayerOp
 from ..sublayer.residual import around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import (

@@ -17,8 +17,7 @@ from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
 from ..mlp.sublayer import MLPTensors, bytes_around
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks
-from ..registration.needs import needed_names
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter, needed_names
 from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
 from .router import chosen, logits_gradient, scores_of, weights_of
 
@@ -103,14 +102,19 @@ class MoEOptions(NamedTuple):
     lora_dtype: torch.dtype
     dtype: torch.dtype
 
-    dropout_p, first_column = 0.0, 0  # what the shared expert's MLPBranch reads, too
+    # what the shared expert's MLPBranch reads, too
+    dropout_p, first_column = 0.0, 0
+
+    @property
+    def gated(self) -> bool:
+        return self.shared == "gated"
 
 
 def saves(o: MoEOptions) -> tuple[str, ...]:
     """What forward saves besides its tensors: its choice of experts, and what moe_mlp and an MLP save."""
     if o.recompute == "full":
         return ("index",)
-    shared = mlp_saves(o.shared == "gated", o) if o.shared else ()
+    shared = mlp_saves(o) if o.shared else ()
     return ("index", "gu", *(f"shared_{name}" for name in shared))
 
 

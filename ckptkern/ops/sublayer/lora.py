@@ -24,7 +24,7 @@ from ...errors import ShapeError
 from ..dispatch.checks import check_number, check_probability, check_tensor
 from ..dispatch.choices import autocast_dtype
 from ..registration.gradients import WeightGrad
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter
 from .dropout import apply_dropout, dropout_arguments
 
 

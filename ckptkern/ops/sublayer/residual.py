@@ -21,7 +21,7 @@ from ...frozen import Frozen, viewed
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import primitives
 from ..registration.gradients import by_chunks, token_chunks
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import beside_frozen, cast_parameter, rows_2d
 from .dropout import apply_dropout, draw_state, dropout_arguments
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
