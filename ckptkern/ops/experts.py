@@ -364,7 +364,7 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace):
-    updates, numbers = gather_lora(op, x, lora, {"gate_up": ("gate_up", w), "down": ("down", wd)}, LAYERS)
+    updates, numbers = gather_lora(op, x, lora, {"gate_up": w, "down": wd})
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
         activation=activation,

@@ -361,9 +361,8 @@ def transformer_layer(
         )
     tensors = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
     of_attention = tuple(o for _, o in sublayers)
-    if not latent:
-        lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
-        of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
+    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
+    of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
     Options, apply = LAYERS[latent, routes]
     options = Options(attention=of_attention, mlp=om, parallel=parallel)
     return apply(options, x, *tensors, *drawn(tm, om, x, training))

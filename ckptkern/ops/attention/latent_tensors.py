@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from ... import eager
+from ..registration.op import with_fields
+from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions
 from .groups import bytes_around
 from .tensors import in_group, part_of
 
 
+@with_fields(AroundTensors, ..., RandomStates)
 class LatentTensors(NamedTuple):
     """The tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h itself;
     wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent.
@@ -20,13 +23,6 @@ class LatentTensors(NamedTuple):
     padding: key_padding_mask [B, S], or a second attn_mask, which has four dimensions.
     """
 
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    norm_scale: Tensor | None
-    norm_shift: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_bias: Tensor | None
-    layer_scale: Tensor | None
     wqa: Tensor | None
     bqa: Tensor | None
     q_a_norm: Tensor | None
@@ -43,23 +39,15 @@ class LatentTensors(NamedTuple):
     sin: Tensor | None
     mask: Tensor | None
     padding: Tensor | None
-    rng: Tensor | None = None
-    resid_rng: Tensor | None = None
-    path_rng: Tensor | None = None
 
     slopes = sinks = cu = None  # what it does not take of attention
 
 
+@with_fields(..., SublayerOptions)
 class LatentOptions(NamedTuple):
     """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
 
     num_heads: int
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    post_norm: str
-    post_norm_eps: float
-    branch_factor: float
     latent_norm_eps: float
     theta: float
     interleaved: bool
@@ -69,15 +57,8 @@ class LatentOptions(NamedTuple):
     scale: float
     softcap: float
     dropout_p: float
-    resid_p: float
-    path_p: float
-    residual: bool
-    recompute: str
     backend: str
-    precision: str
-    workspace: int
     fused: str
-    dtype: torch.dtype
 
     max_len, first_plane, planes, context = 0, 0, 0, None
 

@@ -7,8 +7,10 @@ tensors, set for those whose gradients are wanted.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +118,23 @@ class SublayerOp(Op):
     @classmethod
     def reference_of(cls, saved, o):
         return functools.partial(cls.reference, **{name: saved[name] for name in cls.decisions})
+
+
+def with_fields(*parts: Any) -> Callable[[type], type]:
+    """Decorates a NamedTuple with the fields and defaults of others: `...` among the parts is where its own are, whose names
+    are in `own`."""
+
+    def decorated(own: type) -> type:
+        kinds = [own if part is ... else part for part in parts]
+        hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+        defaults = {name: value for kind in kinds for name, value in kind._field_defaults.items()}
+        made = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
+        made.__annotations__, made.__doc__, made.own = hints, own.__doc__, own._fields
+        for name in vars(own).keys() - vars(made).keys():  # properties, and values that are no fields
+            setattr(made, name, vars(own)[name])
+        return made
+
+    return decorated
 
 
 # -- a call's results, and what backward is given
