@@ -40,7 +40,7 @@ from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch
 from .masks import register, signature_of
-from .reading import Argument
+from .reading import Argument, Reading
 from .report import AGAIN, RAN, WARNED, Row, warn_of
 from .trace import mapped
 
@@ -153,32 +153,19 @@ def mode_of(op: str, activation: str | None, mode: str) -> str:
 
 
 class Segment:
-    """A fused op in place of a forward.
-
-    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
-    the router whose hooks are given an MoE's logits; apart: a function that forward leaves out of autocast, and the op
-    would not.
+    """A fused op in place of a forward, as `reading` says. template: the op's arguments; x: the argument that is its input;
+    caches: arguments that collect keys and values, which a fused call does not fill.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        op: str,
-        template: dict[str, Any],
-        x: int,
-        result: tuple | None = None,
-        caches: Collection[int] = (),
-        logits_of: str = "",
-        apart: str = "",
-    ):
-        self.apart = apart
-        self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
-        self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
-        self.attends = op in ATTENDING
+    def __init__(self, module: nn.Module, reading: Reading, caches: Collection[int] = ()):
+        self.module, self.reading, self.caches = module, reading, caches
+        self.op, self.template, self.x = reading.op, reading.arguments, reading.x
+        self.router = module.get_submodule(reading.logits_of) if reading.logits_of else None
+        self.attends = self.op in ATTENDING
+        template, x = self.template, self.x
         self.arguments = arguments_getter(module, template)
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
-        self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
         self.conditions, self.computes = conditions(template), any(templates(template, Computed))
         # of two masks of an attention, the first may be trained
         masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
@@ -195,7 +182,7 @@ class Segment:
     @property
     def unread(self) -> bool:
         """Does the forward return probabilities, for which placeholders stand?"""
-        return self.result is not None and any(isinstance(one, Probabilities) for one in self.result[1])
+        return self.reading.result is not None and Probabilities in map(type, self.reading.result[1])
 
     def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
         """The op's result, in the call with these values."""
@@ -216,9 +203,9 @@ class Segment:
     ) -> object:
         """What forward returns. forward: the original one, for what is computed when it is read."""
         y = self.y(flat, mode, workspace)
-        if self.result is None:
+        if self.reading.result is None:
             return y
-        spec, leaves, at = self.result
+        spec, leaves, at = self.reading.result
         original = None if forward is None or not self.unread else Original(forward, self.module, flat)
         results: list[Any] = []
         for i, leaf in enumerate(leaves):
@@ -395,9 +382,9 @@ class Fused(Forward):
             return lambda: (
                 f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
             )
-        if segment.apart and autocast_dtype(flat[segment.x]) is not None:
+        if (apart := segment.reading.apart) and autocast_dtype(flat[segment.x]) is not None:
             return lambda: (
-                f"its forward keeps {segment.apart} out of autocast, where a fused op would round. Train without autocast"
+                f"its forward keeps {apart} out of autocast, where a fused op would round. Train without autocast"
             )
         compiling = is_compiling()
         if (compiling and segment.unread) or not self.watch.unchanged(not compiling):  # a graph takes no placeholders

@@ -240,8 +240,7 @@ class Grammar(Steps):
     def layer(self, node: Node) -> Reading:
         mlp = self.sublayer(node, self.mlp)
         if mlp.input.kind == "argument":
-            op = "moe_block" if "router_weight" in mlp.arguments else "mlp_block"
-            return Reading(op, mlp.arguments, mlp.input.source, mlp.at(), mlp.logits_of)
+            return mlp.reading("moe_block" if "router_weight" in mlp.arguments else "mlp_block")
         attention, cross = self.sublayer(mlp.input, self.attention), None
         if attention.input.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.input, self.attention), attention
@@ -255,8 +254,7 @@ class Grammar(Steps):
         part = self.sublayer(node, self.attention)
         if part.input.kind != "argument":
             raise self.refuse("attention reads", part.input)
-        op = "latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block"
-        return Reading(op, part.arguments, part.input.source, part.at())
+        return part.reading("latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block")
 
     def chain(self, node: Node) -> Reading:
         """act(linear(... act(linear(x)))), one activation throughout."""
@@ -295,7 +293,8 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
     for name, part in parts.items():
         if part is not None:
             arguments[name] = part.arguments
-            choices += part.at(name)
+            for choice in part.choices:
+                choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
     return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
 
 
