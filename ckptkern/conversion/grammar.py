@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import read_attention, read_latent
+from .attention import read_attention
 from .computed import Computed
 from .moe import prefixed
 from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Probability, Reading, Steps, updates
@@ -90,12 +90,7 @@ class Grammar(Steps):
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:
-        try:
-            return read_attention(self, node)
-        except Unreadable:
-            if (part := read_latent(self, node)) is not None:
-                return part
-            raise
+        return read_attention(self, node)
 
     # -- sublayers
 
