@@ -113,14 +113,6 @@ HOOKS = (
 )  # fmt: skip
 
 
-def forward_of(module: nn.Module) -> Callable:
-    """The class's forward, as it would run now whenever it is called: with the hooks that are now inside."""
-    hooks = [getattr(m, name) for m in module.modules() if m is not module for name in HOOKS]
-    if not any(hooks):
-        return MethodType(type(module).forward, module)
-    return functools.partial(MethodType(_with_hooks, module), [(own, dict(own)) for own in hooks])
-
-
 def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **kwargs: Any) -> Any:
     """held: each dict of hooks, and what was in it."""
     changed = [(own, was, dict(own)) for own, was in held if own != was]
@@ -306,12 +298,15 @@ class Forward:
             if not self.may_leave_empty(caches):
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches(args, kwargs)
-        if is_compiling():
-            return checkpoint(
-                MethodType(type(self.module).forward, self.module), *args, context_fn=context_fn, **kwargs
-            )
+        if is_compiling():  # Dynamo makes no bound method of a converted module
+            run = functools.partial(type(self.module).forward, self.module)
+            return checkpoint(run, *args, context_fn=context_fn, **kwargs)
         self.count("checkpointed", why)
-        return checkpoint(forward_of(self.module), *args, context_fn=context_fn, **kwargs)
+        run = MethodType(type(self.module).forward, self.module)
+        hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
+        if any(hooks):  # it recomputes with those that are now inside
+            run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks])
+        return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
 
 class Fused(Forward):
@@ -423,11 +418,10 @@ class Own(Forward):
     is_composed = False
 
     def run(self, *args, **kwargs):
-        forward = MethodType(type(self.module).forward, self.module)
         if is_compiling() or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
         self.is_composed = False
-        y = forward(*args, **kwargs)
+        y = type(self.module).forward(self.module, *args, **kwargs)
         self.count("checkpointed" if self.is_composed else "fused", self.why_composed if self.is_composed else None)
         return y
 
@@ -495,12 +489,13 @@ class Group:
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        self.open: tuple[int, Callable[[], Span | None]] = 0, _none  # the place after the last layer's, the region
+        # the place after the last layer's, the region
+        self.open: tuple[int, Callable[[], Span | None]] = 0, lambda: None
         self.joined: set[int] = set()  # places of the layers that ever did
         self.apart: set[int] = set()  # of those that once did not, though there was a region to join
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(Group(self.names))
+    def __reduce__(self) -> tuple:
+        return Group, (self.names,)
 
     def regions(self, ran: bool) -> list[list[str]]:
         """The names of the layers of each region: of those that were formed, if a training call ran."""
@@ -511,12 +506,6 @@ class Group:
             else:
                 made.append([name])
         return [names for names in made if len(names) > 1]
-
-    def may_be_joined(self, place: int, before: Span | None) -> bool:
-        """Returns whether a layer behind the one at `place` may join its region: not if it once did not join one."""
-        if before is not None:
-            self.apart.add(place)
-        return place + 1 < len(self.names) and place + 1 not in self.apart - self.joined
 
     def call(self, forward: Forward, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         module = forward.module
@@ -531,30 +520,23 @@ class Group:
         ):
             return forward.run(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs) if caches else (args, kwargs)
-        run = functools.partial(_in_own_mode, forward) if isinstance(forward, (Fused, Own)) else forward.run
+        # a layer's op in its own mode: its backward comes long after its recompute
+        run = own_modes()(forward.run) if isinstance(forward, (Fused, Own)) else forward.run
         after, open_ = self.open  # perhaps another thread's, whose tensors are not this call's
         span = open_() if place >= after else None
         places = span.takes(args, kwargs) if span is not None else []
         if places:
             self.joined.add(place)
             result = span.next(module, run, args, kwargs, places)
-        elif self.may_be_joined(place, span):
+        else:
+            if span is not None:
+                self.apart.add(place)
+            if place + 1 == len(self.names) or place + 1 in self.apart - self.joined:  # none is known to join it
+                return forward.run(*args, **kwargs)
             span = Span(module, run, args, kwargs)
             result = span.first(args, kwargs)
-        else:
-            return forward.run(*args, **kwargs)
         self.open = place + 1, weakref.ref(span)
         return result
-
-
-def _none() -> None:
-    return None
-
-
-def _in_own_mode(forward: Forward, *args, **kwargs) -> Any:
-    """The forward with its op in its own mode, as layers of a region have it: its backward comes long after its recompute."""
-    with own_modes():
-        return forward.run(*args, **kwargs)
 
 
 def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
