@@ -125,8 +125,8 @@ CONVERSION = [
     ),
     Fault(
         "check: another length is not compared",
-        "ckptkern/conversion/fuse.py",
-        'if error > «TOLERANCE»: raise Unreadable(f"with {what} the numbers',
+        "ckptkern/conversion/check.py",
+        "difference([wide(ours)], [wide(theirs)])) > «tolerance»: raise Unreadable",
         "math.inf",
         ("tests/conversion/test_near_misses.py", "tests/conversion/test_convert.py"),
     ),
