@@ -160,14 +160,14 @@ STORAGE = [
 PLANNING = [
     Fault(
         "solve: of layers that are alike the first save most",
-        "ckptkern/planning/solve.py",
-        "key=lambda w: («group.own[w]», w)",
+        "ckptkern/planning/search.py",
+        "key=lambda w, group=group: («group.own[w]», w)",
         "-group.own[w]",
         ("tests/planning/test_solve.py",),
     ),
     Fault(
         "solve: a choice may exceed the budget by a KiB",
-        "ckptkern/planning/solve.py",
+        "ckptkern/planning/search.py",
         "if excess <= «0»: return chosen",
         "KIB",
         ("tests/planning/test_solve.py",),
@@ -175,7 +175,7 @@ PLANNING = [
     Fault(
         "table: a region's own backward does not count what it saves",
         "ckptkern/planning/table.py",
-        "moved = self._moved(stretch.done «| {i}», base, chosen)",
+        "regions, rise = stretch.done «| {i}», are[i].backward - were[i].backward",
         "",
         ("tests/planning/test_predictions.py",),
     ),
