@@ -98,7 +98,7 @@ SEGMENTS = [
     ),
     Fault(
         "checkpoint: a region around is taken for the user's hooks",
-        "ckptkern/segments/selective.py",
+        "ckptkern/segments/decisions.py",
         'getattr(hooks[1], "__module__", "") in «RECOMPUTING»:',
         "()",
         ("tests/segments/test_torch_api.py -k nested",),
@@ -126,7 +126,7 @@ SEGMENTS = [
     ),
     Fault(
         "groups: a later layer's recompute decides for itself",
-        "ckptkern/segments/span.py",
+        "ckptkern/segments/segment.py",
         "torch._C._push_on_torch_function_stack(«self.recompute_context»)",
         "self.context",
         ("tests/conversion/test_groups.py -k router", "tests/conversion/test_groups.py"),
