@@ -74,7 +74,7 @@ def statistics_of(
 ) -> dict[str, Tensor]:
     """TokenStatistics of the rows w, from `first` of this rank's on, and logits and parts that are saved, by name. updated:
     whose [x | u] stand for rows [M, d], and w is [W | B]."""
-    p, V, M, keep = primitives(o.backend), w.shape[0], len(rows), o.recompute != "full"
+    (M, _), V, keep, p = rows.shape, w.shape[0], o.recompute != "full", primitives(o.backend)
     holds = o.top_k + o.candidates > 0
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
 
