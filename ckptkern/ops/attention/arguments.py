@@ -20,11 +20,7 @@ from ..dispatch.checks import (
     check_tensor,
     check_weight,
 )
-from ..dispatch.choices import (
-    choose_backend,
-    compute_dtype,
-    head_dim_not_covered,
-)
+from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora
 from ..sublayer.residual import NORMS, around

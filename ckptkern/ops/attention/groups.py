@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ... import eager
-from ..registration.gradients import token_chunks
-from ..registration.op import row_count
+from ..registration.op import row_count, token_chunks
 from ..sublayer.residual import has_trailing_norm
 from .tensors import (
     AttentionOptions,

@@ -5,16 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import (
-    check_count,
-    check_number,
-    check_weight,
-)
-from ..dispatch.choices import (
-    choose_backend,
-    compute_dtype,
-    head_dim_not_covered,
-)
+from ..dispatch.checks import check_count, check_number, check_weight
+from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered
 from ..sublayer.lora import NO_UPDATES
 from ..sublayer.residual import around, check_norm
 from .arguments import check_hidden, check_scores
