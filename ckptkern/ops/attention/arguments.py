@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,10 +16,12 @@ from ..dispatch.checks import (
     check_input,
     check_mode,
     check_number,
+    check_positive,
     check_probability,
     check_softcap,
     check_tensor,
     check_weight,
+    is_number,
 )
 from ..dispatch.choices import (
     choose_backend,
@@ -27,14 +30,13 @@ from ..dispatch.choices import (
     compute_dtype,
     head_dim_not_covered,
     matmul_precision,
+    surely,
 )
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora, update_dtype
 from ..sublayer.residual import NORMS, around
 from .context import check_context
 from .core import check_sinks, check_whole_sequence, fused_core
-from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
-from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
 
@@ -149,6 +151,71 @@ def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: 
     return q_norm, k_norm, q_bias, k_bias
 
 
+def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """(left, right), None for no bound."""
+    if window_size is None:
+        return None, None
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(not isinstance(side, int) or side < -1 for side in window_size):
+        raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
+    left, right = window_size
+    return None if left == -1 else int(left), None if right == -1 else int(right)
+
+
+def left_bound(left: int | None, rows: int) -> int | None:
+    """The left bound of a window; None if it hides nothing from so many rows, for which no window is looked up."""
+    return None if left is not None and surely(left >= rows - 1) else left
+
+
+def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:
+    """If attn_mask is torch's CausalBias, the n such that row i sees the columns up to i + n; else None.
+
+    A CausalBias has uninitialised memory. As in torch, an upper-left or square one fits all lengths.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")  # not imported here, because it imports torch._dynamo
+    if module is None or not isinstance(attn_mask, module.CausalBias):
+        return None
+    if not hasattr(attn_mask, "variant"):
+        raise TypeError(
+            f"{op}: attn_mask is the result of an operation on a CausalBias, so its diagonal is no longer known"
+        )
+    shape = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if attn_mask.variant == module.CausalVariant.UPPER_LEFT or shape[0] == shape[1]:
+        return 0
+    if shape != (Sq, Sk):
+        raise ValueError(f"{op}: attn_mask is causal_lower_right{shape}, but query has {Sq} rows and key {Sk}")
+    return Sk - Sq
+
+
+def within(right: int | None, diagonal: int | None) -> int | None:
+    """The tighter of two right bounds; None is no bound."""
+    return diagonal if right is None else right if diagonal is None else min(right, diagonal)
+
+
+def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
+    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
+    check_tensor(op, "attn_mask", attn_mask, q, floating=False)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
+    if attn_mask.dtype == torch.float64 != q.dtype:
+        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs inputs of that dtype, not {q.dtype}")
+    wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
+    shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
+        raise ShapeError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
+    return attn_mask.reshape(shape)
+
+
+def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tensor:
+    """alibi_slopes as float32 [B or 1, H]."""
+    check_tensor(op, "alibi_slopes", alibi_slopes, x)
+    if alibi_slopes.shape not in ((H,), (1, H), (B, H)):
+        raise ShapeError(
+            f"{op}: alibi_slopes must be [H={H}] or [B={B}, H={H}], but has shape {tuple(alibi_slopes.shape)}"
+        )
+    return alibi_slopes.float().reshape(-1, H).contiguous()
+
+
 def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None, S: int) -> Tensor | None:
     """[B, S] for S keys, or None."""
     if key_padding_mask is None:
@@ -216,6 +283,38 @@ def check_hidden(
     check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
     left, right = check_window(op, window_size)
     return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
+
+
+def check_rotary(
+    op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None. own: the rows of this rank, of
+    which the tables may be, too."""
+    if rotary is None:
+        return None, None, 0.0
+    if is_number(rotary):
+        check_positive(op, "rotary", rotary)
+        if D % 2:
+            raise ShapeError(
+                f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}: change the number of "
+                "heads, pass tables of fewer dimensions, or rotate nothing (rotary=None; rope_theta=None of a layer)"
+            )
+        return None, None, float(rotary)
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")
+    cos, sin = rotary
+    for table in rotary:
+        check_tensor(op, "rotary", table, x)
+    R = cos.shape[-1]
+    S = own if own is not None and cos.dim() > 1 and cos.shape[-2] == own else S
+    if cos.shape != sin.shape or R % 2 or R > D or cos.shape[:-1] not in ((S,), (1, S), (B, S)):
+        raise ShapeError(
+            f"{op}: rotary must be (cos, sin) of shape [S={S}, R], [1, S={S}, R] or [B={B}, S={S}, R] with R even and at "
+            f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for rotary")
+    return cos, sin, 0.0
 
 
 def check_scores(op: str, x: Tensor, recompute, dropout_p, scale, softcap, shapes: str, **flags: bool) -> float:
