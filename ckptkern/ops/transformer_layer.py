@@ -25,9 +25,7 @@ from .mlp.block import gather as gather_mlp
 from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
 from .registration.functions import build
-from .registration.needs import in_order, needed_names
-from .registration.rows import rows_2d, unflattened
-from .sublayer.op import SublayerOp
+from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
 from .sublayer.residual import drawn, reads_branch
 
 AnyOptions = AttentionOptions | LatentOptions
@@ -362,9 +360,8 @@ def transformer_layer(
         )
     tensors = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
     of_attention = tuple(o for _, o in sublayers)
-    if not latent:
-        lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
-        of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
+    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
+    of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
     Options, apply = LAYERS[latent, routes]
     options = Options(attention=of_attention, mlp=om, parallel=parallel)
     return apply(options, x, *tensors, *drawn(tm, om, x, training))

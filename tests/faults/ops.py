@@ -299,7 +299,7 @@ OPS = [
     ),
     Fault(
         "needs: a partial backward forms all gradients",
-        "ckptkern/ops/registration/needs.py",
+        "ckptkern/ops/registration/op.py",
         "edges = «None if torch.compiler.is_compiling() else state.asked()»",
         "None",
         (cost("[mlp-", "[mlp]"),),

@@ -25,15 +25,12 @@ from ..dispatch.checks import (
 )
 from ..dispatch.choices import (
     choose_backend,
-    choose_mode,
-    choose_workspace,
     compute_dtype,
     head_dim_not_covered,
-    matmul_precision,
     surely,
 )
 from ..dispatch.shard import ACTIVE
-from ..sublayer.lora import gather_lora, update_dtype
+from ..sublayer.lora import gather_lora
 from ..sublayer.residual import NORMS, around
 from .context import check_context
 from .core import check_sinks, check_whole_sequence, fused_core
@@ -363,10 +360,6 @@ def gather(
     gate_in_query,
     dropout_p,
     lora,
-    residual,
-    training,
-    recompute,
-    workspace,
     **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:
     """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
@@ -374,7 +367,7 @@ def gather(
     softcap = check_scores(
         op,
         x,
-        recompute,
+        others["recompute"],
         dropout_p,
         scale,
         softcap,
@@ -382,8 +375,6 @@ def gather(
         rotary_interleaved=rotary_interleaved,
         is_causal=is_causal,
         mask_is_exclusion=mask_is_exclusion,
-        residual=residual,
-        training=training,
         gate_in_query=gate_in_query,
     )
     check_number(op, "qk_norm_eps", qk_norm_eps)
@@ -405,18 +396,18 @@ def gather(
     if lora is not None and "qkv" in lora and key_value is not None:
         raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
-    layers = {name: (name[0], weight) for name, weight in zip(names, weights, strict=True)} | {"out": ("o", out_weight)}
-    lora_tensors, lora_numbers = gather_lora(op, x, lora, layers, LAYERS)
-    tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
+    layers = dict(zip(names, weights, strict=True)) | {"out": out_weight}
+    updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
+    tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], updates, **others)
     q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
     cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
     check_no_gradient(op, "alibi_slopes", alibi_slopes)
     max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding))
-    dtype = compute_dtype(op, x, *weights, out_weight, gate_weight, key_value)
-    probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
-    drops, reason = training and dropout_p > 0.0, head_dim_not_covered(D)
+    scale = float(max(D, 1) ** -0.5 if scale is None else scale)
+    drops, reason = others["training"] and dropout_p > 0.0, head_dim_not_covered(D)
     if context is not None:
         given = dict(
             key_value=key_value, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, alibi_slopes=slopes, attn_mask=mask
@@ -424,12 +415,11 @@ def gather(
         reason = check_context(op, context, x, H, H_kv, left, right, drops, **given) or reason
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
-    precision = matmul_precision(probe)
     fused = fused_core(
         backend,
         x,
-        dtype,
-        precision,
+        probe.dtype,
+        options["precision"],
         (B, H // n, S, D),
         (B, H_kv // n, S_k, D),
         left,
@@ -467,7 +457,6 @@ def gather(
         padding=padding,
         slopes=slopes,
         cu=cu_seqlens,
-        **lora_tensors,
         **tensors,
     )
     o = AttentionOptions(
@@ -488,14 +477,8 @@ def gather(
         dropout_p=float(dropout_p),
         first_plane=0,
         planes=0,
-        recompute=choose_mode(recompute),
         backend=backend,
-        precision=precision,
-        workspace=choose_workspace(op, workspace, probe),
         fused=fused,
-        lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
-        dtype=dtype,
         context=context,
         **options,
     )

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 from ... import eager
 from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
 from ..registration.late import arrived, is_late
-from ..registration.needs import needed_names
+from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
-from ..sublayer.op import SublayerOp
 from ..sublayer.residual import Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask, sink_gradient
 from .rotary import positions_of, rotary_tables

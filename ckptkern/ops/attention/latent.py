@@ -9,14 +9,12 @@ from ...errors import ShapeError
 from ..dispatch.checks import check_count, check_number, check_weight
 from ..dispatch.choices import (
     choose_backend,
-    choose_mode,
-    choose_workspace,
     compute_dtype,
     head_dim_not_covered,
-    matmul_precision,
 )
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
+from ..sublayer.lora import NO_UPDATES
 from ..sublayer.residual import around, check_norm, drawn
 from .arguments import check_hidden, check_rotary, check_scores
 from .core import check_whole_sequence, fused_core
@@ -93,10 +91,6 @@ def gather_latent(
     scale,
     softcap,
     dropout_p,
-    residual,
-    training,
-    recompute,
-    workspace,
     **others,
 ) -> tuple[LatentTensors, LatentOptions]:
     """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
@@ -105,7 +99,7 @@ def gather_latent(
     softcap = check_scores(
         op,
         x,
-        recompute,
+        others["recompute"],
         dropout_p,
         scale,
         softcap,
@@ -113,8 +107,6 @@ def gather_latent(
         rotary_interleaved=rotary_interleaved,
         is_causal=is_causal,
         mask_is_exclusion=mask_is_exclusion,
-        residual=residual,
-        training=training,
     )
     check_number(op, "latent_norm_eps", latent_norm_eps)
     check_count(op, "num_heads", num_heads)
@@ -130,25 +122,24 @@ def gather_latent(
         out_weight,
     )
     check_weight(op, "out_weight", out_weight, out_bias, x, H * sizes.v, "core attention")
-    tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight))
+    tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], NO_UPDATES, **others)
     cos, sin, theta = check_rotary(op, x, rotary, B, S, sizes.rope)
     mask, padding, left, right = check_hidden(op, x, H, S, attn_mask, key_padding_mask, window_size, is_causal)
-    dtype = compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight)
-    probe, scale = x.new_empty(0, dtype=dtype), float(max(sizes.qk, 1) ** -0.5 if scale is None else scale)
+    scale = float(max(sizes.qk, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(sizes.D))
     shape = (B, H, S, sizes.D)
-    precision = matmul_precision(probe)
     fused = fused_core(
         backend,
         x,
-        dtype,
-        precision,
+        probe.dtype,
+        options["precision"],
         shape,
         shape,
         left,
         right,
         scale,
-        "dropout" if training and dropout_p > 0.0 else None,
+        "dropout" if others["training"] and dropout_p > 0.0 else None,
         softcap or None,
         masks=(mask, padding),
     )
@@ -182,12 +173,8 @@ def gather_latent(
         scale=scale,
         softcap=softcap,
         dropout_p=float(dropout_p),
-        recompute=choose_mode(recompute),
         backend=backend,
-        precision=precision,
-        workspace=choose_workspace(op, workspace, probe),
         fused=fused,
-        dtype=dtype,
         **options,
     )
     return t, o

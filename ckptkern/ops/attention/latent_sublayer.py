@@ -13,8 +13,15 @@ from torch.types import IntLikeType
 
 from ... import eager
 from ..registration.gradients import PartGrads, add_matmul
-from ..registration.rows import cast_parameter
-from ..sublayer.residual import reference_inputs, reference_norm, reference_output
+from ..registration.op import cast_parameter, with_fields
+from ..sublayer.residual import (
+    AroundTensors,
+    RandomStates,
+    SublayerOptions,
+    reference_inputs,
+    reference_norm,
+    reference_output,
+)
 from .core_sublayer import (
     CoreSublayer,
     Plan,
@@ -30,6 +37,7 @@ from .rotary import reference_rotary
 from .tensors import batch_and_rows, bytes_around
 
 
+@with_fields(AroundTensors, ..., RandomStates)
 class LatentTensors(NamedTuple):
     """The tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h itself;
     wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent.
@@ -37,13 +45,6 @@ class LatentTensors(NamedTuple):
     padding: key_padding_mask [B, S], or a second attn_mask, which has four dimensions.
     """
 
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    norm_scale: Tensor | None
-    norm_shift: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_bias: Tensor | None
-    layer_scale: Tensor | None
     wqa: Tensor | None
     bqa: Tensor | None
     q_a_norm: Tensor | None
@@ -60,23 +61,15 @@ class LatentTensors(NamedTuple):
     sin: Tensor | None
     mask: Tensor | None
     padding: Tensor | None
-    rng: Tensor | None = None
-    resid_rng: Tensor | None = None
-    path_rng: Tensor | None = None
 
     slopes = sinks = cu = None  # what it does not take of attention
 
 
+@with_fields(..., SublayerOptions)
 class LatentOptions(NamedTuple):
     """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
 
     num_heads: int
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    post_norm: str
-    post_norm_eps: float
-    branch_factor: float
     latent_norm_eps: float
     theta: float
     interleaved: bool
@@ -86,15 +79,8 @@ class LatentOptions(NamedTuple):
     scale: float
     softcap: float
     dropout_p: float
-    resid_p: float
-    path_p: float
-    residual: bool
-    recompute: str
     backend: str
-    precision: str
-    workspace: int
     fused: str
-    dtype: torch.dtype
 
     max_len, first_plane, planes, context = 0, 0, 0, None  # as attention's
 

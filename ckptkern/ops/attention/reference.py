@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter
 from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .core_sublayer import rotary_of, sublayer_core
 from .rotary import reference_rotary

@@ -22,8 +22,7 @@ from ..dispatch.choices import (
     primitives,
 )
 from ..registration.functions import build
-from ..registration.needs import needed
-from ..registration.op import Op
+from ..registration.op import Op, needed
 from ..sublayer.dropout import draw_state
 from .arguments import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .core import (

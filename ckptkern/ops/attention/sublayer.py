@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import PartGrads, add_matmul
-from ..registration.rows import rows_2d
+from ..registration.op import rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
 from .context import ExchangedHeads, GatheredHeads
 from .core_sublayer import CoreSublayer, Plan, Table, from_core, input_operands, linear_operands, norm_operands

@@ -6,16 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
 from ..registration.gradients import token_chunks
-from ..registration.rows import row_count
-from ..sublayer.residual import has_trailing_norm
+from ..registration.op import row_count, with_fields
+from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, has_trailing_norm
 from .context import Context
 
 
+@with_fields(AroundTensors, ..., RandomStates)
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
@@ -27,13 +27,6 @@ class AttentionTensors(NamedTuple):
     """
 
     key_value: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    norm_scale: Tensor | None
-    norm_shift: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_bias: Tensor | None
-    layer_scale: Tensor | None
     wq: Tensor
     wk: Tensor | None
     wv: Tensor | None
@@ -63,12 +56,9 @@ class AttentionTensors(NamedTuple):
     padding: Tensor | None
     slopes: Tensor | None
     cu: Tensor | None
-    rng: Tensor | None = None
-    resid_rng: Tensor | None = None
-    path_rng: Tensor | None = None
-    lora_rng: Tensor | None = None
 
 
+@with_fields(..., SublayerOptions)
 class AttentionOptions(NamedTuple):
     """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
     left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
@@ -79,12 +69,6 @@ class AttentionOptions(NamedTuple):
     num_kv_heads: int
     qkv_layout: str
     gate_in_query: bool
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    post_norm: str
-    post_norm_eps: float
-    branch_factor: float
     qk_norm: str
     qk_norm_eps: float
     theta: float
@@ -98,18 +82,9 @@ class AttentionOptions(NamedTuple):
     dropout_p: float
     first_plane: int
     planes: int
-    resid_p: float
-    path_p: float
-    residual: bool
-    recompute: str
     backend: str
-    precision: str
-    workspace: int
     fused: str
-    lora: tuple[float, ...]
-    lora_dtype: torch.dtype
-    dtype: torch.dtype
-    context: Context | None = None
+    context: Context | None
 
 
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ... import eager
 from ..registration.gradients import main_grad_of
-from ..registration.needs import flags
-from ..registration.rows import cast_parameter, unflattened
+from ..registration.op import cast_parameter, flags, unflattened
 
 COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
 

@@ -16,7 +16,7 @@ from ...frozen import Frozen
 from ...subclasses import PLAIN
 from ..dispatch.choices import choose_mode, primitives
 from ..registration.gradients import main_grad_of, token_chunks
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import beside_frozen, cast_parameter, rows_2d
 from .checks import check_targets
 from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply
 from .statistics import Sums, TokenResults

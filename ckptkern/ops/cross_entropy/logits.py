@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.op import cast_parameter, rows_2d
 from ..sublayer.lora import LowRank
 from .statistics import TokenResults
 

@@ -13,9 +13,7 @@ from ...results import TokenStatistics
 from ..dispatch.choices import primitives
 from ..registration.functions import build
 from ..registration.gradients import CHUNK_ROWS, by_chunks, token_chunks
-from ..registration.needs import flags, needed
-from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import Op, beside_frozen, cast_parameter, flags, needed, rows_2d
 from .checks import NAME, check_equal_shards, check_targets
 from .gradients import COLUMNS, HeadGradients, vocabulary_chunks
 from .logits import reference_logits, results_of_logits

@@ -37,12 +37,15 @@ def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, 
 
 
 def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
-    check_choice(op, "activation", activation, ACTIVATIONS)
-    check_mode(op, recompute)
+    if activation not in ACTIVATIONS or recompute not in MODES:
+        check_choice(op, "activation", activation, ACTIVATIONS)
+        check_mode(op, recompute)
     check_probability(op, dropout_p)
 
 
 def check_probability(op: str, p: float) -> None:
+    if type(p) is float and 0.0 <= p <= 1.0:
+        return
     if isinstance(p, Tensor) or not is_number(p) or not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 

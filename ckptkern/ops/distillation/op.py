@@ -15,8 +15,7 @@ from ..cross_entropy.logits import reference_logits
 from ..dispatch.choices import primitives
 from ..registration.functions import build
 from ..registration.gradients import by_chunks, token_chunks
-from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import Op, beside_frozen, cast_parameter, rows_2d
 
 NAME = "linear_distillation"
 X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)

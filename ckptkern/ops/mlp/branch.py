@@ -24,8 +24,8 @@ from ...frozen import Frozen
 from ..dispatch.checks import check_weight
 from ..dispatch.choices import primitives
 from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
-from ..registration.late import arrived, is_late
-from ..registration.rows import beside_frozen, cast_parameter, row_count
+from ..registration.late import Late
+from ..registration.op import beside_frozen, cast_parameter, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
@@ -34,6 +34,8 @@ BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
 READ_H = OF_DOWN - {"down_bias"}
+# of the layers that read x, in the kernels' order; gated?
+INNER = {False: ("up_weight", "up_bias"), True: ("gate_weight", "gate_bias", "up_weight", "up_bias")}
 
 
 def check_branch(
@@ -62,8 +64,9 @@ def check_branch(
 
 
 class BranchOptions(NamedTuple):
-    """first_column: of the hidden layer, where it is a shard."""
+    """gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard."""
 
+    gated: bool
     activation: str
     dropout_p: float
     recompute: str
@@ -75,13 +78,13 @@ class BranchOptions(NamedTuple):
     lora = ()
 
 
-def saves(gated: bool, o: Any) -> tuple[str, ...]:
+def saves(o: Any) -> tuple[str, ...]:
     """What forward saves besides its tensors: of what the activation reads (z, or g and u) and gives (h)."""
     if o.recompute == "full":
         return ()
-    if not gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
+    if not o.gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
         return ("h",)
-    before = ("g", "u") if gated else ("z",)
+    before = ("g", "u") if o.gated else ("z",)
     return (*before, "h") if o.recompute == "none" else before
 
 
@@ -100,15 +103,11 @@ class MLPBranch:
         self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
         self.copies: dict[str, Tensor] = {}
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
-        self.gated = t.gate_weight is not None
+        self.gated = o.gated
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
+        self.inner = INNER[self.gated]
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS} if o.lora else {}
         self.by_step = bool(self.updates) or not holds
-
-    def inner(self) -> tuple[Tensor | None, ...]:
-        """Weight and bias of each layer that reads x, in the compute dtype."""
-        up = self.parameter("up_weight"), self.parameter("up_bias")
-        return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
     def parameter(self, name: str) -> Any:
         """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
@@ -138,7 +137,7 @@ class MLPBranch:
         if self.by_step:
             before = [self.linear(layer, x, start) for layer in self.first]
             return self.activated(before, start), before
-        arguments = x, *self.inner(), o.activation, o.precision
+        arguments = x, *map(self.parameter, self.inner), o.activation, o.precision
         if self.gated:
             h, *before = self.p.gated_fwd(*arguments, dropout=self.dropout, row_base=start, save_gu=save)
             return h, before
@@ -152,20 +151,15 @@ class MLPBranch:
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of x [rows, d]."""
-        rows = x.shape[0]
-        chunks = self.chunks(rows)
+        chunks = token_chunks(x.shape[0], self.row_bytes, self.o.workspace)
         if len(chunks) == 1:
             return self.forward_rows(x, 0)
-        y = x.new_empty((rows, self.t.down_weight.shape[0]))
-
-        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
-            return self.forward_rows(x[start:stop], start, y[start:stop])[1]
-
-        return y, by_chunks(chunks, of_rows)
+        y = x.new_empty((x.shape[0], self.t.down_weight.shape[0]))
+        return y, by_chunks(chunks, lambda start, stop: self.forward_rows(x[start:stop], start, y[start:stop])[1])
 
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`forward` of rows that begin at `start`; y is written to `y`, if there is one."""
-        names = saves(self.gated, self.o)
+        names = saves(self.o)
         h, before = self.hidden(x, start, bool(names) and names != ("h",))
         y = self.linear("down", h, start, y)
         if not names:
@@ -178,10 +172,6 @@ class MLPBranch:
         """Returns y of rows that begin at `start` from what `saves` names of them, by one matmul."""
         hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
         return self.linear("down", hidden, start)
-
-    def chunks(self, rows: int) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that are taken at once, the same in forward and backward."""
-        return token_chunks(rows, self.row_bytes, self.o.workspace)
 
     def row_bytes(self) -> int:
         """Returns bytes of a row's transient tensors in either pass."""
@@ -214,13 +204,21 @@ class MLPBranch:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
         p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.bias_part("up")
-        dy = arrived(dy) if o.backend == "triton" else dy  # others read it after what they recompute
+        if type(dy) is Late and o.backend == "triton":  # others read it after what they recompute
+            dy = dy.arrived()
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
             arguments = dy, self.parameter("down_weight"), *before, o.activation, o.precision
         else:
             launcher = p.gated_bwd if self.gated else p.mlp_bwd
-            arguments = x, *self.inner(), dy, self.parameter("down_weight"), o.activation, o.precision
+            arguments = (
+                x,
+                *map(self.parameter, self.inner),
+                dy,
+                self.parameter("down_weight"),
+                o.activation,
+                o.precision,
+            )
         if self.gated:
             gate = sums.bias_part("gate")
             dg, du, made, *parts = launcher(
@@ -234,7 +232,7 @@ class MLPBranch:
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
     ) -> dict[str, Tensor | None]:
         """Gradients by name, "x" among them, of what `need` names; x [rows, d] or None where it is not read."""
-        chunks = self.chunks(dy.shape[0])
+        chunks = token_chunks(dy.shape[0], self.row_bytes, self.o.workspace)
         sums = Sums(self, need, len(chunks))
         if len(chunks) == 1:
             dx = self.backward_rows(dy, x, saved, 0, sums)
@@ -257,9 +255,9 @@ class MLPBranch:
         if saved:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
-        if behind and self.gated and not saved and is_late(dy):  # else one kernel may recompute and read dy
-            h, before = self.hidden(x, start, save=True)
-            dy = arrived(dy)
+        if type(dy) is Late and dy.finish is not None and behind and self.gated and not saved:
+            h, before = self.hidden(x, start, save=True)  # else one kernel may recompute and read dy
+            dy = dy.arrived()
         if behind and not self.by_step:
             # relu's own result tells what z would
             before = [h] if not before and h is not None else before
@@ -271,7 +269,7 @@ class MLPBranch:
             elif h is None and sums.read_h:
                 h = self.activated(before, start)
             before = before if before and before[0] is not None else [h]
-        dy = arrived(dy)
+        dy = dy.arrived() if type(dy) is Late else dy
         du = self.inner_gradient("down", dy, behind, sums) if self.updates else None
         sums.add("down", dy, du, h, start)
         h = None  # frees the largest tensor before the other gradients are formed

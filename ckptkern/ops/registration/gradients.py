@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...eager import upcasts
 from .delayed import THREAD, Delayed, Sum, accumulates
-from .rows import cast_parameter
+from .op import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
 

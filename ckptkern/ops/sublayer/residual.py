@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,11 @@ from ... import eager
 from ...errors import ShapeError
 from ...frozen import Frozen, viewed
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
-from ..dispatch.choices import primitives
+from ..dispatch.choices import choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.gradients import by_chunks, token_chunks
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import beside_frozen, cast_parameter, rows_2d
 from .dropout import apply_dropout, draw_state, dropout_arguments
+from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
@@ -33,19 +34,58 @@ LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
 
 
+class AroundTensors(NamedTuple):
+    """The tensors around a branch, which begin those of every sublayer."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    norm_scale: Tensor | None
+    norm_shift: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
+    layer_scale: Tensor | None
+
+
+class RandomStates(NamedTuple):
+    """The random states of a sublayer, which end its tensors: of dropout in the branch, of its result, of whole samples of that
+    (drop_path), and of the low-rank updates' inputs."""
+
+    rng: Tensor | None = None
+    resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
+    lora_rng: Tensor | None = None
+
+
+class SublayerOptions(NamedTuple):
+    """The options of every sublayer. norm, post_norm "" is none; branch_factor: layer_scale, if it is a number; lora: scale and
+    dropout_p of the low-rank update of each layer, nothing without updates; lora_dtype: `update_dtype`; dtype: the compute
+    dtype."""
+
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    post_norm: str
+    post_norm_eps: float
+    branch_factor: float
+    resid_p: float
+    path_p: float
+    residual: bool
+    recompute: str
+    precision: str
+    workspace: int
+    lora: tuple[float, ...]
+    lora_dtype: torch.dtype
+    dtype: torch.dtype
+
+
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    drops_of = {"lora_rng": any(o.lora[1::2])} if hasattr(o, "lora") else {}  # has an update dropout?
-    drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
-    if not training or not any(drops_of.values()):
+    drops = {"lora_rng": any(o.lora[1::2]), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
+    if not training or not any(drops.values()):
         return t
     of_sequence = {"path_rng", "rng"} if hasattr(o, "context") else {"path_rng"}  # masks of samples and of scores
-    drawn_by = {
-        name: draw_state(x, p, training, of_sequence=name in of_sequence)
-        for name, p in drops_of.items()
-        if name in t._fields
-    }
-    return t._replace(**drawn_by)
+    states = {name: draw_state(x, p, training, of_sequence=name in of_sequence) for name, p in drops.items()}
+    return t._replace(**states)
 
 
 class Sublayer:
@@ -428,10 +468,14 @@ def check_layer_scale(op: str, x: Tensor, layer_scale, features: int) -> tuple[f
 def around(
     op,
     x,
+    probe,
     output,
     features,
+    updates,
+    summed=0,
     *,
     residual,
+    training,
     norm,
     norm_weight,
     norm_bias,
@@ -446,14 +490,19 @@ def around(
     resid_dropout_p,
     layer_scale,
     drop_path_p,
+    recompute,
+    workspace,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks a sublayer's arguments around its branch, whose last weight, `output`, has `features` rows; returns them as
-    tensors and options."""
+    """Checks a sublayer's arguments around its branch; returns them as AroundTensors' and SublayerOptions' fields.
+
+    probe: empty, like x in the compute dtype. output, features: name and rows of the branch's last weight. updates: what
+    `gather_lora` gave. summed: `choose_workspace`'s.
+    """
     if residual and features != x.shape[-1]:
         raise ShapeError(f"{op}: residual needs {output} with {x.shape[-1]} rows, but it has {features}")
     check_probability(op, resid_dropout_p)
     check_probability(op, drop_path_p)
-    check_flags(op, norm_first=norm_first, residual=residual)
+    check_flags(op, norm_first=norm_first, residual=residual, training=training)
     check_norm(op, x, "norm", norm, norm_weight, norm_bias, x.shape[-1] if norm_first else features)
     check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
     check_number(op, "norm_eps", norm_eps)
@@ -466,6 +515,7 @@ def around(
                 f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
             )
         modulation[name] = None if value is None else check_vectors(op, x, name, value, x.shape[-1])
+    of_updates, numbers = updates
     tensors = dict(
         norm_weight=norm_weight,
         norm_bias=norm_bias,
@@ -473,6 +523,7 @@ def around(
         post_norm_weight=post_norm_weight,
         post_norm_bias=post_norm_bias,
         layer_scale=layer_scale,
+        **of_updates,
     )
     options = dict(
         norm=norm or "",
@@ -484,5 +535,11 @@ def around(
         resid_p=float(resid_dropout_p),
         path_p=float(drop_path_p),
         residual=residual,
+        recompute=choose_mode(recompute),
+        precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe, summed),
+        lora=numbers,
+        lora_dtype=update_dtype(x, probe.dtype, of_updates.values()),
+        dtype=probe.dtype,
     )
     return tensors, options
