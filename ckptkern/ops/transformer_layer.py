@@ -160,7 +160,7 @@ class TransformerLayer(SublayerOp):
                 mid = x
             elif mid is None:
                 if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
-                    core = sublayer.attend(save_raw=sublayer.group_count == 1)
+                    core = sublayer.attend(save_raw=sublayer.division.groups == 1)
                 f = sublayer.branch(core)
                 mid = unflattened(sublayer.output(f), x)
                 f = f if reads_branch(one, needed_names(type(t), own)) else None

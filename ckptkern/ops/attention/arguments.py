@@ -49,10 +49,8 @@ def one_or_three(op: str, name: str, given) -> tuple:
 QKV_LAYOUTS = ("qkv", "heads")
 
 
-def check_key_value(op: str, x: Tensor, key_value: Tensor | None, **self_attention_only) -> None:
+def check_key_value(op: str, x: Tensor, key_value: Tensor, **self_attention_only) -> None:
     """self_attention_only: arguments that have no meaning for rows of two kinds, by name."""
-    if key_value is None:
-        return
     check_tensor(op, "key_value", key_value, x)
     if key_value.dim() != x.dim() or key_value.shape[:-2] != x.shape[:-2]:
         raise ShapeError(
@@ -107,9 +105,7 @@ def check_projections(
 
 def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, in_query: bool, H: int, D: int) -> None:
     if weight is None:
-        if bias is not None:
-            raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
-        return
+        raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
     if in_query:
         raise ValueError(f"{op}: gate_weight does not go with gate_in_query, where q's weight has the gate's rows")
     check_weight(op, "gate_weight", weight, bias, x, x.shape[-1], "input")
@@ -120,11 +116,8 @@ def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, i
         )
 
 
-def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
+def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
     """The weights of q and k, and their biases."""
-    check_choice(op, "qk_norm_kind", kind, NORMS)
-    if qk_norm is None:
-        return (None,) * 4
     if not isinstance(qk_norm, (tuple, list)) or len(qk_norm) != 2:
         raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
     if any(weight is None for weight in qk_norm):
@@ -213,10 +206,8 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
     return alibi_slopes.float().reshape(-1, H).contiguous()
 
 
-def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None, S: int) -> Tensor | None:
-    """[B, S] for S keys, or None."""
-    if key_padding_mask is None:
-        return None
+def check_padding(op: str, x: Tensor, key_padding_mask: Tensor, S: int) -> Tensor:
+    """[B, S] for S keys."""
     check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
     B, _ = batch_and_rows(x)
     padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
@@ -244,17 +235,15 @@ def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, 
     return *(*masks, None, None)[:2], diagonal
 
 
-def check_no_gradient(op: str, name: str, tensor: Tensor | None) -> None:
-    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
 
 
 def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, masks: Sequence) -> int:
-    """The longest packed sequence; 0 where none are packed."""
+    """The longest packed sequence."""
     if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
-        return 0
+        raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
     check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
     if any(mask is not None for mask in masks):
         raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
@@ -270,14 +259,18 @@ def check_hidden(
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
     """(mask, padding or a second mask, left and right bound): what hides columns from H heads of x."""
     B, S = batch_and_rows(x)
-    padding = check_padding(op, x, key_padding_mask, S_k)
-    mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
+    mask = second = diagonal = padding = None
+    if key_padding_mask is not None:
+        padding = check_padding(op, x, key_padding_mask, S_k)
+    if attn_mask is not None:
+        mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
     if second is not None and padding is not None:
         raise ValueError(
             f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
         )
     padding = padding if second is None else second
-    check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
+    if padding is not None:
+        check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
     left, right = check_window(op, window_size)
     return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
 
@@ -285,10 +278,8 @@ def check_hidden(
 def check_rotary(
     op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
 ) -> tuple[Tensor | None, Tensor | None, float]:
-    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None. own: the rows of this rank, of
+    """(cos, sin, theta) of attention_block's `rotary`: two tables, or a number theta. own: the rows of this rank, of
     which the tables may be, too."""
-    if rotary is None:
-        return None, None, 0.0
     if is_number(rotary):
         check_positive(op, "rotary", rotary)
         if D % 2:
@@ -387,11 +378,14 @@ def gather(
     if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     layout = None if qkv_layout == "qkv" else qkv_layout
-    check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
+    if key_value is not None:
+        check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
     S_k = S if key_value is None else key_value.shape[-2]
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
-    check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
-    check_sinks(op, sinks, x, H)
+    if gate_weight is not None or gate_bias is not None:
+        check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
+    if sinks is not None:
+        check_sinks(op, sinks, x, H)
     check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
     if lora is not None and "qkv" in lora and key_value is not None:
         raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
@@ -400,12 +394,17 @@ def gather(
     updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
     tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], updates, **others)
-    q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
-    cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])
+    check_choice(op, "qk_norm_kind", qk_norm_kind, NORMS)
+    qk_norms = (None,) * 4 if qk_norm is None else check_qk_norm(op, x, qk_norm, D, H, H_kv)
+    own = None if context is None else x.shape[-2]
+    cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, seen, rotary, B, S, D, own)
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
-    slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
-    check_no_gradient(op, "alibi_slopes", alibi_slopes)
-    max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding))
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = as_slopes(op, alibi_slopes, x, B, H)
+        check_no_gradient(op, "alibi_slopes", alibi_slopes)
+    packs = cu_seqlens is not None or max_seqlen is not None
+    max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding)) if packs else 0
     scale = float(max(D, 1) ** -0.5 if scale is None else scale)
     drops, reason = others["training"] and dropout_p > 0.0, head_dim_not_covered(D)
     if context is not None:
@@ -444,10 +443,7 @@ def gather(
         bv=bv,
         wo=out_weight,
         bo=out_bias,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        q_norm_bias=q_norm_bias,
-        k_norm_bias=k_norm_bias,
+        **dict(zip(("q_norm", "k_norm", "q_norm_bias", "k_norm_bias"), qk_norms, strict=True)),
         sinks=sinks,
         wg=gate_weight,
         bg=gate_bias,

@@ -285,9 +285,7 @@ def attention_grads(
     return dq, dk, dv, dmask, None
 
 
-def check_sinks(op: str, sinks: Tensor | None, x: Tensor, H: int) -> None:
-    if sinks is None:
-        return
+def check_sinks(op: str, sinks: Tensor, x: Tensor, H: int) -> None:
     check_tensor(op, "sinks", sinks, x)
     if sinks.shape != (H,):
         raise ShapeError(

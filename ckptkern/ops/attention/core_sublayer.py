@@ -21,7 +21,7 @@ from ..sublayer.lora import LowRank, names_of
 from ..sublayer.residual import Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask, sink_gradient
 from .rotary import positions_of, rotary_tables
-from .tensors import batch_and_rows
+from .tensors import Division, batch_and_rows
 
 # Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
 # values that its gradient is formed of, beside the quantity's own gradient and the parameters.
@@ -82,6 +82,14 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
     return Plan(need, frozenset(formed), frozenset(values))
 
 
+class Gradients(PartGrads):
+    """The gradients that a backward forms. totals: those of what projections read, summed over groups of heads."""
+
+    def __init__(self, t: Any, parts: int, plan: Plan):
+        super().__init__(t, parts)
+        self.plan, self.totals = plan, {}
+
+
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
     """Returns (cos, sin): those that were given, or None; for a theta, tables made here, in forward and again in backward."""
     context, whole = o.context, S if o.context is None else S * o.context.size
@@ -109,7 +117,7 @@ class CoreSublayer(Sublayer):
 
     table, layout          the quantities (`plan_of`)
     saved_as               which of them each saved tensor holds
-    group_count, of_heads  how many groups there are, and along which dimension of a tensor its heads are
+    division, of_heads     how many groups there are, and along which dimension of a tensor its heads are
     source, source_values  what projections read, and which quantities it is for
     projected              q, k, v of all heads, as they are saved
     heads                  q, k, v as the core reads them
@@ -122,11 +130,11 @@ class CoreSublayer(Sublayer):
     source_values: frozenset[str]
     index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
     places: Any = MappingProxyType({})  # of a group's parts of tensors in those of all heads, by name
-    group_count: int
-    parts: int  # how often a gradient is added to that all groups share
+    division: Division
     D: int  # of a head, as the core reads it
     D_v: int  # as the output projection reads it, at most D
     rotary_dim: int  # of tables that are made of a theta
+    gate_letter = ""  # of the projection that gives a gate of o, if there is one
     writes_buffer = False  # do kernels write the gradients of q, k, v where `buffer` says?
 
     def __init__(self, x: Tensor, t: Any, o: Any, **options: bool | None):
@@ -145,10 +153,10 @@ class CoreSublayer(Sublayer):
 
     def groups(self) -> Iterator[Any]:
         """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
-        return iter((self,)) if self.group_count == 1 else map(self.group, range(self.group_count))
+        return iter((self,)) if self.division.groups == 1 else map(self.group, range(self.division.groups))
 
     def group(self, index: int) -> Any:
-        part, count, t, o = copy.copy(self), self.group_count, self.t, self.o
+        part, count, t, o = copy.copy(self), self.division.groups, self.t, self.o
         part.index, part.count, part.copies, part.angles = index, count, {}, self.angles
         H, part.places = o.num_heads // count, {}
         for name, dim in self.of_heads().items():
@@ -173,7 +181,7 @@ class CoreSublayer(Sublayer):
         n = heads.shape[dim] // self.count
         return heads if self.count == 1 else heads.narrow(dim, n * self.index, n)
 
-    def add_part(self, name: str, grad: Tensor | None, grads: PartGrads) -> None:
+    def add_part(self, name: str, grad: Tensor | None, grads: Gradients) -> None:
         """Adds this group's gradient of a parameter, of which it has a part, or which all groups read."""
         if name in self.places:
             grads.put(name, grad, self.places[name])
@@ -191,7 +199,7 @@ class CoreSublayer(Sublayer):
     def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
         """out and lse of the core, and the projections: raw and of all heads if `save_raw`."""
         source = self.source({})
-        saved = self.projected(source) if save_raw or self.group_count == 1 else {}
+        saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
         made: dict[str, Tensor | None] = {}
         for group in self.groups():
             group.add_core(self, source, saved, save_raw, made)
@@ -222,15 +230,11 @@ class CoreSublayer(Sublayer):
         """Returns [B, H, S, N] as [tokens, H N], a view if memory is [B, S, H, N]."""
         return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
 
-    def gated_heads(self, saved: dict[str, Tensor | None]) -> Tensor:
-        """What the output projection reads, from o."""
-        return saved["out"]
-
     updates: dict[str, LowRank] = MappingProxyType({})  # of layers, by letter
 
     def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
         """dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they are at hand."""
-        rows = self.out_rows(self.gated_heads(saved))
+        rows = self.out_rows(self.gated_heads(saved) if self.gate_letter else saved["out"])
         f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
         if "o" in self.updates:
             self.updates["o"].add(self.p, f, rows)
@@ -255,68 +259,55 @@ class CoreSublayer(Sublayer):
 
         f: the branch's result, if it is at hand.
         """
-        need = needed_names(type(self.t), needs)
-        grads, totals = PartGrads(self.t, self.parts), {}
-        dy, made, plan, raw = self.down_to_projections(dy, saved, need, f, grads, totals)
-        dh = self.input_gradient(raw, plan, grads, totals)
+        plan = self.plan(needed_names(type(self.t), needs), saved, f)
+        grads = Gradients(self.t, self.division.groups * len(self.division.chunks), plan)
+        dy, made, raw = self.down_to_projections(dy, saved, f, grads)
+        dh = self.input_gradient(raw, grads)
         made |= grads.results()
         if dh is not None:
-            made |= self.input_gradients(dh.to(self.o.dtype), dy, need)
-        return self.finished(made, need)
+            made |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
+        return self.finished(made, plan.need)
 
     def output_gradients(
-        self, dy: Tensor, saved: dict[str, Tensor | None], need: frozenset[str], f: Tensor | None
-    ) -> tuple[Plan, dict[str, Tensor | None], tuple[Tensor, Tensor, dict]]:
-        """Returns (the plan, what is at hand then, `branch_gradients`)."""
-        plan = self.plan(need, saved, f)
-        if f is None and "f" in plan.values:
+        self, dy: Tensor, saved: dict[str, Tensor | None], f: Tensor | None, grads: Gradients
+    ) -> tuple[dict[str, Tensor | None], tuple[Tensor, Tensor, dict]]:
+        """Returns (what is at hand then, `branch_gradients`)."""
+        need = grads.plan.need
+        if f is None and "f" in grads.plan.values:
             # what a norm after the branch read comes before the gradient that delta is made of
-            saved = self.attend(self.group_count == 1) if saved.get("out") is None else saved
+            saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
-            plan = self.plan(need, saved, f)
-        return plan, saved, self.branch_gradients(dy, f, need)
+            grads.plan = self.plan(need, saved, f)
+        return saved, self.branch_gradients(dy, f, need)
 
     def down_to_projections(
-        self,
-        dy: Tensor,
-        saved: dict[str, Tensor | None],
-        need: frozenset[str],
-        f: Tensor | None,
-        grads: PartGrads,
-        totals: dict[str, Tensor | None],
-    ) -> tuple[Tensor, dict[str, Tensor | None], Plan, Tensor | None]:
-        """Adds all gradients of groups of heads. totals: of what projections read. Returns (the gradient of x + z, those of the
-        parameters after the branch, the plan, the latents as they are saved, if there are any)."""
-        plan, saved, (dy, df, made) = self.output_gradients(dy, saved, need, f)
-        source = None if plan.values.isdisjoint(self.source_values) else self.source(saved)
+        self, dy: Tensor, saved: dict[str, Tensor | None], f: Tensor | None, grads: Gradients
+    ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
+        """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
+        latents as they are saved, if there are any)."""
+        saved, (dy, df, made) = self.output_gradients(dy, saved, f, grads)
+        source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
         du = None
-        if "o" in self.updates and not plan.formed.isdisjoint(("gated", *names_of("o"))):
+        if "o" in self.updates and not grads.plan.formed.isdisjoint(("gated", *names_of("o"))):
             du = self.updates["o"].inner_gradient(df)
         for group in self.groups():
-            of_heads = group.core_gradients(self, source, df, du, saved, plan, grads)
+            of_heads = group.core_gradients(self, source, df, du, saved, grads)
             if of_heads:
-                group.add_projection_gradients(of_heads, source, plan, grads, totals)
-        return dy, made, plan, getattr(source, "raw", None)
+                group.add_projection_gradients(of_heads, source, grads)
+        return dy, made, getattr(source, "raw", None)
 
     def do_and_o(
-        self,
-        heads: Any,
-        gate: Tensor | None,
-        df: Tensor,
-        du: Tensor | None,
-        saved: dict[str, Tensor | None],
-        plan: Plan,
-        grads: PartGrads,
+        self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: dict, grads: Gradients
     ) -> tuple[Tensor | None, ...]:
         """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
-        t, out, lse, do, delta = self.t, saved.get("out"), saved.get("lse"), None, None
+        plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
         if recomputes and is_late(df):  # while it is on its way; delta, which is made of it, comes after it
             out, lse, _ = self.attended(heads)
         df = arrived(df)
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
         if "gated" in plan.formed:
-            do = add_matmul(None, df, self.cast(t.wo), wide=False)
+            do = add_matmul(None, df, self.cast(self.t.wo), wide=False)
             if du is not None:
                 self.updates["o"].add_input_gradient(self.p, du, do)
             do = self.filled(do.view(self.B, self.S, self.o.num_heads, self.D_v)).transpose(1, 2)
@@ -329,28 +320,21 @@ class CoreSublayer(Sublayer):
         rows = None
         if "gated" in plan.values:
             rows = self.out_rows((out if share is None else out * share)[..., : self.D_v])
-        self.add_layer_gradients("o", df, rows, plan.need - {"bo"} if self.index else plan.need, grads, du)
+        self.add_layer_gradients("o", df, rows, grads, du)
         return do, out, lse, delta
 
     def core_gradients(
-        self,
-        whole: Any,
-        source: Any,
-        df: Tensor,
-        du: Tensor | None,
-        saved: dict[str, Tensor | None],
-        plan: Plan,
-        grads: PartGrads,
+        self, whole: Any, source: Any, df: Tensor, du: Tensor | None, saved: dict, grads: Gradients
     ) -> dict[str, Any]:
         """Recomputes what this group of heads needs, adds the gradients of the output projection, the mask and the sinks, and
         returns those of q, k, v [B, H, S, D] as the core read them, and of the gate, by what `heads` and `buffer` gave:
         nothing, if none of them leads to what is needed."""
-        heads, raw, gate = None, (None, None), None
+        plan, heads, raw, gate = grads.plan, None, (None, None), None
         if "q_heads" in plan.values:
             heads, raw, gate = self.heads(whole, source, saved, False, backward=True)
         elif "g" in plan.values:
             gate = self.gate_alone(whole, source, saved)
-        do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, plan, grads)
+        do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, grads)
         if do is None:
             return {}
         made = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
@@ -371,25 +355,23 @@ class CoreSublayer(Sublayer):
             heads.close()
             return made
         mask_shape = self.t.mask.shape if "mask" in plan.need else None
-        *of_heads, dmask, _ = attention_grads(
+        *made["heads"], dmask, _ = attention_grads(
             self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, out=outs, **options
         )
         if dmask is not None:
             self.add_part("mask", dmask, grads)
-        return made | {"heads": of_heads}
+        return made
 
     # -- layers
 
-    def weight_sums(
-        self, letter: str, place: Place | None, need: frozenset[str], grads: PartGrads, chunks: int = 1
-    ) -> dict[str, WeightGrad]:
+    def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
         """What sums the needed gradients of a layer's weight, at its place, and low-rank update, over chunks of rows."""
         a, b = names_of(letter)
         shared = b if letter == "o" else a  # which all groups read; the other one is cut as the weight is
         return {
             name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
             for name in (f"w{letter}", a, b)
-            if name in need
+            if name in grads.plan.need
         }
 
     def add_to_sums(
@@ -409,18 +391,13 @@ class CoreSublayer(Sublayer):
             update.add_gradients(self.p, d, du, rows, *map(sums.get, names_of(letter)), start)
 
     def add_layer_gradients(
-        self,
-        letter: str,
-        d: Tensor,
-        rows: Tensor | None,
-        need: frozenset[str],
-        grads: PartGrads,
-        du: Tensor | None = None,
+        self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients, du: Tensor | None = None
     ) -> None:
         """Adds the gradients of a layer's bias, weight and low-rank update, from that of its result and the rows it reads."""
-        if (name := f"b{letter}") in need:
+        name = f"b{letter}"
+        if name in grads.plan.need and (name in self.places or not self.index):  # bo is all groups'
             grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), self.places.get(name))
-        if sums := self.weight_sums(letter, self.places.get(f"w{letter}"), need, grads):
+        if sums := self.weight_sums(letter, self.places.get(f"w{letter}"), grads):
             self.add_to_sums(sums, letter, self.updates.get(letter), d, du, rows)
             grads.written(sums)
 

@@ -124,7 +124,7 @@ def gather_latent(
     check_weight(op, "out_weight", out_weight, out_bias, x, H * sizes.v, "core attention")
     probe = x.new_empty(0, dtype=compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight))
     tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], NO_UPDATES, **others)
-    cos, sin, theta = check_rotary(op, x, rotary, B, S, sizes.rope)
+    cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, x, rotary, B, S, sizes.rope)
     mask, padding, left, right = check_hidden(op, x, H, S, attn_mask, key_padding_mask, window_size, is_causal)
     scale = float(max(sizes.qk, 1) ** -0.5 if scale is None else scale)
     backend = choose_backend(op, probe, head_dim_not_covered(sizes.D))

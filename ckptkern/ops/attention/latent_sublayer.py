@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.types import IntLikeType
 
 from ... import eager
-from ..registration.gradients import PartGrads, add_matmul
+from ..registration.gradients import add_matmul
 from ..registration.op import cast_parameter, with_fields
 from ..sublayer.residual import (
     AroundTensors,
@@ -24,7 +24,7 @@ from ..sublayer.residual import (
 )
 from .core_sublayer import (
     CoreSublayer,
-    Plan,
+    Gradients,
     Table,
     from_core,
     input_operands,
@@ -34,7 +34,7 @@ from .core_sublayer import (
     sublayer_core,
 )
 from .rotary import reference_rotary
-from .tensors import batch_and_rows, bytes_around
+from .tensors import Division, batch_and_rows, bytes_around
 
 
 @with_fields(AroundTensors, ..., RandomStates)
@@ -207,12 +207,8 @@ class LatentSublayer(CoreSublayer):
         self.layout = t.wqa is not None, (t.q_a_norm is not None, t.kv_a_norm is not None)
 
     @functools.cached_property
-    def group_count(self) -> int:
-        return latent_groups(self.x, self.t, self.o)
-
-    @property
-    def parts(self) -> int:
-        return self.group_count
+    def division(self) -> Division:
+        return Division(latent_groups(self.x, self.t, self.o), [(0, self.x.shape[0])])
 
     def of_heads(self) -> dict[str, int]:
         """The tensors that a group has a part of, and the dimension that heads are along."""
@@ -302,25 +298,18 @@ class LatentSublayer(CoreSublayer):
 
     # -- backward
 
-    def add_projection_gradients(
-        self,
-        made: dict[str, Any],
-        latents: Latents,
-        plan: Plan,
-        grads: PartGrads,
-        totals: dict[str, Tensor | None],
-    ) -> None:
-        """Adds the gradients of wq, wkvb and their biases, and in `totals` of what they read and of k's rotated part, from
+    def add_projection_gradients(self, made: dict[str, Any], latents: Latents, grads: Gradients) -> None:
+        """Adds the gradients of wq, wkvb and their biases, and to the totals of what they read and of k's rotated part, from
         those that `core_gradients` gave."""
         dq, dk, dv = made.pop("heads")
         (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], self.count > 1
-        H, need, formed = self.o.num_heads, plan.need, plan.formed
+        H, formed, totals = self.o.num_heads, grads.plan.formed, grads.totals
         if "q" in formed:
             dq = dq[..., :qk].transpose(1, 2).contiguous()  # [B, S, H, nope + rope]
             if rope:
                 self.rotate_back(dq[..., nope:])
             dq = dq.view(rows, H * qk)
-            self.add_layer_gradients("q", dq, latents.q, need, grads)
+            self.add_layer_gradients("q", dq, latents.q, grads)
             if "q_read" in formed:
                 totals["q"] = add_matmul(totals.get("q"), dq, self.cast(self.t.wq), wide=wide)
         dq = None
@@ -333,26 +322,25 @@ class LatentSublayer(CoreSublayer):
             dkv[..., nope:].copy_(dv[..., :v].transpose(1, 2))
             dk = dv = None
             dkv = dkv.view(rows, H * (nope + v))
-            self.add_layer_gradients("kvb", dkv, latents.kv, need, grads)
+            self.add_layer_gradients("kvb", dkv, latents.kv, grads)
             if "kv_read" in formed:
                 totals["kv"] = add_matmul(totals.get("kv"), dkv, self.cast(self.t.wkvb), wide=wide)
 
-    def latent_gradient(self, name: str, d: Tensor, raw: Tensor, need: frozenset[str], grads: PartGrads) -> Tensor:
+    def latent_gradient(self, name: str, d: Tensor, raw: Tensor, grads: Gradients) -> Tensor:
         """Returns the gradient of a latent before its norm, from that of what the projection reads."""
         weight, d = getattr(self.t, name), d.to(self.o.dtype)
         if weight is None:
             return d
-        needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=False)
+        needs = dict(need_dweight=self.dtype_of(name, grads.plan.need), need_dbias=False)
         dx, dweight, _ = self.norm_bwd(d, raw, weight, self.o.latent_norm_eps, "rms", **needs)
         if dweight is not None:
             grads.put(name, dweight, None)
         return dx
 
-    def input_gradient(
-        self, raw: Tensor | None, plan: Plan, grads: PartGrads, totals: dict[str, Tensor | None]
-    ) -> Tensor | None:
-        """Adds the gradients of the latents' weights and norms; returns that of h. totals: is emptied."""
-        t, o, rope, kv_rank, need, formed = self.t, self.o, self.sizes.rope, self.sizes.kv_rank, plan.need, plan.formed
+    def input_gradient(self, raw: Tensor | None, grads: Gradients) -> Tensor | None:
+        """Adds the gradients of the latents' weights and norms; returns that of h. The totals are emptied."""
+        t, o, rope, kv_rank, totals = self.t, self.o, self.sizes.rope, self.sizes.kv_rank, grads.totals
+        need, formed, _ = grads.plan
         if "q_read" not in formed and "kv_read" not in formed:
             return None
         of_q, of_kv = self.raw_parts(raw)
@@ -361,19 +349,19 @@ class LatentSublayer(CoreSublayer):
         if t.wqa is None:
             dh = d
         elif "q_read" in formed:
-            d = self.latent_gradient("q_a_norm", d, of_q, need, grads)
-            self.add_layer_gradients("qa", d, h, need, grads)
+            d = self.latent_gradient("q_a_norm", d, of_q, grads)
+            self.add_layer_gradients("qa", d, h, grads)
             dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if "h" in formed else None
         d = None
         if "kv_read" not in formed:
             return dh
         d = torch.empty_like(of_kv)
-        d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], need, grads)
+        d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], grads)
         if rope:
             shared = totals.pop("rope").unsqueeze(2)
             self.rotate_back(shared)
             d[:, kv_rank:] = shared.view(d.shape[0], rope)
-        self.add_layer_gradients("kva", d, h, need, grads)
+        self.add_layer_gradients("kva", d, h, grads)
         if "h" in formed:
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
         return dh

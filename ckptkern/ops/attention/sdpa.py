@@ -189,7 +189,8 @@ def scaled_dot_product_attention(
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
-    check_sinks(op, sinks, query, query.shape[1])
+    if sinks is not None:
+        check_sinks(op, sinks, query, query.shape[1])
     tensors = CoreTensors(mask, slopes, sinks)
     out = _attention(
         op, query, key, value, tensors, scale, left, right, workspace, dropout_p=dropout_p, softcap=softcap

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..registration.gradients import PartGrads, add_matmul
+from ..registration.gradients import add_matmul
 from ..registration.op import rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
 from .context import ExchangedHeads, GatheredHeads
-from .core_sublayer import CoreSublayer, Plan, Table, from_core, input_operands, linear_operands, norm_operands
+from .core_sublayer import CoreSublayer, Gradients, Table, from_core, input_operands, linear_operands, norm_operands
 from .tensors import (
     LAYERS,
     AttentionOptions,
@@ -77,14 +77,6 @@ class AttentionSublayer(CoreSublayer):
     @functools.cached_property
     def division(self) -> Division:
         return division(self.x, self.t, self.o)
-
-    @property
-    def group_count(self) -> int:
-        return self.division.groups
-
-    @property
-    def parts(self) -> int:
-        return self.division.groups * len(self.division.chunks)
 
     def of_heads(self) -> dict[str, int]:
         """The tensors that a group has a part of, and the dimension that heads are along; those of projections are apart."""
@@ -221,8 +213,6 @@ class AttentionSublayer(CoreSublayer):
         """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless it was saved: so forward does, and
         backward, which then get the same bits."""
         out = saved["out"]
-        if not self.gate_letter:
-            return out
         h, made = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
         for group in self.groups():
             gate = torch.sigmoid(group.gate_alone(self, h, saved)).transpose(1, 2)
@@ -246,11 +236,9 @@ class AttentionSublayer(CoreSublayer):
         dqkv = self.x.new_empty(sum(self.sizes), dtype=self.o.dtype)
         return dqkv, self.split(dqkv)
 
-    def rotation_backward(
-        self, dy: Tensor, raw: Tensor, name: str, place: Tensor, need: frozenset[str], grads: PartGrads
-    ) -> Tensor:
+    def rotation_backward(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, grads: Gradients) -> Tensor:
         """Returns the gradient of raw, q or k (in `place`, if that is where dy is or can be); adds those of its norm."""
-        o, weight = self.o, getattr(self.t, name)
+        o, weight, need = self.o, getattr(self.t, name), grads.plan.need
         needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=self.dtype_of(f"{name}_bias", need))
         if self.count > 1 and name not in self.places:  # a sum over groups, which is rounded once
             needs = {which: bool(dtype) for which, dtype in needs.items()}
@@ -266,7 +254,7 @@ class AttentionSublayer(CoreSublayer):
             self.add_part(field, grad, grads)
         return dx
 
-    def projected_gradients(self, made: dict[str, Any], plan: Plan, grads: PartGrads) -> list[Tensor | None]:
+    def projected_gradients(self, made: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
         """Returns the gradient of each projection [rows, outputs], from `made` by `core_gradients`, which is emptied; adds
         those of q's and k's norms.
 
@@ -278,10 +266,10 @@ class AttentionSublayer(CoreSublayer):
         if buffer is None and not alone:
             buffer = self.buffer()
         places = heads if buffer is None else buffer[1]
-        formed = "q_heads" in plan.formed, "k_heads" in plan.formed
+        formed = "q_heads" in grads.plan.formed, "k_heads" in grads.plan.formed
         for i, name in enumerate(("q_norm", "k_norm")):
             if self.rotates and formed[i]:
-                heads[i] = self.rotation_backward(heads[i], raw[i], name, places[i], plan.need, grads)
+                heads[i] = self.rotation_backward(heads[i], raw[i], name, places[i], grads)
         if buffer is None:
             ds = [None if grad is None else self.in_rows(grad) for grad in heads]
             return ds if not self.gate_letter else [*ds, None if dgate is None else dgate.flatten(0, 1).flatten(1)]
@@ -298,45 +286,36 @@ class AttentionSublayer(CoreSublayer):
             by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
         return ds
 
-    def add_projection_gradients(
-        self,
-        made: dict[str, Any],
-        h: Tensor | None,
-        plan: Plan,
-        grads: PartGrads,
-        totals: dict[str, Tensor | None],
-    ) -> None:
-        """Adds the gradients of the projections' weights and biases, and in `totals` of h and key_value, over several groups in
-        float32, from those that `core_gradients` gave."""
-        formed: dict[bool, list] = {False: [], True: []}
-        for part, d in zip(self.projections, self.projected_gradients(made, plan, grads), strict=True):
+    def add_projection_gradients(self, made: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
+        """Adds the gradients of the projections' weights and biases, and to the totals of h and key_value, of several groups
+        in float32, from those that `core_gradients` gave."""
+        (need, formed, _), layers = grads.plan, {False: [], True: []}
+        for part, d in zip(self.projections, self.projected_gradients(made, grads), strict=True):
             if d is None:
                 continue
             letter, reads, pair, du = part.letter, "key_value" if part.of_key_value else "h", self.update(part), None
-            if pair is not None and not plan.formed.isdisjoint((reads, *names_of(letter))):
+            if pair is not None and not formed.isdisjoint((reads, *names_of(letter))):
                 du = pair.inner_gradient(d)
-            if (name := f"b{letter}") in plan.need:
+            if (name := f"b{letter}") in need:
                 grads.put(name, eager.column_sum(d, part.bias.dtype), part.rows)
             chunks = 1 if part.of_key_value or h is not None else len(self.division.chunks)
-            if sums := self.weight_sums(letter, part.rows, plan.need, grads, chunks):
-                formed[part.of_key_value].append((sums, letter, pair, d, du))
-            if reads in plan.formed:
-                total = add_matmul(totals.get(reads), d, self.cast(part.weight), wide=self.count > 1)
+            if sums := self.weight_sums(letter, part.rows, grads, chunks):
+                layers[part.of_key_value].append((sums, letter, pair, d, du))
+            if reads in formed:
+                total = add_matmul(grads.totals.get(reads), d, self.cast(part.weight), wide=self.count > 1)
                 if du is not None:
                     pair.add_input_gradient(self.p, du, total)
-                totals[reads] = total
-        for of_key_value, layers in formed.items():
-            for place, rows in self.read(h, of_key_value) if layers else ():
-                for sums, letter, pair, d, du in layers:
+                grads.totals[reads] = total
+        for of_key_value, found in layers.items():
+            for place, rows in self.read(h, of_key_value) if found else ():
+                for sums, letter, pair, d, du in found:
                     part_of_du = du if du is None else du[place]
                     self.add_to_sums(sums, letter, pair, d[place], part_of_du, rows, place.start or 0)
-            for sums, *_ in layers:
+            for sums, *_ in found:
                 grads.written(sums)
 
-    def input_gradient(
-        self, latents: None, plan: Plan, grads: PartGrads, totals: dict[str, Tensor | None]
-    ) -> Tensor | None:
+    def input_gradient(self, latents: None, grads: Gradients) -> Tensor | None:
         """Returns the gradient of h; adds that of key_value."""
-        if "key_value" in totals:
-            grads.put("key_value", totals["key_value"].view(self.t.key_value.shape), None)
-        return totals.get("h")
+        if "key_value" in grads.totals:
+            grads.put("key_value", grads.totals["key_value"].view(self.t.key_value.shape), None)
+        return grads.totals.get("h")
