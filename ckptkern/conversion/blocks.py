@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward
@@ -30,7 +29,7 @@ from .binding import Forward, General, without_caches
 from .bound import ORIGINAL_CLASS
 from .check import TOLERANCE, difference, random_parameters, results, wide
 from .protection import drawn_elsewhere, seeded, unmoved
-from .saved import saved_bytes
+from .recorder import Saved, Step, saved_bytes, step_of
 from .sharding import holds_sharded
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings
 
@@ -181,13 +180,6 @@ GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it 
 LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
 BOUNDS = 64  # that are tried
 
-Saved = dict[Any, int]  # storage -> bytes
-
-
-def parts_of(values: Any) -> Saved:
-    """Returns the storages of all tensors in nested containers, or in what holds some as attributes or values."""
-    return memory.storages_of(value for value in leaves_of(values) if isinstance(value, Tensor))
-
 
 class Called:
     """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
@@ -203,17 +195,17 @@ class Called:
             yield from one.walk()
 
 
-class Record(TorchDispatchMode):
+class Record(Step):
     """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
     storage was last written into, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__()
+        super().__init__(backs=False)
+        self.holds = True  # for a forward that differentiates
         self.model = model
-        self.known = {key for one in (*model.parameters(), *model.buffers()) for key in parts_of(one)}
-        self.saved: list[tuple[Any, int]] = []
+        self.saves: list[tuple[Any, int]] = []
         self.written: dict[Any, int] = {}
-        self.now = 0
+        self.writes = 0
         self.root = Called(None, 0, {})
         self._stack = [self.root]
 
@@ -221,49 +213,41 @@ class Record(TorchDispatchMode):
         kwargs = kwargs or {}
         for i, one in enumerate(func._schema.arguments):
             if one.alias_info is not None and one.alias_info.is_write:
-                self.now += 1
-                self.written |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
+                self.writes += 1
+                written = self.others(args[i] if i < len(args) else kwargs.get(one.name))
+                self.written |= dict.fromkeys(written, self.writes)
         return func(*args, **kwargs)
 
     def others(self, values: Any) -> Saved:
         """The storages of what are no parameters and buffers."""
-        return {key: size for key, size in parts_of(values).items() if key not in self.known}
+        found = memory.storages_of(value for value in leaves_of(values) if isinstance(value, Tensor))
+        return {key: size for key, size in found.items() if key not in self.names}
 
     def save(self, tensor: Tensor) -> None:
-        self.saved += self.others(tensor).items()
+        self.saves += self.others(tensor).items()
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        called = Called(module, len(self.saved), self.others((args, kwargs)), self.now)
-        self._stack[-1].inner.append(called)
-        self._stack.append(called)
+    def watch(self, i: int, name: str, module: nn.Module) -> list:
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            called = Called(module, len(self.saves), self.others((args, kwargs)), self.writes)
+            self._stack[-1].inner.append(called)
+            self._stack.append(called)
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._stack.pop().stop = len(self.saved)
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            self._stack.pop().stop = len(self.saves)
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        handles = []
-        try:
-            for module in outside_of_converted(self.model):  # inside, a hook would change what runs
-                handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(self.leave))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
 
     def between(self, start: int, stop: int) -> Saved:
-        return dict(self.saved[start:stop])
+        return dict(self.saves[start:stop])
 
 
 def recorded(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Record | None:
     """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
     record = Record(model)
-    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
-        model.train()
-        with record.hooks(), memory.counting(record.save), record:
-            model(*args, **kwargs)
-        record.root.stop = len(record.saved)
+    regions = [("", module) for module in outside_of_converted(model)]  # inside, a hook would change what runs
+    with contextlib.suppress(Exception):
+        step_of(model, args, kwargs, regions, there=(), step=record)
+        record.root.stop = len(record.saves)
         return record
     return None
 
@@ -377,13 +361,13 @@ class Cuts:
                 peak = max(peak, height + 2 * size)
 
         for cut in cuts:
-            save(self.record.saved[done : cut.start])
+            save(self.record.saves[done : cut.start])
             save(cut.takes.items())
             before, inside = height, cut.inside.keys() - seen
             save(cut.inside.items())
             height, done = before, cut.stop
             seen -= inside
-        save(self.record.saved[done:])
+        save(self.record.saves[done:])
         return peak, height
 
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:

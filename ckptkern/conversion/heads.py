@@ -42,10 +42,10 @@ from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
+from .recorder import saved_bytes
 from .report import AGAIN, Row
-from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .tokens import NEVER, after, callers, is_loss, loss_arguments
+from .tokens import NEVER, LMHead, after, callers, is_loss, loss_arguments
 from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
 from .traced import TracedLogits
 
@@ -141,7 +141,7 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
             template = {"lora": layer.update}
             with torch.no_grad(), rescaled(module, template):
                 lora = LoRA(*arguments_getter(module, template)(Inputs([x], False, 0, x))["lora"])
-                matmul = Matmul(x, base.weight, base.bias, lora=lora)
+                matmul = Matmul(x, LMHead(base.weight, base.bias), lora=lora)
                 error = difference([matmul.values()], [type(module).forward(module, x)])
     except Unreadable:
         return None
@@ -180,12 +180,11 @@ class Head(Forward):
         lora = self.update(args)
         if why := self.why_not(args, kwargs, lora):
             return self.unfused(lambda: why, args, kwargs)
-        mode = mode_of(OP, None, self.recompute)
+        weight, bias = self.linear.weight, self.linear.bias
+        head = LMHead(weight, bias, mode_of(OP, None, self.recompute), self.workspace)
         if compiling:
-            weight = self.linear.weight
-            version = torch.ops.ckptkern.version_of(weight.detach())
-            return TracedLogits(args[0], weight, self.linear.bias, version, mode, self.workspace)
-        matmul = Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora)
+            return TracedLogits(args[0], head, torch.ops.ckptkern.version_of(weight.detach()))
+        matmul = Matmul(args[0], head, self.log, lora)
         if self.log is None:
             self.count("fused")
             matmul.on_values = self.made_for
@@ -285,7 +284,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     forward = Norm(module, recompute)
     row = Row(name, type(module).__name__, "tiled")
     try:
-        check_token_wise(module, forward.original, x)
+        check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
         row.saved_before, row.saved_after = (saved_bytes(module, run, (x,), {}, x) for run in runs)
     except Exception:  # what convert need not replace stays as it is

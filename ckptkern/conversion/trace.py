@@ -257,11 +257,16 @@ def is_in_place(name: str) -> bool:
     )
 
 
-class _Tracer(Watched):
+class Trace(Watched):
+    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
+    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
+
     def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
         super().__init__(module, autocast)
-        self.module = module
+        self.module, self.result = module, None
         self.paths = {id(m): path for path, m in module.named_modules()}
+        self.inner = {m for m in module.modules() if m is not module}
+        self.leaves = {m for m in self.inner if is_leaf(m) or parts_of(m) is not None}
         self.alive: list[object] = []  # so that no id is given twice
         self.inside: list[nn.Module] = []  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
@@ -343,31 +348,22 @@ class _Tracer(Watched):
                 self.nodes[id(other)] = now
         return found
 
-    def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        self.inside.pop()
-        given = {id(value) for value in leaves_of((args, kwargs))}
-        if not self.inside and id(result) not in given:  # an identity leaves no node
-            self.record("module", self.paths[id(leaf)], args, kwargs, result)
-
-    def after_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+        """Notes what a module returned: a leaf's is a node, but for an identity; others' nodes were made inside."""
+        is_leaf = module in self.leaves
+        if is_leaf:
+            self.inside.pop()
         if self.inside:
             return
-        given, (at, args, kwargs) = {id(value) for value in leaves_of((args, kwargs))}, self.counted(args, kwargs)
+        path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
+        if is_leaf:
+            if id(result) not in given:
+                self.record("module", path, args, kwargs, result)
+            return
+        at, args, kwargs = self.counted(args, kwargs)
         for i, one in enumerate(tree_leaves(result)):
             if isinstance(one, Tensor) and id(one) not in given:
-                self.node(one).calls.append(Outer(self.paths[id(module)], args, kwargs, i, at, self.is_apart(one)))
-
-
-@dataclass
-class Trace:
-    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
-    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
-
-    result: object
-    node: Callable[[Tensor], Node]
-    log: list[tuple]
-    calls: list[list[Any]]
-    apart: list[str]
+                self.node(one).calls.append(Outer(path, args, kwargs, i, at, self.is_apart(one)))
 
 
 def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
@@ -377,19 +373,14 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
-    tracer, before, drawn = _Tracer(module, flat, autocast), settings(module), random.getstate()  # of Python's own
+    tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
     given = [value for value in flat if isinstance(value, Tensor) and not value.is_inference()]
     versions = [one._version for one in given]
-    hooks = []
-    for inner in {m for m in module.modules() if m is not module}:
-        if not (is_leaf(inner) or parts_of(inner) is not None):
-            hooks.append(inner.register_forward_hook(tracer.after_outer, with_kwargs=True))
-            continue
-        hooks.append(inner.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)))
-        hooks.append(inner.register_forward_hook(tracer.after, with_kwargs=True))
+    hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
+    hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
         with switched_on(module, autocast), tracer, torch.no_grad(), collecting_nothing():
-            result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
+            tracer.result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:
             hook.remove()
@@ -399,4 +390,4 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
         raise Unreadable("forward samples Python's random numbers")
-    return Trace(result, tracer.node, tracer.log, tracer.calls, tracer.apart)
+    return tracer

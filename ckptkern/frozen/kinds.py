@@ -38,11 +38,12 @@ class Layout(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """dequantized(parts, layout, dtype) -> the whole weight, in `dtype` if the kind can. transient: bytes of temporaries for
-    each of at most AT_ONCE elements, or for each of all if it is below 1."""
+    """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
+    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it."""
 
     dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
     transient: float
+    package: str = ""
 
 
 def layout_of(
@@ -66,10 +67,23 @@ def layout_of(
     )
 
 
-def transient_bytes(layout: Layout, dtype: torch.dtype) -> int:
+def transient_bytes(layout: Layout) -> int:
     """Bytes of what is alive beside the weight while it is dequantised."""
-    kind, numel = KINDS[layout.kind], math.prod(layout.shape[-2:])
-    return int(kind.transient * (numel if kind.transient < 1 else min(numel, AT_ONCE)))
+    transient, numel = KINDS[layout.kind].transient, math.prod(layout.shape[-2:])
+    return int(transient * (numel if transient < 1 else min(numel, AT_ONCE)))
+
+
+def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Computes the whole weight, in `dtype` if the kind can. Raises ImportError without the library that made it."""
+    kind = KINDS[layout.kind]
+    if kind.package and (advice := missing(kind.package)):
+        raise ImportError(f"Frozen: a weight of {kind.package} is dequantised by {kind.package}. {advice}")
+    if kind.package or len(layout.shape) == 2:
+        return kind.dequantized(parts, layout, dtype)
+    whole = parts[0].new_empty(layout.shape, dtype=dtype)
+    for expert, made in enumerate(whole):
+        made.copy_(kind.dequantized([part[expert] for part in parts], layout._replace(shape=layout.shape[1:]), dtype))
+    return whole
 
 
 def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
@@ -112,10 +126,7 @@ def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tupl
             f"Frozen: the Params4bit has {data.numel() * data.element_size()} bytes for a weight of shape {shape}; it must be "
             f"[out_features, in_features] with two values in each byte"
         )
-    parts, numbers = (
-        [data.data if type(data.data) is Tensor else data.data.as_subclass(Tensor), state.absmax],
-        [state.blocksize],
-    )
+    parts, numbers = [data.data.as_subclass(Tensor), state.absmax], [state.blocksize]
     if state.nested:
         parts += [state.offset, state.state2.absmax, state.state2.code]
         numbers += [state.state2.blocksize]
@@ -123,25 +134,14 @@ def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tupl
 
 
 def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    _need("bitsandbytes")
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     packed, absmax, *nested = parts
-    state2 = offset = None
-    if nested:
-        offset, absmax2, code2 = nested
-        state2 = QuantState(absmax2, blocksize=layout.numbers[1], code=code2, dtype=torch.float32)
-    state = QuantState(
-        absmax,
-        layout.shape,
-        None,
-        layout.numbers[0],
-        layout.kind,
-        dtype if dtype in FLOATS else torch.float32,
-        offset,
-        state2,
-    )
-    return dequantize_4bit(packed, state)
+    offset, absmax2, code2 = nested or (None, None, None)
+    blocksize, *inner = layout.numbers
+    state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
+    made = dtype if dtype in FLOATS else torch.float32
+    return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
 
 
 # -- torchao: int8, int1 to int8, float8
@@ -169,7 +169,6 @@ def _of_torchao(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tuple[Ten
 
 
 def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    _need("torchao")
     from torchao import quantization
 
     own, target, *block = layout.numbers
@@ -222,8 +221,6 @@ def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> 
 
 def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
-    if len(layout.shape) == 3:
-        return _each(_block_fp8, parts, layout, dtype)
     data, scales = parts
     columns = torch.arange(data.shape[1], device=data.device) // BLOCK
 
@@ -237,8 +234,6 @@ def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> T
 
 def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
-    if len(layout.shape) == 3:
-        return _each(_mxfp4, parts, layout, dtype)
     blocks, scales = parts
     table = torch.tensor(FP4, dtype=torch.float32, device=blocks.device)
 
@@ -248,14 +243,6 @@ def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tenso
         return torch.ldexp(values, scales[rows].int()[..., None] - 127).flatten(1)
 
     return by_rows(layout, dtype, rows_of)
-
-
-def _each(function: Callable, parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
-    own = layout._replace(shape=layout.shape[1:])
-    out = parts[0].new_empty(layout.shape, dtype=dtype)
-    for expert, made in enumerate(out):
-        made.copy_(function([part[expert] for part in parts], own, dtype))
-    return out
 
 
 def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tensor]) -> Tensor:
@@ -273,17 +260,14 @@ def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tenso
     return made
 
 
-def _need(package: str) -> None:
-    if advice := missing(package):
-        raise ImportError(f"Frozen: a weight of {package} is dequantised by {package}. {advice}")
-
-
 KINDS = {  # bytes as measured on a CPU, and a little more
-    "nf4": Kind(_bitsandbytes, 0.25),  # of float32 scales; of all elements, because they are all at once
-    "fp4": Kind(_bitsandbytes, 0.25),
-    "int8": Kind(_torchao, 13),
-    "intx": Kind(_torchao, 7),
-    "float8": Kind(_torchao, 13),
+    "nf4": Kind(
+        _bitsandbytes, 0.25, "bitsandbytes"
+    ),  # of float32 scales; of all elements, because they are all at once
+    "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes"),
+    "int8": Kind(_torchao, 13, "torchao"),
+    "intx": Kind(_torchao, 7, "torchao"),
+    "float8": Kind(_torchao, 13, "torchao"),
     "block_fp8": Kind(_block_fp8, 13),
     "mxfp4": Kind(_mxfp4, 21),
 }

@@ -8,6 +8,8 @@ pass; in other PyTorch operations it is dequantised where it is read.
 from __future__ import annotations
 
 import ast
+import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from .kinds import KINDS, Layout, layout_of, transient_bytes
+from .kinds import Layout, dequantized, layout_of, transient_bytes
 
 aten = torch.ops.aten
 VIEWS = frozenset(
@@ -90,7 +92,7 @@ class Frozen(Tensor):
             whole = parts[0].new_empty(layout.shape, dtype=dtype)
         else:
             with torch.no_grad():
-                whole = KINDS[layout.kind].dequantized(parts, layout, dtype)
+                whole = dequantized(parts, layout, dtype)
         return viewed(whole.to(dtype), views)
 
     def whole(self) -> tuple[Frozen, tuple]:
@@ -139,7 +141,9 @@ class Frozen(Tensor):
         if type(first) is Frozen and function in VIEWS and not kwargs:
             return first.viewed(function, args[1:])
         if function is aten._to_copy.default and type(first) is Frozen:
-            return first.moved(kwargs.get("dtype"), kwargs.get("device"))
+            dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device")
+            parts = first.parts if device is None else tuple(part.to(device) for part in first.parts)
+            return _made(first.layout_._replace(dtype=dtype), parts)
         changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
         if any(type(given.get(a.name)) is Frozen for a in changed):
@@ -154,11 +158,6 @@ class Frozen(Tensor):
         if isinstance(results, Tensor):
             return _made(layout._replace(views=(*layout.views, (*step, None))), self.parts)
         return [_made(layout._replace(views=(*layout.views, (*step, i))), self.parts) for i in range(len(results))]
-
-    def moved(self, dtype: torch.dtype | None, device: torch.device | None) -> Frozen:
-        """It in another dtype, or on another device."""
-        parts = self.parts if device is None else tuple(part.to(device) for part in self.parts)
-        return _made(self.layout_._replace(dtype=dtype or self.layout_.dtype), parts)
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
@@ -185,21 +184,16 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
     return made
 
 
-def dequantized_bytes(weight: Frozen, dtype: torch.dtype) -> int:
-    """Bytes of the weight that it stands for, dequantised for an op that computes in `dtype`."""
-    whole = weight.layout_.shape[1:] if weight.dim() < len(weight.layout_.shape) else weight.layout_.shape
-    return torch.Size(whole).numel() * dtype.itemsize
-
-
 def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
-    """(bytes of all Frozen among the weights dequantised at once, of the largest alone, of experts one expert), each with what
-    is transient while one is dequantised."""
+    """(bytes of all Frozen among the weights dequantised at once for an op that computes in `dtype`, of the largest alone, of
+    experts one expert), each with what is transient while one is dequantised."""
     found = [w for w in weights if type(w) is Frozen]
     if not found:
         return 0, 0
-    singles = [w[0] if w.dim() == 3 else w for w in found]
-    at_once = sum(dequantized_bytes(w, dtype) for w in found) + max(transient_bytes(w.layout_, dtype) for w in found)
-    return at_once, max(dequantized_bytes(w, dtype) + transient_bytes(w.layout_, dtype) for w in singles)
+    transient = [transient_bytes(w.layout_) for w in found]
+    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in found) * dtype.itemsize
+    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in found)
+    return whole + max(transient), max(map(operator.add, singles, transient))
 
 
 # -- in the arguments of a library op

@@ -39,25 +39,6 @@ def options_of(attention: type[CoreOp], last: type[SublayerOp]) -> type:
     return NamedTuple("LayerOptions", list(fields.items()))
 
 
-class LayerNeeds(NamedTuple):
-    """What each sublayer's backward forms. A sublayer whose input is not x returns that input's gradient if anything before it
-    needs one."""
-
-    attention: list[int]
-    mlp: int
-
-    @classmethod
-    def of(cls, needs: int, o: Any, A: int) -> LayerNeeds:
-        """A: tensors of each attention sublayer among the op's."""
-        of_attention, before = [], needs & 1
-        for i in range(len(o.attention)):
-            own = needs >> 1 + i * A & (1 << A) - 1
-            of_attention.append(own << 1 | before)
-            before |= own != 0
-        of_mlp = needs >> 1 + len(of_attention) * A
-        return cls(of_attention, of_mlp << 1 | (needs & 1 if o.parallel else int(before)))
-
-
 def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
     """Returns the constants of a layer of so many attention sublayers and a last one."""
     A = len(attention.Tensors._fields)
@@ -113,7 +94,13 @@ class TransformerLayer(SublayerOp):
     def backward(cls, dy, tensors, saved, o, needs):
         kind, last = cls.attention.Tensors, cls.last
         x, attentions, t_last = cls.sublayers(tensors, o)
-        of_attention, of_last = LayerNeeds.of(needs, o, len(kind._fields))
+        # what each backward forms; the gradient of an input that is not x, if anything before it needs one
+        A, of_attention, before = len(kind._fields), [], needs & 1
+        for i in range(len(attentions)):
+            own = needs >> 1 + i * A & (1 << A) - 1
+            of_attention.append(own << 1 | before)
+            before |= own != 0
+        of_last = needs >> 1 + len(attentions) * A << 1 | (needs & 1 if o.parallel else before)
         parts = [{name: saved.pop(f"{name}{i}") for name in cls.saved_of(one, o)} for i, one in enumerate(o.attention)]
         mid, cores = cls.recomputed(x, attentions, parts, o, of_attention)
         grads = last.gradients(rows_2d(dy), mid, t_last, o.mlp, saved, of_last) if of_last else {}

@@ -160,7 +160,11 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
                         raise ValueError(
                             f"TensorParallel: {weight.path} has two roles that are split along different dimensions"
                         )
-                    check_divides(weight.path, tensor, place, size)
+                    if place.dim is not None and tensor.shape[place.dim] % size:
+                        raise ValueError(
+                            f"TensorParallel: {weight.path} has shape {tuple(tensor.shape)}, whose dimension {place.dim} must "
+                            f"be a multiple of the mesh's size, {size}"
+                        )
     named = module.named_parameters(remove_duplicate=False)
     return {name: found.get(id(tensor), Place(None)) for name, tensor in named}
 
@@ -218,11 +222,3 @@ def check_sublayer(block: str, sublayer: Template, size: int) -> None:
                 f"TensorParallel: {block} has {name}={heads}, which must be a multiple of the mesh's size, {size}: every rank "
                 f"takes whole heads"
             )
-
-
-def check_divides(path: str, tensor: Tensor, place: Place, size: int) -> None:
-    if place.dim is not None and tensor.shape[place.dim] % size:
-        raise ValueError(
-            f"TensorParallel: {path} has shape {tuple(tensor.shape)}, whose dimension {place.dim} must be a multiple of the "
-            f"mesh's size, {size}"
-        )

@@ -15,9 +15,9 @@ from ..conversion.recorder import Loss
 from ..conversion.report import aligned
 from ..conversion.selection import Which
 from ..errors import BudgetError
-from .measure import example_of
 from .plan import Plan, bytes_of, converted, found_segments, plan
 from .segments import Strategy
+from .table import Example
 
 CLOSE = 64  # the search ends within this part of the size
 
@@ -98,7 +98,7 @@ def frontier(
         def peak_of(size: int) -> float:
             shown(f"size {size}")
             try:
-                return example_of(model, *arguments_of(make_inputs(size)), loss).step().peak
+                return Example(model, *arguments_of(make_inputs(size)), loss).step().peak
             except torch.OutOfMemoryError:
                 return math.inf
 

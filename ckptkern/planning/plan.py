@@ -24,13 +24,11 @@ from ..errors import BudgetError
 from ..extras import missing, progress
 from ..ops.registration.functions import Bodies
 from ..storage import Store
-from .agree import agreed, largest_of
-from .measure import example_of, measure, narrower
-from .search import Search
-from .segments import Segment, Strategy, blocks_of, check_model, segments_of
-from .solve import by_saved
-from .table import Table, standing_lines
-from .timing import RATES, Rates
+from .measure import measure, narrower
+from .search import Search, by_saved
+from .segments import Segment, Strategy, blocks_of, check_step, segments_of
+from .table import Example, Table, agreed, gathered, standing_lines
+from .timing import RATES
 
 SMALL = (2, 64)  # sequences and tokens that a model is converted with
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
@@ -67,7 +65,8 @@ class Plan:
             self.peak, self.predicted = self.table.measured(chosen), choices.predicted[chosen]
         self.chosen, self.budget = list(chosen), budget
         self.table.workspaces.set(self.table.workspace)
-        self.table.apply(chosen)
+        for segment, strategy in zip(self.table.segments, self.table.strategies(chosen), strict=True):
+            segment.set(strategy)
 
     @property
     def workspace(self) -> int | None:
@@ -82,10 +81,8 @@ class Plan:
     @property
     def strategies(self) -> dict[str, Strategy]:
         """The strategy of each region, by its name."""
-        return {
-            row.segment.name: row.strategies[strategy]
-            for row, strategy in zip(self.table.rows, self.chosen, strict=True)
-        }
+        names = [segment.name for segment in self.table.segments]
+        return dict(zip(names, self.table.strategies(self.chosen), strict=True))
 
     @property
     def saved(self) -> int:
@@ -131,13 +128,15 @@ class Plan:
 def room(table: Table, by_peak: bool, chosen: Sequence[int]) -> int:
     """Returns the bytes on the device for what a plan bounds: what is free now, less, for saved bytes, the gradients that
     backward will allocate, and its transients. The least of all ranks."""
-    if table.device.type == "meta":
+    device, model = table.example.device, table.example.model
+    if device.type == "meta":
         raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-    free = memory.free_memory(table.device)
+    free = memory.free_memory(device)
     if not by_peak:
-        parameters = table.example.model.parameters()
-        free -= sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None) + table.transient(chosen)
-    return -largest_of(-free, table.group)
+        free -= sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) + table.transient(
+            chosen
+        )
+    return min(gathered(free, table.group))
 
 
 def bytes_of(op: str, name: str, budget: float | str) -> int:
@@ -150,23 +149,17 @@ def bytes_of(op: str, name: str, budget: float | str) -> int:
     return size
 
 
-def rates_of(device: str | None, model: nn.Module) -> Rates | None:
-    if device is None:
-        return None
-    if device not in RATES:
-        raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
-    if not all(p.is_meta for p in model.parameters()):
-        raise ValueError("plan: device is of a model on the meta device; elsewhere times are measured: leave it out")
-    return RATES[device]
-
-
 @contextmanager
 def converted(
     op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], stays: bool = True
 ) -> Iterator[Callable[[str], None]]:
     """Yields what is told each stage. A model that has no region before has none after an error, or in any case if it is not
     to stay converted."""
-    check_model(op, model, args, kwargs)
+    check_step(op, model, args, kwargs)
+    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
+        raise ValueError(
+            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+        )
     had_none, is_done = not segments_of(model), False
     try:
         with progress(op) as shown:
@@ -178,28 +171,24 @@ def converted(
 
 
 def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> list[Segment]:
-    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints."""
-    segments = segments_of(model, include, exclude)
+    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints.
+
+    Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
+    number, and its time does."""
+    segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        convert_small(model, args, kwargs, include, exclude)
+        small = tuple(slice(size) for size in SMALL)
+
+        def shortened(tensor: Tensor) -> Tensor:
+            return tensor[small[: tensor.dim()]].detach().clone().requires_grad_(tensor.requires_grad)
+
+        small_args, small_kwargs = mapped(shortened, (args, kwargs))
+        try:
+            convert(model, *small_args, recompute="full", **options, **small_kwargs)
+        except Exception:  # of the model's own: its inputs go together in another way
+            convert(model, *args, recompute="full", **options, **kwargs)
         segments = segments_of(model)
     return segments + blocks_of(model, args, kwargs, segments, include, exclude)
-
-
-def convert_small(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> None:
-    """Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
-    number, and its time does."""
-
-    def shortened(tensor: Tensor) -> Tensor:
-        for dim, size in enumerate(SMALL[: tensor.dim()]):
-            tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    small_args, small_kwargs = mapped(shortened, (args, kwargs))
-    try:
-        convert(model, *small_args, recompute="full", include=include, exclude=exclude, **small_kwargs)
-    except Exception:  # of the model's own: its inputs go together in another way
-        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
 
 
 def plan(
@@ -265,11 +254,18 @@ def plan(
     by_peak = budget is not None
     with converted("plan", model, example_inputs, example_kwargs) as shown:
         check_keywords("plan", plan, model, example_kwargs)
-        rates, example = rates_of(device, model), example_of(model, example_inputs, example_kwargs, loss)
+        if device not in (None, *RATES):
+            raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
+        if device is not None and not all(p.is_meta for p in model.parameters()):
+            raise ValueError(
+                "plan: device is of a model on the meta device; elsewhere times are measured: leave it out"
+            )
+        example = Example(model, example_inputs, example_kwargs, loss)
 
         def measured() -> Table:
             segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-            return with_step(measure(example, segments, [one.strategies(stores) for one in segments], shown, rates))
+            strategies = [one.strategies(stores) for one in segments]
+            return with_step(measure(example, segments, strategies, shown, RATES.get(device)))
 
         def with_step(table: Table) -> Table:
             if by_peak:

@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory import counting, format_size, parse_size, storages_of
-from .cached import caching_nothing
 from .checkpoint import checkpoint
+from .reachable import caching_nothing
 
 __all__ = ["Part", "checkpoint_sequential", "run", "split"]
 
@@ -203,12 +203,8 @@ def run(functions: nn.Sequential | Sequence[Callable], parts: list[Part], input,
     """Runs the layers in order, in the parts that `split` gave; options are those of `checkpoint`."""
     _, layers = _named(functions)
     for part in parts:
-        some = layers[part.start : part.stop]
-        if part.recompute:
-            input = checkpoint(_chain(some), input, **options)
-        else:
-            for layer in some:
-                input = layer(input)
+        chain = _chain(layers[part.start : part.stop])
+        input = checkpoint(chain, input, **options) if part.recompute else chain(input)
     return input
 
 

@@ -25,13 +25,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
-from .cached import caching_nothing, make_cached
 from .checkpoint import checkpoint
-from .reachable import modules_of
+from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 
 __all__ = ["tiled"]
@@ -110,7 +110,7 @@ def tiled(
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         length = _length(fn, forward, x, chunks, dim, bound)
         if check:
-            _check_token_wise(fn, forward, x, dim, min(length, -(-x.shape[dim] // 2)))
+            check_token_wise(fn, forward, x, dim, length)
         return _run(fn, forward, x, dim, length, preserve_rng_state)
 
     return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) else run(fn, x)
@@ -125,11 +125,6 @@ def run_in_chunks(
     dim = x.dim() - 2
     length = _length(module, forward, x, None, dim, choose_workspace("tiled", workspace, x))
     return _run(module, forward, x, dim, length, preserve_rng_state=False)
-
-
-def check_token_wise(fn: Callable, forward: Callable, x: Tensor) -> None:
-    """Raises ValueError or ShapeError if a token's output, along dimension -2, depends on other tokens."""
-    _check_token_wise(fn, forward, x, x.dim() - 2, -(-x.shape[-2] // 2))
 
 
 def _is_transformed() -> bool:
@@ -281,8 +276,10 @@ class _InputGradient:
         self.dim, self.length = dim, length
         self.wholes: dict[int, Tensor] = {}
 
-    def write(self, place: int, grad: Tensor) -> Tensor:
+    def write(self, place: int, grad: Tensor | None) -> Tensor | None:
         """grad, at its place in the whole; as it is where it is differentiable or no plain memory."""
+        if grad is None:
+            return None
         batched = is_legacy_batchedtensor(grad) or torch._C._are_functorch_transforms_active()  # is_grads_batched
         if torch.is_grad_enabled() or batched or type(grad) is not Tensor or grad.layout is not torch.strided:
             return grad
@@ -319,34 +316,21 @@ class _Split(torch.autograd.Function):
         return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads, ctx.sizes), None
 
 
-class _Chunk(torch.autograd.Function):
-    """A chunk of the input. Its gradient goes to its place as soon as it is there: `_Split` runs after the last chunk."""
-
-    @staticmethod
-    def forward(ctx, part, gradient, place):
-        ctx.set_materialize_grads(False)
-        ctx.gradient, ctx.place = gradient, place
-        return part.view_as(part)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None if grad is None else ctx.gradient.write(ctx.place, grad), None, None
-
-
 def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, preserve_rng_state: bool) -> Tensor:
-    tokens = x.shape[dim]
-    output = _Output(fn, tokens, dim)
-    with_grad = torch.is_grad_enabled()
-    gradient = _InputGradient(x, dim, length) if with_grad and x.requires_grad else None
+    output = _Output(fn, x.shape[dim], dim)
+    gradient = _InputGradient(x, dim, length) if torch.is_grad_enabled() and x.requires_grad else None
     parts = x.split(length, dim) if gradient is None else _Split.apply(x, gradient)
     placeholders = []
-    make_cached(forward)  # outside of the chunks: one weight for all
+    if parametrize._cache_enabled:
+        for module, name in missing_weights(forward, (), {}):
+            getattr(module, name)  # outside of the chunks: one weight for all
     sums = GradientSums()
     with _no_cast_cache() if len(parts) > 1 else contextlib.nullcontext(), _whole_modules(fn):
         for place in range(len(parts)):
             part, start = parts[place], place * length
-            if gradient is not None:
-                part = _Chunk.apply(part, gradient, place)
+            if gradient is not None:  # it goes to its place as soon as it is there: `_Split` runs after the last chunk
+                part = torch.ops.aten.alias(part)
+                part.register_hook(functools.partial(gradient.write, place))
             size = part.shape[dim]
             result = checkpoint(forward, part, preserve_rng_state=preserve_rng_state)
             if isinstance(result, Tensor) and result.requires_grad:
@@ -407,10 +391,12 @@ NEAR, NEAR_16_BIT = 1e-4, 2e-2  # of the largest output: what rounding may diffe
 
 @torch.no_grad()
 @caching_nothing()
-def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
-    """Raises ValueError if a token's output depends on other tokens, or on where it is."""
+def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
+    """Raises ValueError or ShapeError if a token's output depends on other tokens, or on where it is. length: tokens of a
+    chunk, of which there are two at least."""
     if x.shape[dim] < 2:
         return
+    length = min(length, -(-x.shape[dim] // 2))
     buffers = [(b, b.clone()) for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)]
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []):

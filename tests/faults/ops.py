@@ -230,15 +230,15 @@ OPS = [
     Fault(
         "loss: class weights of the first chunk for all",
         "ckptkern/ops/cross_entropy/op.py",
-        "grads.needs_bias, slice(«o.vocab_start + start, o.vocab_start + stop»)",
+        "here = slice(«o.vocab_start + start, o.vocab_start + stop»)",
         "o.vocab_start, o.vocab_start + stop - start",
         (values("[linear_cross_entropy-weight"),),
     ),
     Fault(
         "loss: an entropy's gradient leaves out the entropy",
         "ckptkern/ops/cross_entropy/statistics.py",
-        "negative(dy.log_probs)«, negative(of_entropy)»",
-        "",
+        "«of_p.append(-(dy.entropy * entropy))»",
+        "pass",
         (values("[linear_cross_entropy-return_entropy"),),
     ),
     Fault(

@@ -104,7 +104,7 @@ def test_on_the_meta_device_as_on_the_cpu():
         found.append((flops, [one.bytes for row in table.rows for one in row.held]))
     assert found[0] == found[1]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
-    assert plan.cost == table.cheapest == sum(map(min, flops))
+    assert plan.cost == sum(map(min, flops))
 
 
 def estimated(run, rates):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..cross_entropy.gradients import HeadGradients, vocabulary_chunks
-from ..cross_entropy.logits import reference_logits
+from ..cross_entropy.op import head_gradients, vocabulary_chunks
+from ..cross_entropy.statistics import reference_logits
 from ..dispatch.choices import primitives
 from ..registration.functions import build
 from ..registration.gradients import by_chunks, token_chunks
@@ -97,17 +97,14 @@ class LinearDistillation(Op):
         held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
         widest = max(d, teacher.x.shape[1])
         transient = M * dtype.itemsize + wide.itemsize * (M * held + (M + 2 * widest) * narrow)
-        chunks = vocabulary_chunks(V, transient, o.workspace)
-        grads = HeadGradients(student.x, tensors[W], student.w, tensors[B], dy, dtype, needs, chunks)
 
-        def of_range(start: int, stop: int) -> None:
+        def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
-            total = p.divergence_bwd(*pair, o.beta, found, dy, ignored, grads.dz(start, stop), db=grads.needs_bias)
-            grads.add(start, stop, total)
+            return p.divergence_bwd(*pair, o.beta, found, dy, ignored, dz, db=db)
 
-        for start, stop in chunks:
-            of_range(start, stop)
-        return *grads.results(tensors[X]), None, None, None, None
+        chunks, given = vocabulary_chunks(V, transient, o.workspace), (tensors[W], student.w, tensors[B])
+        grads = head_gradients(write, tensors[X], student.x, *given, dy, dtype, needs, chunks)
+        return *grads, None, None, None, None
 
     @staticmethod
     def reference(tensors, o):

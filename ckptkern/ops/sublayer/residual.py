@@ -105,9 +105,11 @@ class Sublayer:
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.wide = torch.promote_types(x.dtype, o.dtype)
-        self.leading = bool(o.norm) and o.norm_first
-        self.trailing = has_trailing_norm(o)
+        self.out_dtype = self.wide if o.residual else o.dtype
+        self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
+        # of the workspace for norms and vectors of samples: most is for what is alive beside them
+        self.quarter = None if o.workspace is None else o.workspace // 4
 
     def rows(self, start: int, stop: int):
         """What it computes for some rows of x."""
@@ -151,11 +153,6 @@ class Sublayer:
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once; `row_bytes`: of a row's transient tensors."""
         return token_chunks(self.x.shape[0], self.row_bytes, self.o.workspace)
-
-    @property
-    def quarter(self) -> int | None:
-        """Returns what norms and vectors of samples have of the workspace: most is for what is alive beside them."""
-        return None if self.o.workspace is None else self.o.workspace // 4
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
         """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
@@ -207,6 +204,7 @@ class Sublayer:
         return dx, *sums
 
     def norm(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The leading or trailing norm of x."""
         return self.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
 
     def inputs(self) -> Tensor:
@@ -224,30 +222,26 @@ class Sublayer:
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
-        return apply_dropout(self.p, f, dropout_arguments(self.t.resid_rng, self.o.resid_p), self.first_row)
+        rng = self.t.resid_rng
+        return f if rng is None else apply_dropout(self.p, f, dropout_arguments(rng, self.o.resid_p), self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
-        """What the branch's result f, dropout done, becomes before it is added to x."""
+        """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
         t, o = self.t, self.o
         if not o.post_norm:
             return f
-        dtype = output_dtype(self.x, o)
-        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
+        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, self.out_dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
-        """layer_scale * z."""
-        z = z.to(output_dtype(self.x, self.o))
+        """layer_scale * z, forward and backward."""
+        z, scale = z.to(self.out_dtype), self.t.layer_scale
         z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
-        if self.t.layer_scale is None:
+        if scale is None:
             return z
-        if self.t.layer_scale.dim() == 1:
-            return z * cast_parameter(self.t.layer_scale, z.dtype)
-        return self.by_sample.multiplied(z, self.t.layer_scale)
+        return z * cast_parameter(scale, z.dtype) if scale.dim() == 1 else self.by_sample.multiplied(z, scale)
 
     def drop_path(self, z: Tensor) -> Tensor:
         """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
-        if self.t.path_rng is None:
-            return z
         state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
         saved = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
         if self.is_part:
@@ -257,7 +251,8 @@ class Sublayer:
 
     def total(self, f: Tensor) -> Tensor:
         """The sublayer's output before a trailing norm, from the branch's result f."""
-        z = self.drop_path(self.scaled(self.post_normed(f)))
+        z = self.scaled(self.post_normed(f))
+        z = z if self.t.path_rng is None else self.drop_path(z)
         return self.x + z if self.o.residual else z
 
     def output(self, f: Tensor) -> Tensor:
@@ -298,7 +293,7 @@ class Sublayer:
         if self.trailing:
             grads = self.norm_gradients(dy, self.total(f), need)
             dy = grads.pop("x")
-        df = self.drop_path(dy)
+        df = dy if self.t.path_rng is None else self.drop_path(dy)
         if "layer_scale" in need:
             grads["layer_scale"] = self.scale_gradient(df, f, need)
         df = self.scaled(df)
@@ -385,10 +380,6 @@ class Sublayer:
         return grads
 
 
-def output_dtype(x: Tensor, o: Any) -> torch.dtype:
-    return torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
-
-
 def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
 
@@ -423,7 +414,8 @@ def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     """The sublayer's output from its branch's last matmul f, in differentiable PyTorch ops."""
-    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
+    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    z = z.to(torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype)
     if o.post_norm:
         z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
