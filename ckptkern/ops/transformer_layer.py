@@ -15,9 +15,8 @@ from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import AttentionBlock, attention_block
 from .attention.core_sublayer import CoreOp, CoreSublayer
-from .attention.latent import LatentAttentionBlock, latent_attention_block
-from .attention.latent_arguments import gather_latent
-from .attention.latent_tensors import LatentOptions, LatentTensors
+from .attention.latent import LatentAttentionBlock, gather_latent, latent_attention_block
+from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
@@ -148,7 +147,7 @@ class TransformerLayer(SublayerOp):
                 mid = x
             elif mid is None:
                 if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
-                    core = sublayer.attend(save_raw=sublayer.group_count == 1)
+                    core = sublayer.attend(save_raw=sublayer.division.groups == 1)
                 f = sublayer.branch(core)
                 mid = unflattened(sublayer.output(f), x)
                 f = f if reads_branch(one, needed_names(type(t), own)) else None
