@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,17 +40,14 @@ class Block(NamedTuple):
 
 
 _X, _MEMORY, _NO_MASKS = torch.empty(0), torch.empty(0), (None, None, False)
-BLOCKS: dict[type, tuple[str, Callable[[Any], Template]]] = {
-    ours.MLP: ("mlp_block", lambda module: module.block_arguments()),
-    ours.GatedMLP: ("mlp_block", lambda module: module.block_arguments()),
-    ours.LlamaAttention: ("attention_block", lambda module: module.block_arguments(_X)),
-    ours.MultiheadAttention: ("attention_block", lambda module: module.block_arguments(_X, _X, *_NO_MASKS)),
-    ours.LlamaDecoderLayer: ("transformer_layer", lambda module: module.layer_arguments(_X)),
-    ours.TransformerEncoderLayer: ("transformer_layer", lambda module: module.layer_arguments(_X, *_NO_MASKS)),
-    ours.TransformerDecoderLayer: (
-        "transformer_layer",
-        lambda module: module.layer_arguments(_X, _MEMORY, _NO_MASKS, _NO_MASKS),
-    ),
+BLOCKS: dict[type, tuple[str, tuple]] = {  # the op, and what the method is called with that returns its arguments
+    ours.MLP: ("mlp_block", ()),
+    ours.GatedMLP: ("mlp_block", ()),
+    ours.LlamaAttention: ("attention_block", (_X,)),
+    ours.MultiheadAttention: ("attention_block", (_X, _X, *_NO_MASKS)),
+    ours.LlamaDecoderLayer: ("transformer_layer", (_X,)),
+    ours.TransformerEncoderLayer: ("transformer_layer", (_X, *_NO_MASKS)),
+    ours.TransformerDecoderLayer: ("transformer_layer", (_X, _MEMORY, _NO_MASKS, _NO_MASKS)),
 }
 
 
@@ -74,8 +71,9 @@ def blocks_of(style: str, module: nn.Module) -> list[Any]:
     if isinstance(forward, Fused):
         return [segment for segment in forward.segments.values() if segment is not None]
     if type(module) in BLOCKS and (forward is None or isinstance(forward, Own)):  # a drop-in's is its class's
-        op, arguments_of = BLOCKS[type(module)]
-        return [Block(op, named(module, arguments_of(module)))]
+        op, inputs = BLOCKS[type(module)]
+        arguments_of = module.layer_arguments if op == "transformer_layer" else module.block_arguments
+        return [Block(op, named(module, arguments_of(*inputs)))]
     raise TypeError(
         f"{style}: {type(module).__name__} is not a fused block; name blocks of ckptkern.nn ("
         f"{', '.join(kind.__name__ for kind in BLOCKS)}) or modules that ckptkern.convert fused whole"

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
-from ..conversion.recorder import Alive, Loss
+from ..conversion.recorder import Alive, Loss, as_input
 from ..conversion.report import NOTHING, WAY
 from ..conversion.selection import Which
 from ..conversion.trace import mapped
@@ -30,7 +30,7 @@ from .segments import Segment, Strategy, blocks_of, check_step, segments_of
 from .table import Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
-SMALL = (2, 64)  # sequences and tokens that a model is converted with
+SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
@@ -177,12 +177,7 @@ def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], includ
     number, and its time does."""
     segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        small = tuple(slice(size) for size in SMALL)
-
-        def shortened(tensor: Tensor) -> Tensor:
-            return tensor[small[: tensor.dim()]].detach().clone().requires_grad_(tensor.requires_grad)
-
-        small_args, small_kwargs = mapped(shortened, (args, kwargs))
+        small_args, small_kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), (args, kwargs))
         try:
             convert(model, *small_args, recompute="full", **options, **small_kwargs)
         except Exception:  # of the model's own: its inputs go together in another way
@@ -262,12 +257,14 @@ def plan(
             )
         example = Example(model, example_inputs, example_kwargs, loss)
 
-        def measured() -> Table:
-            segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-            strategies = [one.strategies(stores) for one in segments]
-            return with_step(measure(example, segments, strategies, shown, RATES.get(device)))
-
-        def with_step(table: Table) -> Table:
+        def measured(larger: Table | None = None) -> Table:
+            """In the ops' own workspace, or in a smaller one than of another table."""
+            if larger is None:
+                segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
+                strategies = [one.strategies(stores) for one in segments]
+                table = measure(example, segments, strategies, shown, RATES.get(device))
+            else:
+                table = narrower(larger, shown)
             if by_peak:
                 shown('memory over a step at "full"')
                 table.step(table.uniform("full"))
@@ -277,7 +274,7 @@ def plan(
             """In a smaller workspace; None if that lowers the peak no more."""
             if not table.workspaces.given:
                 return None
-            other, full = agreed(lambda: with_step(narrower(table, shown)), group), table.uniform("full")
+            other, full = agreed(lambda: measured(table), group), table.uniform("full")
             return other if other.peak(full) < LOWER * table.peak(full) else None
 
         table = agreed(measured, group)

@@ -290,11 +290,10 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
         if other[0] != names or tree_flatten(other[1])[1] != tree_flatten(figures)[1]:
             raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
 
-    def largest(*values: Any) -> Any:
-        """Of numbers; of all else the first."""
-        return max(values) if isinstance(values[0], (int, float)) else values[0]
-
-    held, table.rest, costs, stretches = tree_map(largest, *(other[1] for other in theirs))
+    held, table.rest, costs, stretches = tree_map(
+        lambda *values: max(values) if isinstance(values[0], (int, float)) else values[0],
+        *(other[1] for other in theirs),
+    )
     table.rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=True)]
     for kind, own in zip(table.kinds, costs, strict=True):
         kind.costs = own
