@@ -34,8 +34,6 @@ from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 
-__all__ = ["tiled"]
-
 FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
 ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
 _NOT_FAKEABLE = (
