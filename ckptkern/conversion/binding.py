@@ -30,10 +30,10 @@ from ..nn.unmodified import dense, untouched
 from ..ops.attention.core import in_context_parallel
 from ..ops.dispatch.choices import autocast_dtype, own_modes
 from ..ops.dispatch.shard import ACTIVE, refuse_shard, whole_rows
-from ..segments.cached import makes_cached
 from ..segments.checkpoint import checkpoint
 from ..segments.decisions import saved_decisions
-from ..segments.span import Span
+from ..segments.reachable import makes_cached
+from ..segments.segment import Span
 from ..storage import Store
 from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision

@@ -217,15 +217,12 @@ class Form:
 
     def made(self) -> Call:
         """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
-        parameter = next(self.module.parameters())
-
-        def zeros(value: Any) -> Any:
-            if not isinstance(value, Like):
-                return value
-            dtype = parameter.dtype if value.dtype.is_floating_point else value.dtype
-            return torch.zeros(value.shape, dtype=dtype, device=parameter.device)
-
-        return recomputed(self.example, map(zeros, leaves_of(self.example)))
+        parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
+        for i, one in enumerate(leaves):
+            if isinstance(one, Like):
+                dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
+                leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
+        return recomputed(self.example, iter(leaves))
 
     def learns(self, kwargs: dict[str, Any]) -> bool:
         """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""

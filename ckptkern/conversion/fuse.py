@@ -242,9 +242,8 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
             error = difference(results(check.ours, flat, None), theirs[:1])  # most choices show in the output
             if error <= TOLERANCE and gradients:
                 error = difference(results(check.ours, flat, trained, parameters), theirs)
-                if (
-                    TOLERANCE < error < ROUNDING
-                ):  # in float32 sums over many tokens, such as a key bias has, differ by more
+                # in float32 sums over many tokens, such as a key bias has, differ by more
+                if TOLERANCE < error < ROUNDING:
                     with contextlib.suppress(Exception), in_float64(module):  # a forward may take none
                         wider = [value.double() if is_floating(value) else value for value in flat]
                         own = [p for p in module.parameters() if p.requires_grad]
@@ -278,13 +277,11 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
         variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
     args, kwargs = call
-    by_place = places[: len(args)]  # of a forward with *args, whose arguments stay where they are
-
-    def changed(masks: dict[str, Tensor | None]) -> Call:
-        values = (masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
-        return tuple(values), kwargs | {name: mask for name, mask in masks.items() if name not in by_place}
-
-    return [changed(masks) for masks in variants]
+    by_place, found = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
+    for masks in variants:
+        values = tuple(masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
+        found.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
+    return found
 
 
 def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:

@@ -20,6 +20,7 @@ from .cross_entropy import (
     cross_entropy_fwd,
     cross_entropy_saved_bwd,
     slice_count,
+    target_columns,
     upcast_matmul,
 )
 from .distillation import Divergence, Model, divergence_bwd, divergence_fwd

@@ -139,16 +139,16 @@ CONVERSION = [
     ),
     Fault(
         "head: a bias that is added after a scale is scaled",
-        "ckptkern/conversion/logits.py",
-        "added = added.detach().reshape(-1) «/ formula.scale»",
+        "ckptkern/conversion/tokens.py",
+        "values = added.detach().reshape(-1) «/ formula.scale»",
         "",
         ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
     ),
     Fault(
         "head: a sum of log-probabilities forgets the number they are multiplied by",
         "ckptkern/conversion/tokens.py",
-        "factor = factor if spread is None else «factor *» spread(logits.tokens.classes)",
-        "",
+        "factor «*=» 1 if returned else {",
+        "=",
         ("tests/conversion/test_logits.py",),
     ),
     Fault(
