@@ -35,7 +35,7 @@ from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
-from .check import TOLERANCE, difference, random_parameters, results, rms, wide
+from .check import TOLERANCE, Check, difference, random_parameters, rms, wide
 from .computed import Inputs
 from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
@@ -310,9 +310,7 @@ class Chain(NamedTuple):
     def error(self) -> float:
         """The largest relative error of the loss and its gradients."""
         flat = self.example(wide)
-        places, lazy = list(range(len(flat))), functools.partial(self.loss, mode="full")
-        theirs, ours = (results(run, flat, places, []) for run in (self.loss, lazy))
-        return difference(ours, theirs)
+        return Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
 
     def saved(self, mode: str) -> list[int]:
         """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
