@@ -15,7 +15,7 @@ from ..ops.dispatch.choices import choose_mode, log_once
 from ..ops.dispatch.shard import ACTIVE, refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
-from .dropout import Dropout
+from .layer import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
 CAPTURING = "transformers.utils.output_capturing"  # has hooks that collect what a call asks for, such as hidden states
