@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..results import HiddenGradient, LinearForward
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if, relu_bits
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum, relu_bits
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def hidden_grad(dh, z, activation, *, save_h=False, db=False, over=False, h_over
     function = ACTIVATIONS[activation]
     dz = function.grad(dh, z)
     dz = dz.clone() if dz is dh else dz
-    return HiddenGradient(dz, function.act(z) if save_h else None, column_sum_if(dz, db))
+    return HiddenGradient(dz, function.act(z) if save_h else None, column_sum(dz, db))
 
 
 def act_grad(
@@ -71,4 +71,4 @@ def act_grad(
     h = None
     if save_h:
         h = apply_dropout(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
-    return HiddenGradient(dz, h, column_sum_if(dz, db))
+    return HiddenGradient(dz, h, column_sum(dz, db))
