@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from .. import nn as drop_ins
@@ -27,9 +28,9 @@ from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
+from .recorder import saved_by, saved_bytes, step_of_all
 from .refused import check_step
 from .report import NOTHING, Conversion, Row
-from .saved import saved_by, saved_bytes, step_of_all
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched_off, upcast
@@ -75,7 +76,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
     counts = {m: count_hooks(m) for m in model.modules()}
     try:
-        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran:
+        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran, register_module_forward_pre_hook(ran.note):
             model.eval()
             args, kwargs = call
             returned = scalars(model(*args, **kwargs))

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .attention import read_attention, read_latent
+from .attention import read_attention
 from .computed import Computed
 from .moe import prefixed
 from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Probability, Reading, Steps, updates
@@ -90,12 +90,7 @@ class Grammar(Steps):
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
     def attention(self, node: Node) -> Part:
-        try:
-            return read_attention(self, node)
-        except Unreadable:
-            if (part := read_latent(self, node)) is not None:
-                return part
-            raise
+        return read_attention(self, node)
 
     # -- sublayers
 
@@ -240,8 +235,7 @@ class Grammar(Steps):
     def layer(self, node: Node) -> Reading:
         mlp = self.sublayer(node, self.mlp)
         if mlp.input.kind == "argument":
-            op = "moe_block" if "router_weight" in mlp.arguments else "mlp_block"
-            return Reading(op, mlp.arguments, mlp.input.source, mlp.at(), mlp.logits_of)
+            return mlp.reading("moe_block" if "router_weight" in mlp.arguments else "mlp_block")
         attention, cross = self.sublayer(mlp.input, self.attention), None
         if attention.input.kind != "argument" and "key_value" in attention.arguments:
             attention, cross = self.sublayer(attention.input, self.attention), attention
@@ -255,8 +249,7 @@ class Grammar(Steps):
         part = self.sublayer(node, self.attention)
         if part.input.kind != "argument":
             raise self.refuse("attention reads", part.input)
-        op = "latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block"
-        return Reading(op, part.arguments, part.input.source, part.at())
+        return part.reading("latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block")
 
     def chain(self, node: Node) -> Reading:
         """act(linear(... act(linear(x)))), one activation throughout."""
@@ -295,7 +288,8 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
     for name, part in parts.items():
         if part is not None:
             arguments[name] = part.arguments
-            choices += part.at(name)
+            for choice in part.choices:
+                choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
     return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
 
 

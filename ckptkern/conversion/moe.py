@@ -32,7 +32,7 @@ from ..ops.experts import LAYERS
 from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
 from .layouts import Parts, base_of, experts_layout, parts_of
-from .reading import Argument, OfExperts, Probability, Reading, Rows, Scale, Update, Weight
+from .reading import Argument, Choices, OfExperts, Probability, Reading, Rows, Scale, Update, Weight
 from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
@@ -193,7 +193,7 @@ def prefixed(template: Any, path: str) -> Any:
     return template
 
 
-def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], list[list[dict[tuple[str, ...], Any]]]]:
+def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], Choices]:
     """(moe_block's arguments of a shared expert that was read as `reading`, among them its part of `lora`; its choices). Raises
     Unreadable."""
     given = {name: value for name, value in reading.arguments.items() if value is not None}
@@ -205,9 +205,9 @@ def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], list[
     activation = given.pop("activation", None)
     if reading.op != "mlp_block" or given.keys() - known:
         raise Unreadable(f"a shared expert that is {reading.op}, and not an MLP alone")
-    choices = [[{("activation",): activation}]]
+    choices = [[{"activation": activation}]]
     for choice in reading.choices:
-        choices.append([{(f"shared_{k[0]}",): prefixed(v, path) for k, v in one.items()} for one in choice])
+        choices.append([{f"shared_{name}": prefixed(value, path) for name, value in one.items()} for one in choice])
     return {f"shared_{name}": prefixed(value, path) for name, value in given.items()} | {"lora": lora}, choices
 
 
@@ -242,7 +242,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
     arguments |= {"top_k": index.shape[-1], "residual": False}
     o = SimpleNamespace(**found[0], top_k=index.shape[-1])
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
-    choices: list[list[dict[tuple[str, ...], Any]]] = [[{("activation",): name} for name in ACTIVATIONS]]
+    choices: Choices = [[{"activation": name} for name in ACTIVATIONS]]
     if parts.shared is not None:
         shared, choices = shared_arguments(parts.shared, read(module.get_submodule(parts.shared), x))
         lora |= shared.pop("lora")
@@ -250,10 +250,9 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
     arguments |= {"lora": lora} if lora else {}
     for one in found:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
-    ways = [[{(k,): v for k, v in one.items()} for one in found], *choices]
     first = returned[0] if isinstance(returned, tuple) else None
     is_logits = isinstance(first, Tensor) and first.shape == logits.shape and torch.allclose(first, logits, 1e-4, 1e-5)
-    return Reading("moe_block", arguments, tensors[0], ways, parts.router if is_logits else "")
+    return Reading("moe_block", arguments, tensors[0], [found, *choices], parts.router if is_logits else "")
 
 
 @contextlib.contextmanager
@@ -283,7 +282,7 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
     arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | layout_of(module)
     lora = updates_of_experts(module)
     arguments |= {"lora": lora} if lora else {}
-    return Reading("moe_mlp", arguments, x, [[{("activation",): name} for name in ACTIVATIONS]])
+    return Reading("moe_mlp", arguments, x, [[{"activation": name} for name in ACTIVATIONS]])
 
 
 def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str, list[Any]]]:
@@ -296,7 +295,7 @@ def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str
 
     for scale in (30, 1000):  # with logits of the same size: sigmoids that are all 1 have no best one
         with scaled(given["router_weight"], 1 / scale) if is_block else contextlib.nullcontext():
-            yield f"inputs {scale} times as large", call(scale * x)
+            yield f"with inputs {scale} times as large", call(scale * x)
     lead = (*x.shape[:-2], rows)
     many = x.new_empty((*lead, x.shape[-1])).normal_()
     if not is_block:
@@ -306,16 +305,16 @@ def routed(segment: Any, flat: list[Any], rows: int = 512) -> Iterator[tuple[str
         values = call(many)
         values[index] = torch.arange(top_k, device=x.device).to(flat[index].dtype).expand(pairs)
         values[weights] = flat[weights].new_empty(pairs).uniform_()
-        yield f"{rows} rows at one expert", values
+        yield f"with {rows} rows at one expert", values
         return
     scale = 30 if given["scoring"] == "softmax" else 4
     with scaled(given["router_weight"], scale):
-        yield f"logits {scale} times as large", call(x)
-    yield f"{rows} rows", call(many)
+        yield f"with logits {scale} times as large", call(x)
+    yield f"with {rows} rows", call(many)
     if given.get("score_bias") is not None:
         with scaled(given["score_bias"], 0.1):
-            yield f"{rows} rows and a small bias of the choice", call(many)
-    yield f"{rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
+            yield f"with {rows} rows and a small bias of the choice", call(many)
+    yield f"with {rows} rows for the same experts", call(many[..., :1, :] + 1e-3 * many)
 
 
 # What transformers' experts have. How they say that they are of another kind, and what they say if they are of ours.

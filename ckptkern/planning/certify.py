@@ -107,19 +107,15 @@ class Certificate:
         lines.append(f"dropout: {'none' if self.dropout else off}")
         order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
         errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
+        alike: dict[tuple[str, str], list[str]] = {}  # names that differ by a number
+        for name, by in self.replaced.items():
+            alike.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
         for table in (
-            [("module", "replaced by"), *self.replacements()],
+            [("module", "replaced by"), *((name_of(names), by) for (_, by), names in alike.items())],
             [("gradient of", "unmodified", "converted", "ratio"), *errors],
         ):
             lines += ["", *aligned(table)]
         return "\n".join(lines)
-
-    def replacements(self) -> list[tuple[str, str]]:
-        """(names that differ by a number in one, what replaces them)."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, by in self.replaced.items():
-            groups.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
-        return [(name_of(names), by) for (_, by), names in groups.items()]
 
     def __str__(self) -> str:
         return self.text(SHOWN)
@@ -259,13 +255,15 @@ def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
 def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, trains: bool) -> Ran:
     """Runs one step, always from the same seed, with zeros as gradients before."""
     gradients: dict[str, Tensor] = {}
-
-    def ended() -> None:
-        gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-
-    differentiated = functools.partial(loss_of, loss=loss, summed=weighted, op="certify")
-    there = model.parameters()
-    step = step_of(model, args, kwargs, loss=differentiated, there=there, trains=trains, ended=ended)
+    step = step_of(
+        model,
+        args,
+        kwargs,
+        loss=functools.partial(loss_of, loss=loss, summed=weighted, op="certify"),
+        there=model.parameters(),
+        trains=trains,
+        ended=lambda: gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad}),
+    )
     return Ran(step, gradients)
 
 

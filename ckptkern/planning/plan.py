@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
-from ..conversion.recorder import Alive, Loss
+from ..conversion.recorder import Alive, Loss, as_input
 from ..conversion.report import NOTHING, WAY
 from ..conversion.selection import Which
 from ..conversion.trace import mapped
@@ -24,15 +24,13 @@ from ..errors import BudgetError
 from ..extras import missing, progress
 from ..ops.registration.functions import Bodies
 from ..storage import Store
-from .agree import agreed, largest_of
-from .measure import example_of, measure, narrower
-from .search import Search
-from .segments import Segment, Strategy, blocks_of, check_model, segments_of
-from .solve import by_saved
-from .table import Table, standing_lines
-from .timing import RATES, Rates
+from .measure import measure, narrower
+from .search import Search, by_saved
+from .segments import Segment, Strategy, blocks_of, segments_of
+from .table import Example, Table, agreed, gathered, standing_lines
+from .timing import RATES
 
-SMALL = (2, 64)  # sequences and tokens that a model is converted with
+SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
@@ -67,7 +65,8 @@ class Plan:
             self.peak, self.predicted = self.table.measured(chosen), choices.predicted[chosen]
         self.chosen, self.budget = list(chosen), budget
         self.table.workspaces.set(self.table.workspace)
-        self.table.apply(chosen)
+        for segment, strategy in zip(self.table.segments, self.table.strategies(chosen), strict=True):
+            segment.set(strategy)
 
     @property
     def workspace(self) -> int | None:
@@ -82,10 +81,8 @@ class Plan:
     @property
     def strategies(self) -> dict[str, Strategy]:
         """The strategy of each region, by its name."""
-        return {
-            row.segment.name: row.strategies[strategy]
-            for row, strategy in zip(self.table.rows, self.chosen, strict=True)
-        }
+        names = [segment.name for segment in self.table.segments]
+        return dict(zip(names, self.table.strategies(self.chosen), strict=True))
 
     @property
     def saved(self) -> int:
@@ -131,13 +128,15 @@ class Plan:
 def room(table: Table, by_peak: bool, chosen: Sequence[int]) -> int:
     """Returns the bytes on the device for what a plan bounds: what is free now, less, for saved bytes, the gradients that
     backward will allocate, and its transients. The least of all ranks."""
-    if table.device.type == "meta":
+    device, model = table.example.device, table.example.model
+    if device.type == "meta":
         raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-    free = memory.free_memory(table.device)
+    free = memory.free_memory(device)
     if not by_peak:
-        parameters = table.example.model.parameters()
-        free -= sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None) + table.transient(chosen)
-    return -largest_of(-free, table.group)
+        free -= sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) + table.transient(
+            chosen
+        )
+    return min(gathered(free, table.group))
 
 
 def bytes_of(op: str, name: str, budget: float | str) -> int:
@@ -150,23 +149,15 @@ def bytes_of(op: str, name: str, budget: float | str) -> int:
     return size
 
 
-def rates_of(device: str | None, model: nn.Module) -> Rates | None:
-    if device is None:
-        return None
-    if device not in RATES:
-        raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
-    if not all(p.is_meta for p in model.parameters()):
-        raise ValueError("plan: device is of a model on the meta device; elsewhere times are measured: leave it out")
-    return RATES[device]
-
-
 @contextmanager
-def converted(
-    op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], stays: bool = True
-) -> Iterator[Callable[[str], None]]:
+def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], None]]:
     """Yields what is told each stage. A model that has no region before has none after an error, or in any case if it is not
     to stay converted."""
-    check_model(op, model, args, kwargs)
+    op, model = example.op, example.model
+    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
+        raise ValueError(
+            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+        )
     had_none, is_done = not segments_of(model), False
     try:
         with progress(op) as shown:
@@ -177,29 +168,21 @@ def converted(
             revert(model)
 
 
-def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> list[Segment]:
-    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints."""
-    segments = segments_of(model, include, exclude)
+def found_segments(example: Example, include: Any = None, exclude: Any = None) -> list[Segment]:
+    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints.
+
+    Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
+    number, and its time does."""
+    model, args, kwargs = example.model, example.args, example.kwargs
+    segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        convert_small(model, args, kwargs, include, exclude)
+        small_args, small_kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), (args, kwargs))
+        try:
+            convert(model, *small_args, recompute="full", **options, **small_kwargs)
+        except Exception:  # of the model's own: its inputs go together in another way
+            convert(model, *args, recompute="full", **options, **kwargs)
         segments = segments_of(model)
     return segments + blocks_of(model, args, kwargs, segments, include, exclude)
-
-
-def convert_small(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> None:
-    """Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
-    number, and its time does."""
-
-    def shortened(tensor: Tensor) -> Tensor:
-        for dim, size in enumerate(SMALL[: tensor.dim()]):
-            tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    small_args, small_kwargs = mapped(shortened, (args, kwargs))
-    try:
-        convert(model, *small_args, recompute="full", include=include, exclude=exclude, **small_kwargs)
-    except Exception:  # of the model's own: its inputs go together in another way
-        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
 
 
 def plan(
@@ -263,15 +246,24 @@ def plan(
     name, given = ("saved", saved) if budget is None else ("budget", budget)
     limit = math.inf if given is None else bytes_of("plan", name, given)
     by_peak = budget is not None
-    with converted("plan", model, example_inputs, example_kwargs) as shown:
+    example = Example("plan", model, example_inputs, example_kwargs, loss)
+    with converted(example) as shown:
         check_keywords("plan", plan, model, example_kwargs)
-        rates, example = rates_of(device, model), example_of(model, example_inputs, example_kwargs, loss)
+        if device not in (None, *RATES):
+            raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
+        if device is not None and not all(p.is_meta for p in model.parameters()):
+            raise ValueError(
+                "plan: device is of a model on the meta device; elsewhere times are measured: leave it out"
+            )
 
-        def measured() -> Table:
-            segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-            return with_step(measure(example, segments, [one.strategies(stores) for one in segments], shown, rates))
-
-        def with_step(table: Table) -> Table:
+        def measured(larger: Table | None = None) -> Table:
+            """In the ops' own workspace, or in a smaller one than of another table."""
+            if larger is None:
+                segments = found_segments(example, include, exclude)
+                strategies = [one.strategies(stores) for one in segments]
+                table = measure(example, segments, strategies, shown, RATES.get(device))
+            else:
+                table = narrower(larger, shown)
             if by_peak:
                 shown('memory over a step at "full"')
                 table.step(table.uniform("full"))
@@ -281,7 +273,7 @@ def plan(
             """In a smaller workspace; None if that lowers the peak no more."""
             if not table.workspaces.given:
                 return None
-            other, full = agreed(lambda: with_step(narrower(table, shown)), group), table.uniform("full")
+            other, full = agreed(lambda: measured(table), group), table.uniform("full")
             return other if other.peak(full) < LOWER * table.peak(full) else None
 
         table = agreed(measured, group)

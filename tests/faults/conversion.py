@@ -125,8 +125,8 @@ CONVERSION = [
     ),
     Fault(
         "check: another length is not compared",
-        "ckptkern/conversion/fuse.py",
-        'if error > «TOLERANCE»: raise Unreadable(f"with {what} the numbers',
+        "ckptkern/conversion/check.py",
+        "difference([wide(ours)], [wide(theirs)])) > «tolerance»: raise Unreadable",
         "math.inf",
         ("tests/conversion/test_near_misses.py", "tests/conversion/test_convert.py"),
     ),
@@ -139,16 +139,16 @@ CONVERSION = [
     ),
     Fault(
         "head: a bias that is added after a scale is scaled",
-        "ckptkern/conversion/logits.py",
-        "added = added.detach().reshape(-1) «/ formula.scale»",
+        "ckptkern/conversion/tokens.py",
+        "values = added.detach().reshape(-1) «/ formula.scale»",
         "",
         ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
     ),
     Fault(
         "head: a sum of log-probabilities forgets the number they are multiplied by",
         "ckptkern/conversion/tokens.py",
-        "factor = factor if spread is None else «factor *» spread(logits.tokens.classes)",
-        "",
+        "factor «*=» 1 if returned else {",
+        "=",
         ("tests/conversion/test_logits.py",),
     ),
     Fault(

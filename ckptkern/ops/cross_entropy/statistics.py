@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ...results import TokenGradients, TokenStatistics
-from ..registration.rows import cast_parameter, rows_2d
+from ..registration.op import cast_parameter, rows_2d
 from ..sublayer.lora import LowRank
 
 

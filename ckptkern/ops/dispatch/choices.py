@@ -104,7 +104,8 @@ def head_dim_not_covered(head_dim: int) -> str | None:
 def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     """Returns the backend that runs `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
     name = _choice.backend
-    check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
+    if name not in BACKENDS:
+        check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
     if name == "eager" or (name == "auto" and not x.is_cuda):
         return "eager"
     if x.dtype not in KERNEL_DTYPES:
@@ -283,8 +284,7 @@ def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
     batch_first); for a contiguous one it raises.
     """
     own = x.dtype
-    dtype = None if own is torch.float64 else autocast_dtype(x)
-    if dtype is not None:
+    if torch._C._is_any_autocast_enabled() and own is not torch.float64 and (dtype := autocast_dtype(x)) is not None:
         return dtype
     for weight in weights:
         if weight is not None and weight.dtype is not own:

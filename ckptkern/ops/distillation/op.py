@@ -13,9 +13,7 @@ from ... import eager
 from ..cross_entropy.op import head_gradients, vocabulary_chunks
 from ..cross_entropy.statistics import reference_logits
 from ..registration.functions import build
-from ..registration.gradients import by_chunks, token_chunks
-from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import Op, beside_frozen, by_chunks, cast_parameter, rows_2d, token_chunks
 
 NAME = "linear_distillation"
 X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)
