@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_core import AttentionCore, empty_heads, heads_layout, rows_and_columns, wide_dtype
-from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_blocks, whole
+from .attention_core import (
+    ROWS,
+    AttentionCore,
+    Block,
+    KeySums,
+    block_bytes,
+    by_keys,
+    empty_heads,
+    heads_layout,
+    query_blocks,
+    rows_and_columns,
+    whole,
+    wide_dtype,
+)
 
 _aten = torch.ops.aten
 
@@ -190,6 +202,16 @@ def _flash_bwd(do, q, k, v, o, lse, core):
     return tuple(map(_as_heads, grads, outside))
 
 
+def _heads(x: Tensor, H: int) -> Tensor:
+    """k or v with each head repeated for the query heads that read it, H in all."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+
+
+def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
+    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
+    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
+
+
 LSE_ROWS = 32  # what the memory-efficient kernel fills lse up to, with inf
 
 
@@ -305,29 +327,29 @@ def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return seen.to(dtype).reciprocal_().neg_().add_(1)
 
 
-def _bias(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
-    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window unless it is causal."""
+def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
+    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window."""
     mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
     if mask is not None:
         parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
     if core.slopes is not None:
         dtype = wide_dtype(q)
         parts.append((i - j).abs().to(dtype) * -core.slopes.to(dtype)[:, :, None, None])
-    if core.window != (None, None) and not _causal(core):
+    if windowed:
         seen = j >= (i - left if left is not None else 0)
         parts.append(_hidden(seen if right is None else seen & (j <= i + right), q.dtype)[None, None])
-    if not parts:
-        return None
     bias = functools.reduce(torch.add, parts)
     return bias if _is_bias(bias, q) else bias.to(wide_dtype(q)).contiguous()
 
 
-def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
+def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
     the workspace."""
     (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
     group, size, mask = H // H_kv, q.element_size(), core.mask
     windowed = (left, right) != (None, None) and not _causal(core)
+    if group == 1 and mask is None and core.slopes is None and not windowed:
+        return [whole(q, k)]
     shapes = [] if mask is None else [mask.shape]
     shapes += [] if core.slopes is None else [(core.slopes.shape[0], H, Sq, Sk)]
     shapes += [(1, 1, Sq, Sk)] if windowed else []
@@ -351,48 +373,47 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
     if windowed and core.workspace is not None:  # fewer rows see fewer columns
         rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
     if rows >= Sq and cost(B, H_kv, Sq) <= budget:
-        return iter((whole(q, k),))
-    return query_blocks(q, k, core, cost, budget, rows, one_each)
+        return [whole(q, k)]
+    return list(query_blocks(q, k, core, cost, budget, rows, one_each))
 
 
-def _heads(x: Tensor, H: int) -> Tensor:
-    """k or v with each head repeated for the query heads that read it, H in all."""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
-
-
-def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
-    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
-    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
-
-
-def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore, block: Block) -> tuple[tuple, dict]:
-    """(q, k, v of a block, the kernel's other arguments)."""
-    q, k, v = block.of_queries(q), block.of_keys(k), block.of_keys(v)
-    H = q.shape[1]
-    q, k, v = map(as_readable, (q, _heads(k, H), _heads(v, H)))
-    return (q, k, v), {"is_causal": _causal(core), "attn_mask": _bias(q, k, core), "scale": core.scale}
-
-
-def _is_whole(blocks: list[Block], k: Tensor) -> bool:
-    return len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2])
+def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[tuple, dict]:
+    """(q, k, v as the kernel reads them, its other arguments)."""
+    causal = _causal(core)
+    windowed = core.window != (None, None) and not causal
+    biased = windowed or core.mask is not None or core.slopes is not None
+    heads = [as_readable(x if x.shape[1] == q.shape[1] else _heads(x, q.shape[1])) for x in (q, k, v)]
+    bias = _bias(q, k, core, windowed) if biased else None
+    return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
 
 
 def flash_fwd(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
-    blocks = list(_flash_blocks(q, k, core))
-    o = lse = None
-    if not _is_whole(blocks, k):
-        o, lse = empty_heads(q).zero_(), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
+    kernel, blocks = _aten._scaled_dot_product_flash_attention_for_cpu, _flash_blocks(q, k, core)
+    if len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2]):
+        heads, options = _flash_arguments(q, k, v, blocks[0].core(core, q))
+        o, lse = kernel(*heads, **options)
+        return o, lse.contiguous()  # aten lays it out as [B, S, H]
+    o, lse = empty_heads(q).zero_(), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
     for block in blocks:
-        if block.columns.start == block.columns.stop:
-            continue
-        heads, options = _flash_arguments(q, k, v, block.core(core, q), block)
-        out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
-        if o is None:
-            return out, sums.contiguous()  # aten lays it out as [B, S, H]
-        block.of_queries(o).copy_(out)
-        block.of_queries(lse).copy_(sums)
+        if block.columns.start < block.columns.stop:
+            parts = block.of_queries(q), block.of_keys(k), block.of_keys(v)
+            heads, options = _flash_arguments(*parts, block.core(core, q))
+            out, sums = kernel(*heads, **options)
+            block.of_queries(o).copy_(out)
+            block.of_queries(lse).copy_(sums)
     return o, lse
+
+
+def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a block."""
+    heads, options = _flash_arguments(q, k, v, core)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        as_readable(do), *heads, as_readable(o), lse, 0.0, **options
+    )
+    if k.shape[1] != q.shape[1]:
+        dk, dv = summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+    return dq, dk, dv
 
 
 def flash_bwd(
@@ -406,19 +427,9 @@ def flash_bwd(
     outs: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
-    blocks = list(_flash_blocks(q, k, core))
-
-    def gradients(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        heads, options = _flash_arguments(q, k, v, block.core(core, q), block)
-        do_part, o_part = (as_readable(block.of_queries(x)) for x in (do, o))
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do_part, *heads, o_part, block.of_queries(lse), 0.0, **options
-        )
-        kv_heads = block.of_keys(k).shape[1]
-        return dq, summed_by_group(dk, kv_heads), summed_by_group(dv, kv_heads)
-
-    if _is_whole(blocks, k):
-        return gradients(blocks[0])
+    blocks = _flash_blocks(q, k, core)
+    if len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2]):
+        return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))
     dq = empty_heads(q) if outs[0] is None else outs[0]
     dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
     for chunk in by_keys(blocks):
@@ -427,7 +438,9 @@ def flash_bwd(
                 if block.columns.start == block.columns.stop:
                     block.of_queries(dq).zero_()
                     continue
-                part, *of_keys = gradients(block)
+                heads = block.of_queries(q), block.of_keys(k), block.of_keys(v)
+                others = (block.of_queries(x) for x in (do, o, lse))
+                part, *of_keys = _flash_grads(*heads, *others, block.core(core, q))
                 block.of_queries(dq).copy_(part)
                 sums.add(block, *of_keys)
     return dq, dk, dv
