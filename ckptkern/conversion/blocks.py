@@ -16,6 +16,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,15 +67,14 @@ def held_by(module: nn.Module) -> list[tuple[str, int]]:
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
     """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
-    if holds_sharded(module):  # a forward that no backward follows would leave their state open
-        return General(module, recompute)
-    args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
-    try:
-        with unmoved(module), torch.no_grad():
+    made = General(module, recompute)
+    if not holds_sharded(module):  # a forward that no backward follows would leave their state open
+        args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
+        # whatever a forward makes of its call in training
+        with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
-            return General(module, recompute, decides(module.forward, *args, **kwargs))
-    except Exception:  # whatever a forward makes of its call in training
-        return General(module, recompute)
+            made = General(module, recompute, decides(module.forward, *args, **kwargs))
+    return made
 
 
 class Around:
@@ -181,13 +181,17 @@ LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to
 BOUNDS = 64  # that are tried
 
 
+@dataclass(eq=False)
 class Called:
     """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
     by the clock of writes; inner: the calls in it."""
 
-    def __init__(self, module: nn.Module | None, start: int, takes: Saved, at: int = 0):
-        self.module, self.start, self.stop, self.takes, self.at = module, start, start, takes, at
-        self.inner: list[Called] = []
+    module: nn.Module | None
+    start: int = 0
+    takes: Saved = field(default_factory=dict)
+    at: int = 0
+    stop: int = 0
+    inner: list[Called] = field(default_factory=list)
 
     def walk(self) -> Iterator[Called]:
         yield self
@@ -200,13 +204,12 @@ class Record(Step):
     storage was last written into, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__(backs=False)
-        self.holds = True  # for a forward that differentiates
+        super().__init__(backs=False, holds=True)
         self.model = model
         self.saves: list[tuple[Any, int]] = []
         self.written: dict[Any, int] = {}
         self.writes = 0
-        self.root = Called(None, 0, {})
+        self.root = Called(None)
         self._stack = [self.root]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -291,27 +294,21 @@ class Cuts:
         self.kinds = collections.Counter(tuple(map(type, m)) for m in self.names if type(m) is nn.Sequential)
         fixed = {m for m in self.names if is_converted(m)}
         self.holds = {m for m in self.names if not fixed.isdisjoint(m.modules())}
-        whole = (m for m in self.names if m in self.calls and (m in given or self.is_whole(m)))
+        # a block of convolutions, or a member of a list, may be one checkpoint
+        whole = {
+            m
+            for m, name in self.names.items()
+            if m in allowed and m._modules and runs_class_forward(m) and (is_member(name, m) or has_convolutions(m))
+        }
+        whole = whole.difference(self.holds, (record.model,)).union(given).intersection(self.calls)
         self.whole = {m: [Cut(record, [one], m) for one in self.calls[m]] for m in whole}
-
-    def is_whole(self, module: nn.Module) -> bool:
-        """Returns whether all of it may be one checkpoint: a block of convolutions, or a member of a list."""
-        if not module._modules or module is self.record.model or module in self.holds or not runs_class_forward(module):
-            return False
-        is_block = is_member(self.names[module], module) or has_convolutions(module)
-        return is_block and module in self.allowed
-
-    def is_cut(self, module: nn.Module, bound: int) -> bool:
-        if module in self.given:
-            return True
-        cuts = self.whole.get(module, [])
-        return bool(cuts) and all(one.size <= bound and one.gains for one in cuts)
 
     def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
         """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
-        if self.is_cut(called.module, bound):
-            yield next(one for one in self.whole[called.module] if (one.start, one.stop) == (called.start, called.stop))
+        cuts = self.whole.get(called.module, [])
+        if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts)):
+            yield next(one for one in cuts if (one.start, one.stop) == (called.start, called.stop))
             return
         layers = called.inner
         while self.is_list(called) and layers:
@@ -374,17 +371,15 @@ class Cuts:
         """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
         not lower the peak."""
         own = [cuts for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
-        sizes = sorted({one.size for cuts in own for one in cuts} | self.runs())
+        lists = (called for called in self.record.root.walk() if self.is_list(called))
+        # of runs from the first layer on, of each list
+        runs = {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
+        sizes = sorted({one.size for cuts in own for one in cuts} | runs)
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
         found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
         most = math.inf if is_asked else LOWER * self.peak(list(self.within(-1)))[0]
         lower = [one for one in found if one[0] <= most]
         return min(lower, key=lambda one: of(*one[:2]))[2] if lower else []
-
-    def runs(self) -> set[int]:
-        """Returns the sizes of runs from the first layer on, of each list."""
-        lists = (called for called in self.record.root.walk() if self.is_list(called))
-        return {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -422,20 +417,10 @@ def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
 
 
 def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
-    """Returns the first call of each module with which one of these begins, in a training forward of the model without
-    gradients: some branches are called in training alone."""
-    found: dict[nn.Module, Call] = {}
-    if not cuts:
-        return found
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found.setdefault(module, mapped(lambda one: one.detach().clone(), (args, kwargs)))
-
-    with contextlib.ExitStack() as stack:
-        for module in {cut.begins for cut in cuts}:
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        with seeded(), unmoved(model), torch.no_grad():
-            model.train()
-            args, kwargs = call
-            model(*args, **kwargs)
-    return found
+    """Returns the first call of each module with which one of these begins, in a training forward of the model: some branches
+    are called in training alone."""
+    begin = list({cut.begins for cut in cuts})
+    if not begin:
+        return {}
+    step = step_of(model, *call, [("", module) for module in begin], there=(), step=Step(backs=False, holds=True))
+    return {module: step.calls[i][0].call for i, module in enumerate(begin)}

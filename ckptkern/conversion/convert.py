@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from .. import nn as drop_ins
@@ -75,7 +76,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
     counts = {m: count_hooks(m) for m in model.modules()}
     try:
-        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran:
+        with seeded(), unmoved(model), torch.no_grad(), Ran() as ran, register_module_forward_pre_hook(ran.note):
             model.eval()
             args, kwargs = call
             returned = scalars(model(*args, **kwargs))

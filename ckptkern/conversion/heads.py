@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -59,8 +58,8 @@ NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the hea
 
 
 class Ran(TorchFunctionMode):
-    """Notes what the example's call runs: the modules, the tensors that functions take, and the numbers of classes of every
-    F.cross_entropy and F.nll_loss."""
+    """Notes what the example's call runs: the modules, by `note`, the tensors that functions take, and the numbers of classes
+    of every F.cross_entropy and F.nll_loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +69,6 @@ class Ran(TorchFunctionMode):
         self.classes: set[int] = set()
         self.counts = False  # does any of the losses' targets?
         self.of_module = False  # does nn.CrossEntropyLoss call one? Dynamo takes that for a function of tensors
-
-    def __enter__(self):
-        self.hook = register_module_forward_pre_hook(self.note)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.hook.remove()
-        return super().__exit__(*error)
 
     def note(self, module: nn.Module, args: tuple) -> None:
         is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
@@ -116,17 +107,11 @@ def scalars(output: Any) -> list[Tensor]:
     return [one for one in leaves if is_floating(one) and one.dim() == 0]
 
 
-def base_linear(module: nn.Module) -> nn.Module | None:
-    """The linear layer that an adapter is around; None for other modules."""
-    base = module._modules.get("base_layer")
-    return base if base is not None and is_linear(base) else None
-
-
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
     numbers; None for other modules."""
-    base = base_linear(module)
-    if base is None or len(base.weight) not in classes or base.weight.is_meta:
+    base = module._modules.get("base_layer")
+    if base is None or not is_linear(base) or len(base.weight) not in classes or base.weight.is_meta:
         return None
     if not (dense(base) and all(map(untouched, module.modules()))):
         return None
@@ -164,7 +149,7 @@ class Head(Forward):
         super().__init__(module, recompute)
         self.kind, self.linear, self.arguments, self.watch = type(module), module, None, None
         if template is not None:
-            self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
+            self.linear, self.arguments = module.base_layer, arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
             self.watch = Watch(module, reads_of(module, ((x,), {})), live_attributes(module, template))
         self.log: list[Wanted] | None = None  # during the example's call
@@ -262,21 +247,19 @@ class Norm(Forward):
             or not any(map(requires_grad, (*args, *self.module.parameters(recurse=False))))
         ):
             return self.original(*args, **kwargs)
-        if why := self.why_not(args, kwargs):
+        why = ""
+        if len(args) != 1 or kwargs:
+            why = "it is called with more than its input"
+        elif others := kinds_of((*args, *self.module.parameters(recurse=False))):
+            why = f"its input or weight is a {others}"
+        elif args[0].dim() < 2:
+            why = "its input has no dimension of tokens"
+        elif hooked(self.module):
+            why = "it has a hook"
+        if why:
             return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
         self.count("fused")
         return run_in_chunks(self.module, self.original, args[0], self.workspace)
-
-    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        """Why it cannot run in chunks; "" if it can."""
-        if len(args) != 1 or kwargs:
-            return "it is called with more than its input"
-        tensors = (*args, *self.module.parameters(recurse=False))
-        if others := kinds_of(tensors):
-            return f"its input or weight is a {others}"
-        if args[0].dim() < 2:
-            return "its input has no dimension of tokens"
-        return "it has a hook" if hooked(self.module) else ""
 
 
 def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
@@ -309,9 +292,11 @@ class Chain(NamedTuple):
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""
-        matmul = self.matmul.of(flat, mode or "full")
-        values = matmul.values() if mode is None else matmul.logits()
-        return after(self.steps, values)
+        own = self.matmul.lora
+        count = len(flat) - 2 * (own is not None)
+        lora = None if own is None else LoRA(*flat[count:], own.scale)  # without dropout
+        matmul = Matmul(flat[0], LMHead(*flat[1:count])._replace(mode=mode or "full"), lora=lora)
+        return after(self.steps, matmul.values() if mode is None else matmul.logits())
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
@@ -509,23 +494,20 @@ def token_log_probs(
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     cap = None if final_logit_softcapping is None else final_logit_softcapping / temperature
     scale = logit_scale / temperature
-
-    def statistics(factor: float = 1.0, **options: Any):
-        return ops.linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="none",
-            ignore_index=NEVER,
-            logit_scale=factor * scale,
-            softcap=None if cap is None else factor * cap,
-            workspace=workspace,
-            **options,
-        )
-
+    statistics = functools.partial(
+        ops.linear_cross_entropy,
+        hidden,
+        weight,
+        targets,
+        linear_bias=bias,
+        reduction="none",
+        ignore_index=NEVER,
+        workspace=workspace,
+    )
     wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
     found = statistics(
+        logit_scale=scale,
+        softcap=cap,
         return_log_probs=True,
         return_entropy="entropy" in outputs,
         return_accuracy="is_top1" in outputs,
@@ -533,7 +515,10 @@ def token_log_probs(
         label_smoothing=float(wants_mean),  # the loss is then lse - the mean logit
     )
     with torch.no_grad():  # sum p^2 = sum exp(2 z - 2 lse)
-        squared = statistics(2.0, return_lse=True).lse - 2 * found.lse if wants_squares else None
+        squared = None
+        if wants_squares:
+            twice = statistics(logit_scale=2 * scale, softcap=None if cap is None else 2 * cap, return_lse=True)
+            squared = twice.lse - 2 * found.lse
         mean = found.lse - found.loss if wants_mean else None
     top = found.accuracy.bool() if found.accuracy is not None else None
     return found.log_probs, found.entropy, squared, mean, top

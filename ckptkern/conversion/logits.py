@@ -161,12 +161,6 @@ class Matmul:
         update = () if self.lora is None else self.lora[:2]
         return [one for one in (self.x, *self.head[:2], *update) if one is not None]
 
-    def of(self, tensors: list[Tensor], mode: str = "full") -> Matmul:
-        """The same call of other tensors, without dropout."""
-        count = len(tensors) - 2 * (self.lora is not None)
-        lora = None if self.lora is None else LoRA(*tensors[count:], self.lora.scale)
-        return Matmul(tensors[0], LMHead(*tensors[1:count])._replace(mode=mode), lora=lora)
-
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
         same = [(one._version, one.data_ptr()) for one in self.tensors] == self.marks

@@ -13,7 +13,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -78,11 +77,12 @@ class Called(NamedTuple):
 
 class Step(TorchDispatchMode):
     """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
-    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows."""
+    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
+    alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
 
-    def __init__(self, backs: bool = True):
+    def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
-        self.backs, self.holds, self.backward, self.has_output = backs, backs, False, False
+        self.backs, self.holds, self.backward, self.has_output = backs, backs or holds, False, False
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.at_peak: list[Alive] = []
         self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
@@ -198,11 +198,6 @@ class Step(TorchDispatchMode):
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
 
-    def end_forward(self) -> None:
-        self.cut()
-        self.backward, self.ops_of_forward = True, len(self.heights)
-        self.timeline.mark("backward")
-
     def see_allocator(self) -> None:
         """Raises stretches and the peak to what they are in the timeline, which has what kernels of libraries take."""
         self.peak = max(self.peak, self.timeline.peak)
@@ -281,7 +276,7 @@ def step_of(
     leaves = [one for one in (*model.parameters(), *inputs) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for context in (seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves)):
             stack.enter_context(context)
         set_gradients(leaves, before)
@@ -300,7 +295,9 @@ def step_of(
             output = model(*args, **kwargs)  # a training loop holds it while backward runs
             step.has_output = True
             value = (loss or loss_of)(output) if step.backs or loss else None
-        step.end_forward()
+        step.cut()
+        step.backward, step.ops_of_forward = True, len(step.heights)
+        step.timeline.mark("backward")
         if step.backs:
             step.loss = value.detach()
             value.backward()

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,17 +139,6 @@ class Unreadable(Exception):
 Call = tuple[tuple, dict[str, Any]]  # args, kwargs
 
 
-class Outer(NamedTuple):
-    """A call of a module that is no leaf, which returned a tensor. args, kwargs, output, at, apart: as of a Node."""
-
-    path: str
-    args: tuple
-    kwargs: dict[str, Any]
-    output: int
-    at: int
-    apart: bool
-
-
 @dataclass(eq=False)
 class Node:
     """A tensor of the call, by what made it.
@@ -163,9 +152,9 @@ class Node:
 
     args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
-    modules that returned it too, the inner ones first. written: of a tensor that was changed through a view of it, its node
-    before, and the view's after. apart: did the module switch autocast off around it? trained: has it a gradient? Rotary
-    tables, which are computed of positions, have none.
+    modules that are no leaves and returned it too, the inner ones first. written: of a tensor that was changed through a view
+    of it, its node before, and the view's after. apart: did the module switch autocast off around it? trained: has it a
+    gradient? Rotary tables, which are computed of positions, have none.
     """
 
     kind: str
@@ -176,7 +165,7 @@ class Node:
     output: int = 0
     at: int = -1
     function: Callable | None = None
-    calls: list[Outer] = field(default_factory=list)
+    calls: list[Node] = field(default_factory=list)
     written: tuple[Node, Node] | None = None
     apart: bool = False
     trained: bool = False
@@ -308,10 +297,8 @@ class Trace(Watched):
         )
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                node = Node(
-                    kind, source, result.shape, args, kwargs, i, at, function, [], None, self.is_apart(result), trained
-                )
-                self.nodes[id(result)] = node
+                self.nodes[id(result)] = node = Node(kind, source, result.shape, args, kwargs, i, at, function)
+                node.apart, node.trained = self.is_apart(result), trained
                 self.alive.append(result)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -350,20 +337,21 @@ class Trace(Watched):
 
     def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
         """Notes what a module returned: a leaf's is a node, but for an identity; others' nodes were made inside."""
-        is_leaf = module in self.leaves
-        if is_leaf:
+        of_leaf = module in self.leaves
+        if of_leaf:
             self.inside.pop()
         if self.inside:
             return
         path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
-        if is_leaf:
+        if of_leaf:
             if id(result) not in given:
                 self.record("module", path, args, kwargs, result)
             return
         at, args, kwargs = self.counted(args, kwargs)
         for i, one in enumerate(tree_leaves(result)):
             if isinstance(one, Tensor) and id(one) not in given:
-                self.node(one).calls.append(Outer(path, args, kwargs, i, at, self.is_apart(one)))
+                outer = Node("module", path, one.shape, args, kwargs, i, at, apart=self.is_apart(one))
+                self.node(one).calls.append(outer)
 
 
 def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:

@@ -15,22 +15,21 @@ from .attention_core import (
     ROWS,
     AttentionCore,
     Block,
-    KeySums,
     attention_keep,
     attention_scores,
     block_bytes,
     by_group,
     by_head,
-    by_keys,
     by_rows,
     capped_scores,
     each_sequence,
-    empty_heads,
+    forward_by_blocks,
     is_packed,
     masked_scores,
     query_blocks,
     rows_and_columns,
     sink_share,
+    sum_by_blocks,
     weighted_sum,
     whole,
     wide,
@@ -67,21 +66,8 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     elif flash_on_cpu(q, k, core):
         o, lse = flash_fwd(q, k, v, core)
     else:
-        o, lse = _scores_fwd(q, k, v, core)
+        o, lse = forward_by_blocks(_block_fwd, _score_blocks(q, k, core), q, k, v, core)
     return o, lse, None if do is None else attn_delta(o, do, core)
-
-
-def _scores_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) by scores."""
-    blocks = _score_blocks(q, k, core)
-    if len(blocks) == 1:
-        return _block_fwd(q, k, v, core)
-    o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-    for block in blocks:
-        out, sums = _block_fwd(block.of_queries(q), block.of_keys(k), block.of_keys(v), block.core(core, q))
-        block.of_queries(o).copy_(out)
-        block.of_queries(lse).copy_(sums)
-    return o, lse
 
 
 def _block_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
@@ -177,40 +163,34 @@ def attn_grads(
 
 def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmask_shape, need_dslopes, outs) -> tuple:
     """`attn_grads` by scores, block by block."""
-    blocks = _score_blocks(q, k, core)
     dq, dk, dv = (
         (torch.empty_like(x) if out is None else out) if need else None
         for x, out, need in zip((q, k, v), outs, (need_dq, need_dkv, need_dkv), strict=True)
     )
     dmask = None if dmask_shape is None else q.new_zeros(dmask_shape, dtype=wide_dtype(q))
     dslopes = torch.zeros_like(core.slopes) if need_dslopes else None
-    for chunk in by_keys(blocks):
-        with KeySums(chunk[0], *((dk, dv) if need_dkv else ())) as sums:
-            for block in chunk:
-                of_block = block.core(core, q)
-                q_part, do_part = block.of_queries(q), block.of_queries(do)
-                k_part, v_part = block.of_keys(k), block.of_keys(v)
-                dropped, ds, uncapped = _score_gradients(
-                    q_part, k_part, v_part, do_part, block.of_queries(delta), of_block
-                )
-                if dmask is not None:
-                    place = block.of_scores(dmask)
-                    place += ds.sum_to_size(place.shape)
-                if dslopes is not None:
-                    i, j = rows_and_columns(q_part, k_part, of_block)
-                    place = block.of_slopes(dslopes)
-                    place -= (ds * (i - j).abs()).sum((-1, -2)).sum_to_size(place.shape)
-                H_kv = k_part.shape[1]
-                if need_dq:
-                    block.of_queries(dq).copy_(weighted_sum(uncapped, wide(k_part)).mul_(core.scale))
-                if need_dkv:
-                    sums.add(
-                        block,
-                        torch.matmul(by_group(uncapped, H_kv).transpose(-1, -2), by_group(wide(q_part), H_kv)).mul_(
-                            core.scale
-                        ),
-                        torch.matmul(by_group(dropped, H_kv).transpose(-1, -2), by_group(wide(do_part), H_kv)),
-                    )
+
+    def of_block(block: Block) -> tuple[Tensor, ...]:
+        of_block, q_part, do_part = block.core(core, q), block.of_queries(q), block.of_queries(do)
+        k_part, v_part = block.of_keys(k), block.of_keys(v)
+        dropped, ds, uncapped = _score_gradients(q_part, k_part, v_part, do_part, block.of_queries(delta), of_block)
+        if dmask is not None:
+            place = block.of_scores(dmask)
+            place += ds.sum_to_size(place.shape)
+        if dslopes is not None:
+            i, j = rows_and_columns(q_part, k_part, of_block)
+            place = block.of_slopes(dslopes)
+            place -= (ds * (i - j).abs()).sum((-1, -2)).sum_to_size(place.shape)
+        if need_dq:
+            block.of_queries(dq).copy_(weighted_sum(uncapped, wide(k_part)).mul_(core.scale))
+        if not need_dkv:
+            return ()
+        H_kv = k_part.shape[1]
+        of_k = torch.matmul(by_group(uncapped, H_kv).transpose(-1, -2), by_group(wide(q_part), H_kv))
+        of_v = torch.matmul(by_group(dropped, H_kv).transpose(-1, -2), by_group(wide(do_part), H_kv))
+        return of_k.mul_(core.scale), of_v
+
+    sum_by_blocks(of_block, _score_blocks(q, k, core), (dk, dv) if need_dkv else ())
     return dq, dk, dv, dmask, dslopes
 
 

@@ -343,12 +343,9 @@ def whole(q: Tensor, k: Tensor) -> Block:
     return Block(slice(0, B), slice(0, H), slice(0, H_kv), slice(0, Sq), slice(0, Sk))
 
 
-def visible_columns(core: AttentionCore, first: int, end: int, Sk: int) -> slice:
-    """The columns that rows first .. end - 1 may see by the window; they begin at a multiple of 32, as dropout masks do."""
-    (left, right), shift = core.window, core.row_base - core.column_base
-    low = 0 if left is None else max(0, min(first + shift - left, Sk)) // 32 * 32
-    high = Sk if right is None else max(0, min(Sk, end + shift + right))
-    return slice(low, max(low, high))
+def is_whole(blocks: list[Block], k: Tensor) -> bool:
+    """Is it one block, of all columns?"""
+    return len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2])
 
 
 def query_blocks(
@@ -374,7 +371,7 @@ def query_blocks(
         heads = -(-heads // 2)
     while rows > LEAST_ROWS and cost(samples, heads, rows) > budget:
         rows = max(LEAST_ROWS, -(-rows // 32) * 16)
-    group = H // H_kv
+    group, (left, right), shift = H // H_kv, core.window, core.row_base - core.column_base
     for b in range(0, B, samples):
         for h in range(0, H_kv, heads):
             last = min(h + heads, H_kv)
@@ -382,37 +379,48 @@ def query_blocks(
                 of_q = slice(h * group + g, last * group, group if one_each else None)
                 for first in range(0, Sq, rows):
                     end = min(first + rows, Sq)
-                    columns = visible_columns(core, first, end, Sk)
+                    # the columns that these rows may see; they begin at a multiple of 32, as dropout masks do
+                    low = 0 if left is None else max(0, min(first + shift - left, Sk)) // 32 * 32
+                    high = Sk if right is None else max(0, min(Sk, end + shift + right))
+                    columns = slice(low, max(low, high))
                     yield Block(slice(b, min(b + samples, B)), of_q, slice(h, last), slice(first, end), columns)
 
 
-def by_keys(blocks: Iterable[Block]) -> Iterator[list[Block]]:
-    """The blocks that share their samples and their heads of k and v."""
+def forward_by_blocks(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    blocks: list[Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    core: AttentionCore,
+) -> tuple[Tensor, Tensor]:
+    """(o, lse) of all queries, by function(q, k, v, core) of each block's."""
+
+    if is_whole(blocks, k):
+        return function(q, k, v, blocks[0].core(core, q))
+    o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    for block in blocks:
+        out, sums = function(block.of_queries(q), block.of_keys(k), block.of_keys(v), block.core(core, q))
+        block.of_queries(o).copy_(out)
+        block.of_queries(lse).copy_(sums)
+    return o, lse
+
+
+def sum_by_blocks(
+    function: Callable[[Block], Iterable[Tensor]], blocks: Iterable[Block], totals: tuple[Tensor, ...]
+) -> None:
+    """Writes to totals [B, H_kv, Sk, D] the gradients of k and v, sums over blocks of queries of function(block), in float32
+    and rounded once."""
     for _, chunk in itertools.groupby(blocks, lambda block: (block.samples.start, block.kv_heads.start)):
-        yield list(chunk)
-
-
-class KeySums:
-    """Sums over blocks of queries of gradients of k and v, in float32 and rounded once.
-
-    totals: [B, H_kv, Sk, D]; the part of the block's samples and heads is written when the `with` ends.
-    """
-
-    def __init__(self, block: Block, *totals: Tensor):
-        self.places = [total[block.samples, block.kv_heads] for total in totals]
-
-    def __enter__(self) -> KeySums:
-        self.sums = [
-            place.zero_() if place.dtype == wide_dtype(place) else torch.zeros_like(place, dtype=torch.float32)
-            for place in self.places
-        ]
-        return self
-
-    def add(self, block: Block, *parts: Tensor) -> None:
-        for total, part in zip(self.sums, parts, strict=True):
-            total[:, :, block.columns] += part
-
-    def __exit__(self, *_) -> None:
-        for place, total in zip(self.places, self.sums, strict=True):
+        sums: list[Tensor] = []
+        for block in chunk:
+            places = [total[block.samples, block.kv_heads] for total in totals]
+            sums = sums or [
+                place.zero_() if place.dtype == wide_dtype(place) else torch.zeros_like(place, dtype=torch.float32)
+                for place in places
+            ]
+            for total, part in zip(sums, function(block), strict=True):
+                total[:, :, block.columns] += part
+        for place, total in zip(places, sums, strict=True):
             if place is not total:
                 place.copy_(total)

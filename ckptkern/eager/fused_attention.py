@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,13 +19,14 @@ from .attention_core import (
     ROWS,
     AttentionCore,
     Block,
-    KeySums,
     block_bytes,
-    by_keys,
     empty_heads,
+    forward_by_blocks,
     heads_layout,
+    is_whole,
     query_blocks,
     rows_and_columns,
+    sum_by_blocks,
     whole,
     wide_dtype,
 )
@@ -42,12 +43,13 @@ BIAS_ROW = 16  # elements that a bias's rows are filled up to in memory, as torc
 class FusedAttention(NamedTuple):
     """One of torch's own attention kernels, without dropout.
 
-    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. k and v may have fewer heads
-    than q. Which cores it computes: `ops.attention.core.kernel_order`.
+    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. groups: may k and v have
+    fewer heads than q? Otherwise these are repeated. Which cores it computes: `ops.attention.core.kernel_order`.
     """
 
     forward: Callable[..., tuple]
     backward: Callable[..., tuple]
+    groups: bool
 
 
 def _as_tokens(x: Tensor) -> Tensor:
@@ -202,21 +204,10 @@ def _flash_bwd(do, q, k, v, o, lse, core):
     return tuple(map(_as_heads, grads, outside))
 
 
-def _heads(x: Tensor, H: int) -> Tensor:
-    """k or v with each head repeated for the query heads that read it, H in all."""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
-
-
-def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
-    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
-    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
-
-
 LSE_ROWS = 32  # what the memory-efficient kernel fills lse up to, with inf
 
 
 def _efficient_fwd(q, k, v, core):
-    k, v = (_heads(x, q.shape[1]) for x in (k, v))
     bias = _filled_bias(q, k, core, q.shape[1])
     o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, _is_causal(core), scale=core.scale
@@ -226,16 +217,15 @@ def _efficient_fwd(q, k, v, core):
 
 def _efficient_bwd(do, q, k, v, o, lse, core):
     """Gives o and do as [B, S, H, D] in memory, which the kernel takes them for."""
-    all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
     bias = _filled_bias(q, k, core, q.shape[1])
     lse, missing = _of_rows_with_gradients(lse, core), -q.shape[2] % LSE_ROWS
     lse = F.pad(lse, (0, missing), value=math.inf) if missing else lse
     no_dropout = lse.new_empty((), dtype=torch.int64)
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+    return _aten._scaled_dot_product_efficient_attention_backward(
         heads_layout(do),
         q,
-        all_k,
-        all_v,
+        k,
+        v,
         bias,
         heads_layout(o),
         lse,
@@ -245,31 +235,25 @@ def _efficient_bwd(do, q, k, v, o, lse, core):
         [True, True, True, False],
         _is_causal(core),
         scale=core.scale,
-    )
-    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+    )[:3]
 
 
 def _cpu_fwd(q, k, v, core):
-    k, v = (_heads(x, q.shape[1]) for x in (k, v))
-    causal = core.window[1] is not None
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=core.scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, core.window[1] is not None, scale=core.scale)
 
 
 def _cpu_bwd(do, q, k, v, o, lse, core):
-    all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
-    causal = core.window[1] is not None
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, all_k, all_v, o, lse, 0.0, causal, scale=core.scale
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, core.window[1] is not None, scale=core.scale
     )
-    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
 FUSED = {
-    "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd),
-    "flash": FusedAttention(_flash_fwd, _flash_bwd),
-    "efficient": FusedAttention(_efficient_fwd, _efficient_bwd),
+    "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd, groups=True),
+    "flash": FusedAttention(_flash_fwd, _flash_bwd, groups=True),
+    "efficient": FusedAttention(_efficient_fwd, _efficient_bwd, groups=False),
     # of tensors on the meta device, where only what is allocated counts
-    "cpu": FusedAttention(_cpu_fwd, _cpu_bwd),
+    "cpu": FusedAttention(_cpu_fwd, _cpu_bwd, groups=False),
 }
 
 
@@ -289,14 +273,21 @@ def as_readable(x: Tensor) -> Tensor:
 
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) by the kernel that `core.fused` names."""
+    kernel = FUSED[core.fused]
     q, k, v = map(as_readable, (q, k, v))
-    return FUSED[core.fused].forward(q, k, v, core)
+    if not kernel.groups:
+        k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    return kernel.forward(q, k, v, core)
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by the kernel that `core.fused` names, which reads o instead of delta."""
+    kernel, H_kv = FUSED[core.fused], k.shape[1]
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
-    return FUSED[core.fused].backward(do, q, k, v, o, lse, core)
+    if not kernel.groups:
+        k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, core)
+    return dq, summed_by_group(dk, H_kv), summed_by_group(dv, H_kv)
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
@@ -328,7 +319,7 @@ def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
-    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window."""
+    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window, if it is not causal."""
     mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
     if mask is not None:
         parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
@@ -377,70 +368,64 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     return list(query_blocks(q, k, core, cost, budget, rows, one_each))
 
 
-def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[tuple, dict]:
-    """(q, k, v as the kernel reads them, its other arguments)."""
-    causal = _causal(core)
+def _heads(x: Tensor, H: int) -> Tensor:
+    """k or v with each head repeated for the query heads that read it, H in all."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+
+
+def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
+    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
+    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
+
+
+def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
+    """(q, k, v, the kernel's other arguments)."""
+    H, causal = q.shape[1], _causal(core)
     windowed = core.window != (None, None) and not causal
+    heads = map(as_readable, (q, k, v) if k.shape[1] == H else (q, _heads(k, H), _heads(v, H)))
     biased = windowed or core.mask is not None or core.slopes is not None
-    heads = [as_readable(x if x.shape[1] == q.shape[1] else _heads(x, q.shape[1])) for x in (q, k, v)]
     bias = _bias(q, k, core, windowed) if biased else None
     return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
 
 
+def _flash_block(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    if not k.shape[2]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
+    heads, options = _flash_arguments(q, k, v, core)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
+
+
 def flash_fwd(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
-    kernel, blocks = _aten._scaled_dot_product_flash_attention_for_cpu, _flash_blocks(q, k, core)
-    if len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2]):
-        heads, options = _flash_arguments(q, k, v, blocks[0].core(core, q))
-        o, lse = kernel(*heads, **options)
-        return o, lse.contiguous()  # aten lays it out as [B, S, H]
-    o, lse = empty_heads(q).zero_(), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
-    for block in blocks:
-        if block.columns.start < block.columns.stop:
-            parts = block.of_queries(q), block.of_keys(k), block.of_keys(v)
-            heads, options = _flash_arguments(*parts, block.core(core, q))
-            out, sums = kernel(*heads, **options)
-            block.of_queries(o).copy_(out)
-            block.of_queries(lse).copy_(sums)
-    return o, lse
+    o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
+    return o, lse.contiguous()  # aten lays it out as [B, S, H]
 
 
 def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a block."""
     heads, options = _flash_arguments(q, k, v, core)
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         as_readable(do), *heads, as_readable(o), lse, 0.0, **options
     )
-    if k.shape[1] != q.shape[1]:
-        dk, dv = summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
-    return dq, dk, dv
+    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
-def flash_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    core: AttentionCore,
-    outs: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | None, ...]) -> tuple:
     """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
     blocks = _flash_blocks(q, k, core)
-    if len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2]):
+    if is_whole(blocks, k):
         return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))
     dq = empty_heads(q) if outs[0] is None else outs[0]
     dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
-    for chunk in by_keys(blocks):
-        with KeySums(chunk[0], dk, dv) as sums:
-            for block in chunk:
-                if block.columns.start == block.columns.stop:
-                    block.of_queries(dq).zero_()
-                    continue
-                heads = block.of_queries(q), block.of_keys(k), block.of_keys(v)
-                others = (block.of_queries(x) for x in (do, o, lse))
-                part, *of_keys = _flash_grads(*heads, *others, block.core(core, q))
-                block.of_queries(dq).copy_(part)
-                sums.add(block, *of_keys)
+
+    def of_block(block: Block) -> tuple[Tensor, Tensor]:
+        q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
+        keys = block.of_keys(k)
+        if not keys.shape[2]:
+            place.zero_()
+            return keys, keys
+        part, *of_keys = _flash_grads(q_part, keys, block.of_keys(v), *others, block.core(core, q))
+        place.copy_(part)
+        return of_keys
+
+    sum_by_blocks(of_block, blocks, (dk, dv))
     return dq, dk, dv

@@ -155,15 +155,11 @@ class TransformerLayer(SublayerOp):
             cores.append((sublayer, core, f))
         return mid, cores
 
-    @classmethod
-    def more_results(cls, o):
-        return cls.last.more_results(o.mlp)
-
 
 class TransformerMoELayer(TransformerLayer):
     name = "transformer_moe_layer"
     Options = options_of(AttentionBlock, MoEBlock)
-    last = MoEBlock
+    last, more_results = MoEBlock, MoEBlock.more_results
     constants, decisions = constants_of_layer(AttentionBlock, MoEBlock), MoEBlock.decisions
 
 

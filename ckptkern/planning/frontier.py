@@ -90,15 +90,15 @@ def frontier(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
     first = min(multiple, limit or multiple)
-    args, kwargs = arguments_of(make_inputs(first))
-    with converted("frontier", model, args, kwargs) as shown:
-        for segment in found_segments(model, args, kwargs, include, exclude):
+    example = Example("frontier", model, *arguments_of(make_inputs(first)), loss)
+    with converted(example) as shown:
+        for segment in found_segments(example, include, exclude):
             segment.set(Strategy("full"))
 
         def peak_of(size: int) -> float:
             shown(f"size {size}")
             try:
-                return Example(model, *arguments_of(make_inputs(size)), loss).step().peak
+                return Example("frontier", model, *arguments_of(make_inputs(size)), loss).step().peak
             except torch.OutOfMemoryError:
                 return math.inf
 

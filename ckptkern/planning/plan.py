@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
-from ..conversion.recorder import Alive, Loss
+from ..conversion.recorder import Alive, Loss, as_input
 from ..conversion.report import NOTHING, WAY
 from ..conversion.selection import Which
 from ..conversion.trace import mapped
@@ -26,11 +26,11 @@ from ..ops.registration.functions import Bodies
 from ..storage import Store
 from .measure import measure, narrower
 from .search import Search, by_saved
-from .segments import Segment, Strategy, blocks_of, check_step, segments_of
+from .segments import Segment, Strategy, blocks_of, segments_of
 from .table import Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
-SMALL = (2, 64)  # sequences and tokens that a model is converted with
+SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
@@ -150,12 +150,10 @@ def bytes_of(op: str, name: str, budget: float | str) -> int:
 
 
 @contextmanager
-def converted(
-    op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], stays: bool = True
-) -> Iterator[Callable[[str], None]]:
+def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], None]]:
     """Yields what is told each stage. A model that has no region before has none after an error, or in any case if it is not
     to stay converted."""
-    check_step(op, model, args, kwargs)
+    op, model = example.op, example.model
     if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
         raise ValueError(
             f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
@@ -170,19 +168,15 @@ def converted(
             revert(model)
 
 
-def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> list[Segment]:
+def found_segments(example: Example, include: Any = None, exclude: Any = None) -> list[Segment]:
     """The model's regions, converted if it has none, and the blocks that may become activation checkpoints.
 
     Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
     number, and its time does."""
+    model, args, kwargs = example.model, example.args, example.kwargs
     segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        small = tuple(slice(size) for size in SMALL)
-
-        def shortened(tensor: Tensor) -> Tensor:
-            return tensor[small[: tensor.dim()]].detach().clone().requires_grad_(tensor.requires_grad)
-
-        small_args, small_kwargs = mapped(shortened, (args, kwargs))
+        small_args, small_kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), (args, kwargs))
         try:
             convert(model, *small_args, recompute="full", **options, **small_kwargs)
         except Exception:  # of the model's own: its inputs go together in another way
@@ -252,7 +246,8 @@ def plan(
     name, given = ("saved", saved) if budget is None else ("budget", budget)
     limit = math.inf if given is None else bytes_of("plan", name, given)
     by_peak = budget is not None
-    with converted("plan", model, example_inputs, example_kwargs) as shown:
+    example = Example("plan", model, example_inputs, example_kwargs, loss)
+    with converted(example) as shown:
         check_keywords("plan", plan, model, example_kwargs)
         if device not in (None, *RATES):
             raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
@@ -260,14 +255,15 @@ def plan(
             raise ValueError(
                 "plan: device is of a model on the meta device; elsewhere times are measured: leave it out"
             )
-        example = Example(model, example_inputs, example_kwargs, loss)
 
-        def measured() -> Table:
-            segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-            strategies = [one.strategies(stores) for one in segments]
-            return with_step(measure(example, segments, strategies, shown, RATES.get(device)))
-
-        def with_step(table: Table) -> Table:
+        def measured(larger: Table | None = None) -> Table:
+            """In the ops' own workspace, or in a smaller one than of another table."""
+            if larger is None:
+                segments = found_segments(example, include, exclude)
+                strategies = [one.strategies(stores) for one in segments]
+                table = measure(example, segments, strategies, shown, RATES.get(device))
+            else:
+                table = narrower(larger, shown)
             if by_peak:
                 shown('memory over a step at "full"')
                 table.step(table.uniform("full"))
@@ -277,7 +273,7 @@ def plan(
             """In a smaller workspace; None if that lowers the peak no more."""
             if not table.workspaces.given:
                 return None
-            other, full = agreed(lambda: with_step(narrower(table, shown)), group), table.uniform("full")
+            other, full = agreed(lambda: measured(table), group), table.uniform("full")
             return other if other.peak(full) < LOWER * table.peak(full) else None
 
         table = agreed(measured, group)

@@ -113,9 +113,9 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     scalars.
     """
     steps: dict[str, Step] = {}
-    with converted("report", model, example_inputs, example_kwargs, stays=False) as shown:
-        example = Example(model, example_inputs, example_kwargs, loss)
-        segments = found_segments(model, example_inputs, example_kwargs, None, None)
+    example = Example("report", model, example_inputs, example_kwargs, loss)
+    with converted(example, stays=False) as shown:
+        segments = found_segments(example)
         strategies = []  # one mode for the whole region, and a forward of PyTorch's alone: replaced by convert, or not yet
         for one in segments:
             has_eager = one.forward is not None or one.is_block or ORIGINAL_CLASS in one.module.__dict__

@@ -164,12 +164,6 @@ class Choices:
         """Returns those in which every region fits."""
         return [key for key in self.predicted if math.isfinite(self.table.cost_of(key))]
 
-    def lowest(self) -> Choice:
-        """Returns that of the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart."""
-        for i in range(STEPS):
-            self.add(by_saved(self.table, self.low + (self.high - self.low) * i // (STEPS - 1)))
-        return min(self.able(), key=lambda key: self.predicted[key])
-
     def within(self, bound: int) -> Choice | None:
         """Returns the cheapest whose peak is predicted within the bound."""
         low, high = self.low, self.high + 1
@@ -188,8 +182,10 @@ class Choices:
             if not 0 < over < math.inf:
                 break
             target = min(target, self.predicted[chosen]) - over  # the prediction was too low
-        if over > 0:
-            table.measured(self.lowest())
+        if over > 0:  # the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart
+            for i in range(STEPS):
+                self.add(by_saved(table, self.low + (self.high - self.low) * i // (STEPS - 1)))
+            table.measured(min(self.able(), key=lambda key: self.predicted[key]))
         if tried := [key for key, peak in table.peaks.items() if peak <= budget]:
             return min(tried, key=table.cost_of)
         lowest = min(table.peaks, key=lambda key: table.peaks[key])

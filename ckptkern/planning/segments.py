@@ -72,20 +72,18 @@ class Segment(NamedTuple):
         this strategy goes."""
         if strategy == self.strategy:
             return
-        forward, kind = self.forward, None
-        if self.is_block:
-            kind = None if strategy == Strategy("none") else General
-        elif strategy.store is not None:
-            kind = Own
-        if not self.is_block and (forward is None or isinstance(forward, Own)):
-            self.module.recompute = strategy.mode
-        if forward is None and kind is not None:
-            self.module.forward = forward = kind(self.module, "none")
-        elif kind is None and (
-            self.is_block or (isinstance(forward, Own) and ORIGINAL_CLASS not in self.module.__dict__)
-        ):
-            forward.unbind()
-            forward = None
+        forward = self.forward
+        if self.is_block or forward is None or isinstance(forward, Own):
+            if self.is_block:
+                needed = strategy != Strategy("none")
+            else:
+                needed = strategy.store is not None or (forward is not None and ORIGINAL_CLASS in self.module.__dict__)
+                self.module.recompute = strategy.mode
+            if forward is None and needed:
+                self.module.forward = forward = (General if self.is_block else Own)(self.module, "none")
+            elif forward is not None and not needed:
+                forward.unbind()
+                forward = None
         if forward is not None:
             forward.store, forward.recompute = strategy.store, strategy.mode
 

@@ -17,7 +17,7 @@ from ..conversion.recorder import Alive, Loss, Step, device_of, loss_of, step_of
 from ..conversion.report import aligned, name_of
 from ..conversion.trace import Call, leaves_of
 from ..memory import format_size, three_digits
-from .segments import ORIGINAL, Segment, Strategy, Workspaces, in_strategies
+from .segments import ORIGINAL, Segment, Strategy, Workspaces, check_step, in_strategies
 from .timing import Rates
 
 SHOWN = 8  # lines of what stands at a peak
@@ -85,10 +85,11 @@ class Measured(NamedTuple):
 
 class Example:
     """The training step that a table is of, as it begins now: with the gradients that are there. loss: from what the model
-    returns to what is differentiated."""
+    returns to what is differentiated. Raises TypeError, ValueError and RuntimeError, which name `op`, if it cannot run."""
 
-    def __init__(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None):
-        self.model, self.args, self.kwargs = model, args, kwargs
+    def __init__(self, op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None = None):
+        check_step(op, model, args, kwargs)
+        self.op, self.model, self.args, self.kwargs = op, model, args, kwargs
         self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
         leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
         self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
@@ -203,8 +204,7 @@ class Table:
     def text(self, chosen: Sequence[int] | None = None) -> list[str]:
         """Returns the lines of a table: each strategy of the regions, those that are alike in one. chosen: with how many of
         them run in it."""
-        head = ("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")
-        lines = [head]
+        lines = [("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")]
         for number, kind in enumerate(self.kinds):
             places = [i for i, row in enumerate(self.rows) if row.kinds[0] == number]
             if not places:
@@ -228,10 +228,9 @@ class Table:
                     )
                 )
                 names = "", ""
-        shown = [
-            i for i, name in enumerate(head) if any(line[i] for line in lines[1:]) or name in ("region", "strategy")
-        ]
-        return aligned([tuple(line[i] for i in shown) for line in lines])
+        columns = zip(*lines, strict=True)
+        shown = [column for column in columns if any(column[1:]) or column[0] in ("region", "strategy")]
+        return aligned(list(zip(*shown, strict=True)))
 
 
 def largest_standing(standing: Sequence[Alive]) -> list[tuple[int, str, str]]:
@@ -290,11 +289,10 @@ def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Tab
         if other[0] != names or tree_flatten(other[1])[1] != tree_flatten(figures)[1]:
             raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
 
-    def largest(*values: Any) -> Any:
-        """Of numbers; of all else the first."""
-        return max(values) if isinstance(values[0], (int, float)) else values[0]
-
-    held, table.rest, costs, stretches = tree_map(largest, *(other[1] for other in theirs))
+    held, table.rest, costs, stretches = tree_map(
+        lambda *values: max(values) if isinstance(values[0], (int, float)) else values[0],
+        *(other[1] for other in theirs),
+    )
     table.rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=True)]
     for kind, own in zip(table.kinds, costs, strict=True):
         kind.costs = own

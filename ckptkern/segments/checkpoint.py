@@ -16,8 +16,6 @@ from .decisions import COMPILED, LOOKS, saved_decisions, with_hooks
 from .reachable import makes_cached
 from .segment import Segment
 
-__all__ = ["checkpoint", "checkpointed"]
-
 DETERMINISM_CHECKS = ("default", "none", "values")
 # The undecorated function: after `patch_torch` the decorated one runs ours.
 _torchs = torch._disable_dynamo(inspect.unwrap(torch_checkpoint.checkpoint))

@@ -138,7 +138,11 @@ class Segment(SavedTensors):
                     self.device = self.recompute(key)
                     self.done[key] = torch._C._get_graph_exec_group()
                     if is_first_of_several() and self.leaves_out():
-                        self.hold_for_later_passes(key)
+                        # asked for a part of a retained graph's gradients: later passes read what this one recomputed, if it
+                        # may be held (`split_backward`)
+                        limit = stash_limit([choose_workspace("checkpoint", None, torch.empty(0, device=self.device))])
+                        size = self.hold(key, -1 if limit == math.inf else int(limit))
+                        self.room = None if size is None else Room(size)
                         if (value := self.held(saved)) is not None:
                             return value
             value = saved.take(key)
@@ -161,14 +165,6 @@ class Segment(SavedTensors):
             if self.on_error is not None:
                 self.on_error(error)  # raises, with the operators of both runs
             raise
-
-    def hold_for_later_passes(self, key: int) -> None:
-        """Lets later passes read what this one recomputed, which asks for a part of a retained graph's gradients, if it may be
-        held (`split_backward`)."""
-        like = torch.empty(0, device=self.device)
-        limit = stash_limit([choose_workspace("checkpoint", None, like)])
-        size = self.hold(key, -1 if limit == math.inf else int(limit))
-        self.room = None if size is None else Room(size)
 
     def held(self, saved: Placeholder) -> Tensor | None:
         """What an earlier pass recomputed; not if it has changed since, as an argument or parameter may: recompute says so."""

@@ -21,8 +21,6 @@ from ..memory import counting, format_size, parse_size, storages_of
 from .checkpoint import checkpoint
 from .reachable import caching_nothing
 
-__all__ = ["Part", "checkpoint_sequential", "run", "split"]
-
 OPTIONS = {name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY}
 _ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
 Segments = int | str | Callable[[str, Callable], bool]
@@ -67,16 +65,16 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         raise TypeError(f"segments: wanted an nn.Sequential or a list of layers, but got {found}")
     names, layers = _named(functions)
     count = len(layers)
+    starts = None
     if isinstance(segments, str) and segments == "sqrt":
         number = max(1, round(math.sqrt(count)))
-        starts = [count * i // number for i in range(number + 1)]
-        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise(starts)]
-    if isinstance(segments, int) and not isinstance(segments, bool):
+        starts = [count * i // number for i in range(number)]
+    elif isinstance(segments, int) and not isinstance(segments, bool):
         if not 1 <= segments <= max(count, 1):
             raise ValueError(f"segments must lie between 1 and the number of layers, {count}, but is {segments}")
-        size = count // segments
-        parts = [Part(i * size, (i + 1) * size, True) for i in range(segments - 1)]
-        return [*parts, Part((segments - 1) * size, count, False)]
+        starts = [i * (count // segments) for i in range(segments)]
+    if starts is not None:
+        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise([*starts, count])]
     if isinstance(segments, str) and (every := re.fullmatch(r"every (\d+)", segments)):
         step = int(every[1])
         if step < 1:

@@ -34,8 +34,6 @@ from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
 
-__all__ = ["tiled"]
-
 FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
 ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
 _NOT_FAKEABLE = (
@@ -160,23 +158,15 @@ def _with_hooks(module: nn.Module, x: Tensor, run: Callable[[Callable, Tensor], 
 # -- how long a chunk is ----------------------------------------------------------------------------------------------
 
 
-def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
-    """Tokens of a chunk."""
-    tokens = x.shape[dim]
-    if chunks is None:
-        chunks = 1 if tokens <= FLOOR else _chunks(tokens, _transients(fn, forward, x, dim), workspace)
-    return max(1, -(-tokens // chunks))
-
-
-def _chunks(tokens: int, transients: int, workspace: int) -> int:
-    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
-
-
 _measured: weakref.WeakKeyDictionary[nn.Module, dict[tuple, int]] = weakref.WeakKeyDictionary()
 
 
-def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
-    """Bytes of a token beside x, dx, y and dy: twice those that fn saves and returns for it, with and without a gradient."""
+def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
+    """Tokens of a chunk: of a part of `chunks`, or of the fewest whose transients stay within the workspace. Those of a token,
+    beside x, dx, y and dy, count as twice the bytes that fn saves and returns for it, with and without a gradient."""
+    tokens = x.shape[dim]
+    if chunks is not None or tokens <= FLOOR:
+        return max(1, -(-tokens // (chunks or 1)))
     known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
     device = x.device.type
@@ -184,24 +174,27 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
     training = fn.training if isinstance(fn, nn.Module) else None
     key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
     if key not in known:
+        sizes = []
         try:
-            few, more = (_saved_and_returned(forward, x, dim, n) for n in (FLOOR, 2 * FLOOR))
+            for n in (FLOOR, 2 * FLOOR):
+                with on_fakes(), _no_cast_cache():
+                    wide = (*x.shape[:dim], n, *x.shape[dim + 1 :])
+                    probe = torch.empty(wide, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
+                    output, saved = saved_by(forward, probe)
+                    returned = storages_of([output] if isinstance(output, Tensor) else [])
+                    sizes.append(sum((saved | returned).values()))
         except _NOT_FAKEABLE as error:
             raise RuntimeError(
                 f"tiled: {_name(fn)} does not run on fake tensors, which would show how many of its tokens fit the "
                 f"workspace: give chunks. The error was {type(error).__name__}: {error}"
             ) from error
-        known[key] = -(-2 * (more - few) // FLOOR)
-    return known[key]
+        known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
+    chunks = _chunks(tokens, known[key], workspace)
+    return max(1, -(-tokens // chunks))
 
 
-def _saved_and_returned(forward: Callable, x: Tensor, dim: int, tokens: int) -> int:
-    """Bytes that forward saves for backward and returns for so many tokens, on fake tensors."""
-    with on_fakes(), _no_cast_cache():
-        shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-        probe = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
-        output, storages = saved_by(forward, probe)
-        return sum((storages | storages_of([output] if isinstance(output, Tensor) else [])).values())
+def _chunks(tokens: int, transients: int, workspace: int) -> int:
+    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
 
 
 @contextlib.contextmanager
@@ -369,10 +362,10 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
     tokens = x.shape[dim]
     if chunks is None:
         chunks = _chunks(tokens, ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize, workspace)
-    wide, dtypes = {}, {}
+    narrow = {}
     if isinstance(fn, nn.Module):
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-        wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
+    wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
 
     def call(part: Tensor) -> Tensor:
         if not wide:
@@ -400,10 +393,13 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
     buffers = [(b, b.clone()) for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)]
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            before = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-            whole = forward(x)
-            after = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-            draws = any(a is not None and not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+            def random_state() -> Tensor:
+                cuda = [torch.cuda.get_rng_state(x.device)] if x.is_cuda else []
+                return torch.cat([torch.get_rng_state(), *cuda])
+
+            before, whole = random_state(), forward(x)
+            draws = not torch.equal(before, random_state())
             _Output(fn, x.shape[dim], dim).write(whole, 0, x.shape[dim])
             if x.is_floating_point():
                 _check_dependence(fn, forward, x, dim, length)
@@ -417,36 +413,36 @@ def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, lengt
 
 def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
     """Some tokens become NaN: no other token's output may."""
-    places = torch.arange(x.shape[dim], device=x.device)
-    for poisoned in (places < length, places >= length, places % 2 == 0):
-        at = [1] * x.dim()
-        at[dim] = -1
-        bad: list[nn.Module] = []
+    places, inner = (
+        torch.arange(x.shape[dim], device=x.device),
+        dict(fn.named_modules() if isinstance(fn, nn.Module) else ()),
+    )
+    inner.pop("", None)
+    poisoned, bad = places < 0, list[str]()
 
-        def spread(value: Any, poisoned: Tensor = poisoned) -> Tensor | None:
-            """Which tokens that should not be are NaN; None if the value has no tokens."""
-            if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(poisoned):
-                return None
-            return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
+    def spread(value: Any) -> Tensor | None:
+        """Which tokens that should not be are NaN; None if the value has no tokens."""
+        if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(places):
+            return None
+        return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
 
-        def watch(module: nn.Module, args: tuple, output: Any, bad: list = bad, spread: Callable = spread) -> None:
-            before, after = (spread(value) for value in (args[0] if args else None, output))
-            if after is not None and after.any() and before is not None and not before.any():
-                bad.append(module)
+    def watch(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        before, after = (spread(value) for value in (args[0] if args else None, output))
+        if after is not None and after.any() and before is not None and not before.any():
+            bad.append(f" (in {name}: {type(module).__name__})")
 
-        inner = list(fn.named_modules())[1:] if isinstance(fn, nn.Module) else []
-        handles = [module.register_forward_hook(watch) for _, module in inner]
-        try:
-            found = spread(forward(x.masked_fill(poisoned.view(at), float("nan"))))
-        finally:
-            for handle in handles:
-                handle.remove()
-        if found is not None and found.any():
-            where = next((f" (in {name}: {type(m).__name__})" for name, m in inner if bad and m is bad[0]), "")
-            raise ValueError(
-                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
-                f"{int(found.nonzero()[0])} depends on other tokens{where}"
-            )
+    with contextlib.ExitStack() as stack:
+        for name, module in inner.items():
+            stack.callback(module.register_forward_hook(functools.partial(watch, name)).remove)
+        for poisoned in (places < length, places >= length, places % 2 == 0):
+            bad.clear()
+            at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
+            found = spread(forward(x.masked_fill(at, float("nan"))))
+            if found is not None and found.any():
+                raise ValueError(
+                    f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
+                    f"{int(found.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
+                )
 
 
 def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim: int, length: int) -> None:

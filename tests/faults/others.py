@@ -270,7 +270,7 @@ EAGER = [
 FROZEN = [
     Fault(
         "frozen: the two values of a byte are swapped",
-        "ckptkern/frozen/kinds.py",
+        "ckptkern/frozen.py",
         "torch.stack((«own & 15, own >> 4»), -1)",
         "own >> 4, own & 15",
         ("tests/frozen/test_kinds.py",),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ckptkern import Frozen
-from ckptkern.frozen import kinds
+from ckptkern import frozen as kinds
 from ckptkern.memory import peak_memory
 
 F8, U8 = torch.float8_e4m3fn, torch.uint8

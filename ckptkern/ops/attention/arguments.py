@@ -23,12 +23,7 @@ from ..dispatch.checks import (
     check_weight,
     is_number,
 )
-from ..dispatch.choices import (
-    choose_backend,
-    compute_dtype,
-    head_dim_not_covered,
-    surely,
-)
+from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered, surely
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora
 from ..sublayer.residual import NORMS, around

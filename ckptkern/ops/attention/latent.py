@@ -7,11 +7,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..dispatch.checks import check_count, check_number, check_weight
-from ..dispatch.choices import (
-    choose_backend,
-    compute_dtype,
-    head_dim_not_covered,
-)
+from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES

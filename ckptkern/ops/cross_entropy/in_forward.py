@@ -15,8 +15,8 @@ from ... import eager, state
 from ...frozen import Frozen
 from ...subclasses import PLAIN
 from ..dispatch.choices import choose_mode, primitives
-from ..registration.gradients import main_grad_of, token_chunks
-from ..registration.op import cast_parameter, rows_2d
+from ..registration.gradients import main_grad_of
+from ..registration.op import cast_parameter, rows_2d, token_chunks
 from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply, check_targets, operands
 from .statistics import Sums, TokenResults
 

@@ -12,8 +12,19 @@ from ... import eager
 from ...results import TokenStatistics
 from ..dispatch.choices import primitives
 from ..registration.functions import build
-from ..registration.gradients import CHUNK_ROWS, by_chunks, main_grad_of, token_chunks
-from ..registration.op import Op, beside_frozen, cast_parameter, flags, needed, rows_2d, unflattened
+from ..registration.gradients import main_grad_of
+from ..registration.op import (
+    CHUNK_ROWS,
+    Op,
+    beside_frozen,
+    by_chunks,
+    cast_parameter,
+    flags,
+    needed,
+    rows_2d,
+    token_chunks,
+    unflattened,
+)
 from .statistics import Sums, combined, gathered, of_rows, reference_logits, results_of_logits, top_of
 from .updated import UpdatedHead, update_of
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ... import eager
 from ..dispatch.choices import primitives
-from ..registration.gradients import WeightGrad, token_chunks
-from ..registration.op import needed
+from ..registration.gradients import WeightGrad
+from ..registration.op import needed, token_chunks
 from ..sublayer.lora import LowRank, low_rank
 
 LAYER = "head"

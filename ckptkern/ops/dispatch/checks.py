@@ -40,12 +40,11 @@ def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0
     if activation not in ACTIVATIONS or recompute not in MODES:
         check_choice(op, "activation", activation, ACTIVATIONS)
         check_mode(op, recompute)
-    check_probability(op, dropout_p)
+    if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0:
+        check_probability(op, dropout_p)
 
 
 def check_probability(op: str, p: float) -> None:
-    if type(p) is float and 0.0 <= p <= 1.0:
-        return
     if isinstance(p, Tensor) or not is_number(p) or not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 

@@ -13,8 +13,7 @@ from ..dispatch.choices import choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..registration.gradients import by_chunks
-from ..registration.op import SublayerOp, needed_names, with_fields
+from ..registration.op import SublayerOp, by_chunks, needed_names, with_fields
 from ..sublayer.lora import LoRA, gather_lora, names_of, updates_of
 from ..sublayer.residual import (
     AroundTensors,

@@ -12,10 +12,10 @@ from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
-from ..registration.op import Op, in_order, mask, needed_names, rows_2d, unflattened
+from ..registration.op import Op, by_chunks, in_order, mask, needed_names, rows_2d, token_chunks, unflattened
 from ..sublayer.dropout import draw_state
 from .block import mlp_block
-from .branch import BranchOptions, MLPBranch, check_branch, reference, saves
+from .branch import BranchOptions, MLPBranch, Sums, check_branch, reference, saves
 
 
 class MLPTensors(NamedTuple):
@@ -44,16 +44,34 @@ class MLP(Op):
     def forward(cls, tensors, o):
         x, *t = tensors
         rows = rows_2d(x)
-        y, saved = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype).forward(rows)
+        branch = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype)
+        chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
+        if len(chunks) == 1:
+            y, saved = branch.forward_rows(rows, 0)
+        else:
+            y = rows.new_empty((rows.shape[0], branch.t.down_weight.shape[0]))
+            saved = by_chunks(
+                chunks, lambda start, stop: branch.forward_rows(rows[start:stop], start, y[start:stop])[1]
+            )
         return unflattened(y, x), saved
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
         (x, *t), rows = tensors, rows_2d(dy)
         branch, x = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
-        grads = branch.backward(rows, x, saved, needed_names(cls.Tensors, needs))
-        if "x" in grads:
-            grads["x"] = unflattened(grads["x"], dy)
+        chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
+        sums = Sums(branch, needed_names(cls.Tensors, needs), len(chunks))
+        if len(chunks) == 1:
+            dx = branch.backward_rows(rows, x, saved, 0, sums)
+        else:
+            dx = rows.new_empty((rows.shape[0], branch.t.up_weight.shape[1])) if sums.need_dx else None
+            for start, stop in chunks:
+                x_rows, dx_rows = (one if one is None else one[start:stop] for one in (x, dx))
+                of_rows = {name: one[start:stop] for name, one in saved.items()}
+                branch.backward_rows(rows[start:stop], x_rows, of_rows, start, sums, dx_rows)
+        grads = sums.results()
+        if sums.need_dx:
+            grads["x"] = unflattened(dx, dy)
         return in_order(grads, cls.Tensors, needs)
 
     @classmethod

@@ -46,15 +46,11 @@ class MoEBlock(SublayerOp):
     name = "moe_block"
     Tensors, Options = MoETensors, MoEOptions
     constants = frozenset({1 + MoETensors._fields.index("score_bias")})
-    decisions = ("index",)
+    decisions, more_results = ("index",), (LOGITS,)
     saves = staticmethod(saves)
     compute = staticmethod(moe_sublayer)
     gradients = staticmethod(moe_sublayer_backward)
     in_torch_ops = staticmethod(moe_reference)
-
-    @staticmethod
-    def more_results(o):
-        return (LOGITS,)
 
 
 _apply = build(MoEBlock)

@@ -18,8 +18,8 @@ from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
-from ..registration.gradients import BiasGrad, WeightGrad, by_chunks
-from ..registration.op import cast_parameter, needed_names, with_fields
+from ..registration.gradients import BiasGrad, WeightGrad
+from ..registration.op import by_chunks, cast_parameter, needed_names, with_fields
 from ..sublayer.lora import updates_of
 from ..sublayer.residual import (
     AroundTensors,

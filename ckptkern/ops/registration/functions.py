@@ -51,12 +51,9 @@ _TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
 _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), int(Observed.HOOKS)
 
 
-def observed(tensors: Sequence[Tensor | None]) -> int:
-    """What `state.observe` sees of the tensors. A Frozen needs no dispatch: an op's body dequantises it."""
-    seen = state.observe(tensors)
-    if seen & _SUBCLASS and only_frozen(tensors, PLAIN.__contains__):
-        seen &= ~_SUBCLASS
-    return seen
+def _without_frozen(seen: int, tensors: Sequence[Tensor | None]) -> int:
+    """What `state.observe` saw of the tensors: a Frozen needs no dispatch, because an op's body dequantises it."""
+    return seen & ~_SUBCLASS if only_frozen(tensors, PLAIN.__contains__) else seen
 
 
 class Bodies:
@@ -82,7 +79,7 @@ def runs_directly(seen: int) -> bool:
 
 def returned(op: type[Op], options, results):
     """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
-    more = op.more_results(options)
+    more = op.more_results
     return tuple(results[: 1 + len(more)]) if more else results[0]
 
 
@@ -93,7 +90,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     backward(dy, t) is the vector-Jacobian matmul of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
     the vector-Jacobian matmul of that, which torch.func forms from the reference's second derivative.
     """
-    more = len(op.more_results(options))
+    more = len(op.more_results)
     tensors, saved = call_of(op, flat, options)
     tensors, reference = list(tensors), op.reference_of(saved, options)
     if tensors[0] is None:
@@ -101,18 +98,13 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
     variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point() and type(t) is not Frozen]
 
-    def filled(places, values) -> list[Tensor | None]:
-        by_place = dict(zip(places, values, strict=True))
-        return [by_place.get(i, t) for i, t in enumerate(tensors)]
-
     def first_order(dys, *values):
-        tensors = filled(variables, values)
+        by_place = dict(enumerate(tensors)) | dict(zip(variables, values, strict=True))
 
         def y(*some):
-            by_place = dict(zip(wanted, some, strict=True))
-            return reference([by_place.get(i, t) for i, t in enumerate(tensors)], options)
+            return reference([*(by_place | dict(zip(wanted, some, strict=True))).values()], options)
 
-        return torch.func.vjp(y, *(tensors[i] for i in wanted))[1](dys)
+        return torch.func.vjp(y, *(by_place[i] for i in wanted))[1](dys)
 
     dys = (dy, *flat[len(flat) - more :]) if more else dy
     _, pull = torch.func.vjp(first_order, dys, *(tensors[i] for i in variables))
@@ -169,7 +161,9 @@ def _gradients(registered: Registered):
             grads = second_order.apply(options, needs, dy, *flat)
         else:
             compiling = torch.compiler.is_compiling()
-            seen = _OBSERVED if compiling else observed((dy, *flat))
+            seen = _OBSERVED if compiling else state.observe((dy, *flat))
+            if seen & _SUBCLASS and not compiling:
+                seen = _without_frozen(seen, (dy, *flat))
             if not seen & _OBSERVED or runs_directly(seen):
                 return run_backward(op, dy, flat, options, needs, seen)
             grads = call_backward(registered, dy, flat, options, needs)
@@ -200,7 +194,7 @@ def _eager_function(registered: Registered, gradients) -> type:
             """call: (options, needs, what `observe` saw of the tensors, made), one argument because each costs the host time.
             made: a list that receives what the library op returns besides its results, where a graph calls it (Bare)."""
             options, needs, seen, made = call
-            more = op.more_results(options)
+            more = op.more_results
             if made is not None:
                 with torch._C._AutoDispatchBelowAutograd():
                     results = call_forward(registered, tensors, options)
@@ -264,7 +258,7 @@ def _in_parts(
 
     upstream: the gradients of the results, None where there is none; dy: the first, of zeros then."""
     wanted, by_hand = asked(needs, flat), Process.by_hand
-    seen = observed((dy, *flat))
+    seen = _without_frozen(state.observe((dy, *flat)), (dy, *flat))
     if by_hand is not None and not any(map(by_hand.takes, flat)):
         by_hand = None
     limit = torch.inf if by_hand else stash_limit(values_of(options, "workspace"))
@@ -322,14 +316,14 @@ def _functional_functions(registered: Registered, gradients) -> tuple[type, type
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.options, ctx.needs, *tensors = inputs
-            more = len(op.more_results(ctx.options))
+            more = len(op.more_results)
             ctx.mark_non_differentiable(*output[1 + more :])
             ctx.set_materialize_grads(more > 0)  # of what is not used, backward reads zeros
             ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
 
         @staticmethod
         def backward(ctx, dy, *others):
-            more = others[: len(op.more_results(ctx.options))]
+            more = others[: len(op.more_results)]
             return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
@@ -350,7 +344,9 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
 
     def apply(options, *tensors) -> Any:
         compiling = torch.compiler.is_compiling()
-        seen = 0 if compiling else observed(tensors)
+        seen = 0 if compiling else state.observe(tensors)
+        if seen & _SUBCLASS:
+            seen = _without_frozen(seen, tensors)
         if (compiling or seen & _SUBCLASS) and (kind := own_dispatch(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
@@ -377,7 +373,7 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
             return returned(op, options, functional.apply(options, needs, *tensors))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
-            seen = observed(tensors)
+            seen = _without_frozen(state.observe(tensors), tensors)
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
         return apply_eager((options if needs else for_inference(options), needs, seen, None), *tensors)
 

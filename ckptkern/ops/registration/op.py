@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,8 @@ class Op:
                for second order
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
     kernels    are there Triton kernels of it?
+    more_results  names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient
+               of each among what was saved, as "d" and its name
     """
 
     name: str
@@ -45,17 +48,12 @@ class Op:
     reference: Callable[..., Any]
     constants: frozenset[int] = frozenset()
     kernels = True
+    more_results: tuple[str, ...] = ()
     inference_recompute = "full"  # the mode in which forward writes nothing for a backward
 
     @staticmethod
     def saves(options) -> tuple[str, ...]:
         """What forward saves for backward besides tensors: the one declaration of it. "y" is the result itself."""
-        return ()
-
-    @staticmethod
-    def more_results(options) -> tuple[str, ...]:
-        """Names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient of each
-        among what was saved, as "d" and its name."""
         return ()
 
     @staticmethod
@@ -153,7 +151,7 @@ def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list
 
 def in_results(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
     """[y, *more, *saved] of what `forward` gives."""
-    return [y, *[made[name] for name in (*op.more_results(options), *op.saves(options)) if name != "y"]]
+    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
 
 def run_backward(
@@ -168,7 +166,7 @@ def run_backward(
 
 def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: int) -> list:
     """The flat list of tensors that backward is given, from the op's tensors and results [y, *more, *saved]."""
-    flat = [*tensors, *results[1 + len(op.more_results(options)) :]]
+    flat = [*tensors, *results[1 + len(op.more_results) :]]
     names = op.saves(options)
     if "y" in names:
         flat.insert(len(tensors) + names.index("y"), results[0])
@@ -181,8 +179,8 @@ def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | No
     """The inverse of `to_save`: (tensors, saved by name), as the op's backward takes them. Gradients of more results follow in
     `flat`."""
     names = op.saves(options)
-    if more := op.more_results(options):
-        names = (*names, *("d" + name for name in more))
+    if op.more_results:
+        names = (*names, *("d" + name for name in op.more_results))
     count = len(flat) - len(names)
     return flat[:count], dict(zip(names, flat[count:], strict=True)) if names else {}
 
@@ -274,3 +272,63 @@ def beside_frozen(weights: Iterable[Any], o: Any, dtype: torch.dtype) -> tuple[A
     at_once, largest = frozen_bytes(weights, dtype)
     holds = 2 * at_once <= o.workspace
     return o._replace(workspace=max(o.workspace - (at_once if holds else largest), 1)), holds
+
+
+# -- chunks of rows that fit the workspace
+
+CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
+
+
+def token_chunks(
+    rows: int, bytes_per_row: int | Callable[[], int], workspace: int | None, unit: int = CHUNK_ROWS
+) -> list[tuple[int, int]]:
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
+    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
+    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called.
+
+    Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
+    """
+    if workspace is None:
+        return [(0, rows)]
+    bytes_per_row = bytes_per_row() if callable(bytes_per_row) else bytes_per_row
+    if rows * bytes_per_row <= workspace:
+        return [(0, rows)]
+    units = -(-rows // unit)
+    count = -(-units // max(workspace // bytes_per_row // unit, 1))
+    bounds = [i * units // count * unit for i in range(count)]
+    return list(itertools.pairwise([*bounds, rows]))
+
+
+def by_chunks(
+    chunks: Sequence[tuple[int, int]],
+    of_rows: Callable[[int, int], dict[str, Tensor]],
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place, in a tensor of `into` or a new one,
+    and freed."""
+    if len(chunks) == 1:
+        return of_rows(*chunks[0])
+    whole = dict(into or {})
+    for start, stop in chunks:
+        for name, part in of_rows(start, stop).items():
+            if name not in whole:
+                whole[name] = part.new_empty((chunks[-1][1], *part.shape[1:]))
+            whole[name][start:stop] = part
+            part = None
+    return whole
+
+
+def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed: int, beside: int) -> int:
+    """Bytes of a row's transient tensors of a dtype in a backward pass.
+
+    tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
+    of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 matmul of 16-bit
+    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was
+    measured to take up to one more copy there.
+    """
+    size = dtype.itemsize
+    bytes_ = tensors * size + masks
+    if size >= 4 or on_gpu:
+        return bytes_
+    copies = summed * (8 if dtype == torch.float16 else 4)
+    return max(bytes_ + summed // 2, beside * size + copies)

@@ -20,8 +20,7 @@ from ...errors import ShapeError
 from ...frozen import Frozen, viewed
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import choose_mode, choose_workspace, matmul_precision, primitives
-from ..registration.gradients import by_chunks, token_chunks
-from ..registration.op import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import beside_frozen, by_chunks, cast_parameter, rows_2d, token_chunks
 from .dropout import apply_dropout, draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
