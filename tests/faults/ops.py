@@ -223,7 +223,7 @@ OPS = [
     Fault(
         "experts: gradients beside a recomputed [g | u] are not written over it",
         "ckptkern/ops/dispatch/implementations.py",
-        "**wanted, over_gu=«True»",
+        "s, groups, activation, **wanted, over_gu=«True»",
         "False",
         ("tests/ops/test_grouped.py -k workspace",),
     ),
