@@ -16,6 +16,7 @@ from ..conversion.recorder import differentiated
 from ..conversion.trace import leaves_of, recomputed
 from ..planning.plan import found_segments
 from ..planning.segments import Segment, Strategy
+from ..planning.table import Example
 from ..segments.checkpoint import checkpoint as ckptkern_checkpoint
 from ..tools.models import load, model_and_inputs
 from .cases import MODES, Case, Function, Maker
@@ -77,7 +78,7 @@ class Called(nn.Module):
 def segments_in(replica: Called) -> list[Segment]:
     """The regions of ckptkern.nn that it has, or else what convert fuses."""
     args, kwargs = replica.inputs(replica.x)
-    return [one for one in found_segments(replica.module, args, kwargs, None, None) if not one.is_block]
+    return [one for one in found_segments(Example("bench", replica.module, args, kwargs)) if not one.is_block]
 
 
 def in_mode(model: Called, mode: str) -> Function:

@@ -97,6 +97,16 @@ class Peak:
     bytes: int = 0
 
 
+_BY_ROW, _BY_COLUMN = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_INDICES = {  # the methods that return what a sparse tensor is made of
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _BY_ROW,
+    torch.sparse_bsr: _BY_ROW,
+    torch.sparse_csc: _BY_COLUMN,
+    torch.sparse_bsc: _BY_COLUMN,
+}
+
+
 def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors with a storage of their own that ``tensor`` is made of: itself, unless it is a wrapper or sparse."""
     if is_traceable_wrapper_subclass(tensor):
@@ -111,12 +121,8 @@ def dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         if state := getattr(tensor, "quant_state", None):  # bitsandbytes keeps its scales beside the tensor
             for part in (state, state.state2) if state.nested else (state,):
                 yield from (t for t in (part.absmax, part.code, part.offset) if isinstance(t, torch.Tensor))
-    elif tensor.layout == torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout in _INDICES:
+        yield from (getattr(tensor, name)() for name in _INDICES[tensor.layout])
     else:
         raise TypeError(f"saved_tensors: cannot size a tensor of layout {tensor.layout}")
 

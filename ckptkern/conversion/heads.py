@@ -35,7 +35,7 @@ from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
-from .check import TOLERANCE, difference, random_parameters, results, rms, wide
+from .check import TOLERANCE, Check, difference, random_parameters, rms, wide
 from .computed import Inputs
 from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
@@ -267,7 +267,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     forward = Norm(module, recompute)
     row = Row(name, type(module).__name__, "tiled")
     try:
-        check_token_wise(module, forward.original, x)
+        check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
         row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {}), x) for run in runs)
     except Exception:  # what convert need not replace stays as it is
@@ -310,15 +310,15 @@ class Chain(NamedTuple):
     def compared(self, mode: str) -> tuple[float, int, int]:
         """Returns (the largest relative error of the loss and its gradients, bytes that are saved for backward besides
         parameters and targets without us, and with us)."""
-        flat, runs = self.example(wide), (self.loss, functools.partial(self.loss, mode="full"))
-        theirs, ours = (results(run, flat, list(range(len(flat))), []) for run in runs)
+        flat = self.example(wide)
+        error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
         flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
         given = [one for one in self.steps[-1].others if type(one) is Tensor]
         for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 self.loss(flat, lazy)
             bytes_.append(saved.bytes)
-        return difference(ours, theirs), *bytes_
+        return error, *bytes_
 
 
 class Heads:

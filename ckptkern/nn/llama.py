@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.attention.masks import diagonal_of, merged_mask
+from ..ops.attention.arguments import diagonal_of
+from ..ops.attention.core import merged_mask
 from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
 from ..ops.dispatch.checks import check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation
@@ -20,13 +21,6 @@ from .unmodified import composed, unmodified
 def _eps(norm: torch.nn.RMSNorm, x: Tensor) -> float:
     """Returns norm.eps; None means the eps of the dtype in which torch computes the norm, also under autocast."""
     return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if norm.eps is None else norm.eps
-
-
-def _same_sequence(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Returns bool [tokens, tokens]: True where two packed tokens are of one sequence."""
-    place = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens, place, right=True)
-    return sequence[:, None] == sequence
 
 
 class LlamaAttention(Layer):
@@ -127,17 +121,14 @@ class LlamaAttention(Layer):
 
     def is_unmodified(self) -> bool:
         """Do its parameters alone determine what it computes?"""
-        q_norm, k_norm = self.q_norm, self.k_norm
+        norms = q_norm, k_norm = self.q_norm, self.k_norm
         if not unmodified(torch.nn.Linear, self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             return False
-        if q_norm is None and k_norm is None:
-            return True
         # the op has one eps for both norms, and takes a missing weight for a missing norm
-        return (
-            unmodified(torch.nn.RMSNorm, q_norm, k_norm)
+        return norms == (None, None) or (
+            unmodified(torch.nn.RMSNorm, *norms)
             and q_norm.eps == k_norm.eps
-            and q_norm.weight is not None
-            and k_norm.weight is not None
+            and all(norm.weight is not None for norm in norms)
         )
 
     def _composed(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None = None, **masks: Any) -> Tensor:
@@ -163,11 +154,12 @@ class LlamaAttention(Layer):
             longest = options["max_seqlen"] or S
             o = ops.varlen_attn(q[0], k[0], v[0], cu, cu, longest, longest, **how)[None]
         else:
-            mask = (
-                _same_sequence(x, cu)
-                if cu is not None
-                else merged_mask(options["attn_mask"], options["key_padding_mask"])
-            )
+            if cu is None:
+                mask = merged_mask(options["attn_mask"], options["key_padding_mask"])
+            else:  # [tokens, tokens]: True where two packed tokens are of one sequence
+                place = torch.arange(S, device=x.device, dtype=torch.int32)
+                sequence = torch.searchsorted(cu, place, right=True)
+                mask = sequence[:, None] == sequence
             q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
             o = ops.scaled_dot_product_attention(q, k, v, mask, options["dropout_p"], **how).transpose(1, 2)
         y = self.o_proj(o.flatten(2))

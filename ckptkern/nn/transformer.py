@@ -13,8 +13,7 @@ from .. import ops
 from ..ops.dispatch.checks import modes_of_sublayers
 from .activations import named
 from .attention import MultiheadAttention
-from .dropout import Dropout
-from .layer import Layer, weights
+from .layer import Dropout, Layer, weights
 from .unmodified import DROPOUT, composed, unmodified, untouched
 
 
@@ -121,15 +120,6 @@ def _probability(dropout: torch.nn.Dropout) -> float:
     return dropout.p if dropout.training else 0.0
 
 
-def _canonical(src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None) -> tuple:
-    """Returns the masks as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for
-    this: in evaluation it may take a kernel that reads additive masks as bool."""
-    padding = F._canonical_mask(
-        src_key_padding_mask, "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask", src.dtype
-    )
-    return F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding
-
-
 class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
     """Replaces torch.nn.TransformerEncoderLayer, with the same arguments, parameters and results in training and
     evaluation.
@@ -164,7 +154,11 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
         if attends and self._is_unmodified():
             return self._fused(src, self.layer_arguments(src, *masks))
         if self._is_torchs("_sa_block") and not attends:
-            masks = *_canonical(src, src_mask, src_key_padding_mask), is_causal
+            # as torch's layer hands them on, with torch's names in its errors. torch's forward is not called for this: in
+            # evaluation it may take a kernel that reads additive masks as bool
+            names = "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask"
+            padding = F._canonical_mask(src_key_padding_mask, *names, src.dtype)
+            masks = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding, is_causal
         return composed(self._composed, src, *masks)
 
     def layer_arguments(self, src: Tensor, *masks: Any) -> dict[str, dict[str, Any]]:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..ops.dispatch.choices import choose_mode, log_composed
+from ..ops.dispatch.choices import choose_mode, log_once
 from ..ops.dispatch.shard import ACTIVE, refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
-from .dropout import Dropout
+from .layer import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
+CAPTURING = "transformers.utils.output_capturing"  # has hooks that collect what a call asks for, such as hidden states
 
 
 def runs_class_forward(module: torch.nn.Module) -> bool:
@@ -30,8 +31,7 @@ def runs_class_forward(module: torch.nn.Module) -> bool:
 @contextmanager
 def collecting_nothing() -> Iterator[None]:
     """Inside, transformers' hooks collect nothing: of a layer that is tried in the middle of a model's call."""
-    module = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(module, "_active_collector", None)
+    collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
     if collector is None or collector.get() is None:
         yield
         return
@@ -44,11 +44,8 @@ def collecting_nothing() -> Iterator[None]:
 
 def collects_first(hooks: dict[int, Callable]) -> bool:
     """Does each of these only collect the first result of its module, as transformers' hooks do?"""
-    module = sys.modules.get("transformers.utils.output_capturing")
     return all(
-        module is not None
-        and getattr(hook, "__module__", None) == module.__name__
-        and inspect.getclosurevars(hook).nonlocals.get("index") == 0
+        getattr(hook, "__module__", None) == CAPTURING and inspect.getclosurevars(hook).nonlocals.get("index") == 0
         for hook in hooks.values()
     )
 
@@ -56,16 +53,14 @@ def collects_first(hooks: dict[int, Callable]) -> bool:
 def dormant(hooks: dict[int, Callable]) -> bool:
     """Do none of these do anything in this call? After a call that asks for hidden states, transformers leaves hooks, which
     collect what a call asks for."""
-    module = sys.modules.get("transformers.utils.output_capturing")
-    collector = getattr(module, "_active_collector", None)
+    collector = getattr(sys.modules.get(CAPTURING), "_active_collector", None)
     wanted = collector.get() if collector is not None else None
-
-    def rests(hook: Callable) -> bool:
-        if collector is None or getattr(hook, "__module__", None) != module.__name__:
+    for hook in hooks.values():
+        if collector is None or getattr(hook, "__module__", None) != CAPTURING:
             return False
-        return not wanted or inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) not in wanted
-
-    return all(map(rests, hooks.values()))
+        if wanted and inspect.getclosurevars(hook).nonlocals.get("key", next(iter(wanted), None)) in wanted:
+            return False
+    return True
 
 
 def hooked(module: torch.nn.Module) -> bool:
@@ -90,7 +85,7 @@ def dense(module: torch.nn.Module) -> bool:
     operations of its own."""
     kind = own_dispatch(module._parameters.values())
     if kind is not None:
-        log_composed(kind)
+        log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
     return kind is None and strided(module) and "parametrizations" not in module._modules
 
 
@@ -119,9 +114,10 @@ def composed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         or (torch.compiler.is_compiling() and parametrize._cache_enabled)
     ):
         return method(*args, **kwargs)
-    if not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return method(*args, **kwargs)
-    forward = module.__dict__.get("forward")
-    if hasattr(forward, "is_composed") and not torch.compiler.is_compiling():
-        forward.is_composed = True  # convert counts what ran
+    if not torch.compiler.is_compiling():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return method(*args, **kwargs)
+        forward = module.__dict__.get("forward")
+        if hasattr(forward, "is_composed"):
+            forward.is_composed = True  # convert counts what ran
     return checkpoint(method, *args, **kwargs)

@@ -87,25 +87,22 @@ class OnPart(Around):
 
     def __call__(self, *args, **kwargs):
         if not self.checked and not torch.compiler.is_compiling():
-            self.check_rows(next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None))
+            # the ranks compare their shapes of the first call; a later call with other shapes fails in its collective
+            x = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+            if x is not None and not x.is_meta and not isinstance(x, FakeTensor):
+                self.checked = True
+                shape = torch.tensor(x.shape, device=x.device)
+                shapes = _c10d.wait_tensor(self.context.gathering(shape)).view(self.context.size, -1).tolist()
+                if any(one != shapes[0] for one in shapes):
+                    raise ValueError(
+                        f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
+                        f"{', '.join(str(tuple(one)) for one in shapes)}; pad the sequence"
+                    )
         outer, ACTIVE.context = ACTIVE.context, self.context
         try:
             return self.call(*args, **kwargs)
         finally:
             ACTIVE.context = outer
-
-    def check_rows(self, x: Tensor | None) -> None:
-        """Of the first call: the ranks compare their shapes. A later call with other shapes fails in its collective."""
-        if x is None or x.is_meta or isinstance(x, FakeTensor):
-            return
-        self.checked = True
-        shape = torch.tensor(x.shape, device=x.device)
-        shapes = _c10d.wait_tensor(self.context.gathering(shape)).view(self.context.size, -1).tolist()
-        if any(one != shapes[0] for one in shapes):
-            raise ValueError(
-                f"ContextParallel: all ranks must have equal parts of a sequence, but their inputs have the shapes "
-                f"{', '.join(str(tuple(one)) for one in shapes)}; pad the sequence"
-            )
 
 
 class ContextParallel(ParallelStyle):

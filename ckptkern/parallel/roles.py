@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,17 +40,14 @@ class Block(NamedTuple):
 
 
 _X, _MEMORY, _NO_MASKS = torch.empty(0), torch.empty(0), (None, None, False)
-BLOCKS: dict[type, tuple[str, Callable[[Any], Template]]] = {
-    ours.MLP: ("mlp_block", lambda module: module.block_arguments()),
-    ours.GatedMLP: ("mlp_block", lambda module: module.block_arguments()),
-    ours.LlamaAttention: ("attention_block", lambda module: module.block_arguments(_X)),
-    ours.MultiheadAttention: ("attention_block", lambda module: module.block_arguments(_X, _X, *_NO_MASKS)),
-    ours.LlamaDecoderLayer: ("transformer_layer", lambda module: module.layer_arguments(_X)),
-    ours.TransformerEncoderLayer: ("transformer_layer", lambda module: module.layer_arguments(_X, *_NO_MASKS)),
-    ours.TransformerDecoderLayer: (
-        "transformer_layer",
-        lambda module: module.layer_arguments(_X, _MEMORY, _NO_MASKS, _NO_MASKS),
-    ),
+BLOCKS: dict[type, tuple[str, tuple]] = {  # the op, and what the method is called with that returns its arguments
+    ours.MLP: ("mlp_block", ()),
+    ours.GatedMLP: ("mlp_block", ()),
+    ours.LlamaAttention: ("attention_block", (_X,)),
+    ours.MultiheadAttention: ("attention_block", (_X, _X, *_NO_MASKS)),
+    ours.LlamaDecoderLayer: ("transformer_layer", (_X,)),
+    ours.TransformerEncoderLayer: ("transformer_layer", (_X, *_NO_MASKS)),
+    ours.TransformerDecoderLayer: ("transformer_layer", (_X, _MEMORY, _NO_MASKS, _NO_MASKS)),
 }
 
 
@@ -74,8 +71,9 @@ def blocks_of(style: str, module: nn.Module) -> list[Any]:
     if isinstance(forward, Fused):
         return [segment for segment in forward.segments.values() if segment is not None]
     if type(module) in BLOCKS and (forward is None or isinstance(forward, Own)):  # a drop-in's is its class's
-        op, arguments_of = BLOCKS[type(module)]
-        return [Block(op, named(module, arguments_of(module)))]
+        op, inputs = BLOCKS[type(module)]
+        arguments_of = module.layer_arguments if op == "transformer_layer" else module.block_arguments
+        return [Block(op, named(module, arguments_of(*inputs)))]
     raise TypeError(
         f"{style}: {type(module).__name__} is not a fused block; name blocks of ckptkern.nn ("
         f"{', '.join(kind.__name__ for kind in BLOCKS)}) or modules that ckptkern.convert fused whole"
@@ -146,12 +144,22 @@ SPLIT = {
 def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
     """Returns by name the places of all parameters on `size` ranks. What no role names is on every rank."""
     found: dict[int, Place] = {}
+    block = type(module).__name__
     for template in templates_of(module):
         for sublayer in sublayers_of(template):
-            check_sublayer(type(module).__name__, sublayer, size)
+            if sublayer.get("lora"):
+                raise ValueError(
+                    f"TensorParallel: {block} has low-rank updates (LoRA), which cannot be split; merge them first"
+                )
+            for name in ("num_heads", "num_kv_heads"):
+                if (heads := sublayer.get(name) or 0) % size:
+                    raise ValueError(
+                        f"TensorParallel: {block} has {name}={heads}, which must be a multiple of the mesh's size, {size}: "
+                        "every rank takes whole heads"
+                    )
             if sequence and sublayer.get("key_value") is not None:
                 raise ValueError(
-                    f"TensorParallel: {type(module).__name__} has cross-attention, which sequence_parallel does not support"
+                    f"TensorParallel: {block} has cross-attention, which sequence_parallel does not support"
                 )
             for role, value in sublayer.items():
                 for weight, in_one in weights_in(value):
@@ -160,7 +168,11 @@ def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
                         raise ValueError(
                             f"TensorParallel: {weight.path} has two roles that are split along different dimensions"
                         )
-                    check_divides(weight.path, tensor, place, size)
+                    if place.dim is not None and tensor.shape[place.dim] % size:
+                        raise ValueError(
+                            f"TensorParallel: {weight.path} has shape {tuple(tensor.shape)}, whose dimension {place.dim} must "
+                            f"be a multiple of the mesh's size, {size}"
+                        )
     named = module.named_parameters(remove_duplicate=False)
     return {name: found.get(id(tensor), Place(None)) for name, tensor in named}
 
@@ -177,7 +189,15 @@ def is_transposed(module: nn.Module, weight: Weight) -> bool:
 def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight, in_one: bool) -> Place:
     """Returns the place of a role's parameter. in_one: the parameter holds several of the op's weights."""
     if role == "qk_norm":
-        return place_of_qk_norm(module, sublayer, weight)
+        tensor, out = parameter(module, weight), sublayer["out_weight"]
+        if tensor.dim() == 2:  # a row for each head
+            return ROWS
+        width = parameter(module, out).shape[0 if is_transposed(module, out) else 1]
+        if tensor.numel() != width // sublayer["num_heads"]:
+            raise ValueError(
+                f"TensorParallel: {weight.path} belongs to a norm over all heads at once, which cannot be split"
+            )
+        return INSIDE
     if role in ("norm_weight", "norm_bias"):
         return INSIDE if sublayer.get("norm_first", True) else AROUND
     if role == "attn_mask":  # the op sums its gradient
@@ -193,36 +213,3 @@ def place_of(module: nn.Module, sublayer: Template, role: str, weight: Weight, i
         return INSIDE
     place = SPLIT[role]
     return Place(1 - place.dim) if is_transposed(module, weight) else place
-
-
-def place_of_qk_norm(module: nn.Module, sublayer: Template, weight: Weight) -> Place:
-    tensor, out = parameter(module, weight), sublayer["out_weight"]
-    if tensor.dim() == 2:  # a row for each head
-        return ROWS
-    if tensor.numel() != parameter(module, out).shape[0 if is_transposed(module, out) else 1] // sublayer["num_heads"]:
-        raise ValueError(
-            f"TensorParallel: {weight.path} belongs to a norm over all heads at once, which cannot be split"
-        )
-    return INSIDE
-
-
-def check_sublayer(block: str, sublayer: Template, size: int) -> None:
-    if sublayer.get("lora"):
-        raise ValueError(
-            f"TensorParallel: {block} has low-rank updates (LoRA), which cannot be split; merge them first"
-        )
-    for name in ("num_heads", "num_kv_heads"):
-        heads = sublayer.get(name)
-        if heads is not None and heads % size:
-            raise ValueError(
-                f"TensorParallel: {block} has {name}={heads}, which must be a multiple of the mesh's size, {size}: every rank "
-                f"takes whole heads"
-            )
-
-
-def check_divides(path: str, tensor: Tensor, place: Place, size: int) -> None:
-    if place.dim is not None and tensor.shape[place.dim] % size:
-        raise ValueError(
-            f"TensorParallel: {path} has shape {tuple(tensor.shape)}, whose dimension {place.dim} must be a multiple of the "
-            f"mesh's size, {size}"
-        )

@@ -107,19 +107,15 @@ class Certificate:
         lines.append(f"dropout: {'none' if self.dropout else off}")
         order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
         errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
+        alike: dict[tuple[str, str], list[str]] = {}  # names that differ by a number
+        for name, by in self.replaced.items():
+            alike.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
         for table in (
-            [("module", "replaced by"), *self.replacements()],
+            [("module", "replaced by"), *((name_of(names), by) for (_, by), names in alike.items())],
             [("gradient of", "unmodified", "converted", "ratio"), *errors],
         ):
             lines += ["", *aligned(table)]
         return "\n".join(lines)
-
-    def replacements(self) -> list[tuple[str, str]]:
-        """(names that differ by a number in one, what replaces them)."""
-        groups: dict[tuple[str, str], list[str]] = {}
-        for name, by in self.replaced.items():
-            groups.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
-        return [(name_of(names), by) for (_, by), names in groups.items()]
 
     def __str__(self) -> str:
         return self.text(SHOWN)
@@ -192,21 +188,13 @@ def certify(
     ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
-
-    def counts(model: nn.Module) -> dict[str, int]:
-        """Calls that ran as the table says, of modules whose forward convert replaced."""
-        forwards = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
-        return {
-            name: forward.calls["fused"] + forward.calls["checkpointed"]
-            for name, forward in forwards.items()
-            if isinstance(forward, Forward)
-        }
-
-    before = counts(ours)
+    forwards = {name: m.forward for name, m in ours.named_modules() if isinstance(m.__dict__.get("forward"), Forward)}
+    before = {name: dict(forward.calls) for name, forward in forwards.items()}
     theirs, converted = (ran(one, *batch, loss, not is_random) for one in (eager, ours))
-    unused = [name for name, count in counts(ours).items() if count == before[name]]
+    as_said = "fused", "checkpointed"
+    unused = [name for name, one in forwards.items() if all(one.calls[how] == before[name][how] for how in as_said)]
     replaced = replaced_by(ours)
-    del ours
+    del ours, forwards
     try:
         with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
@@ -259,13 +247,15 @@ def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
 def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, trains: bool) -> Ran:
     """Runs one step, always from the same seed, with zeros as gradients before."""
     gradients: dict[str, Tensor] = {}
-
-    def ended() -> None:
-        gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
-
-    differentiated = functools.partial(loss_of, loss=loss, summed=weighted, op="certify")
-    there = model.parameters()
-    step = step_of(model, args, kwargs, loss=differentiated, there=there, trains=trains, ended=ended)
+    step = step_of(
+        model,
+        args,
+        kwargs,
+        loss=functools.partial(loss_of, loss=loss, summed=weighted, op="certify"),
+        there=model.parameters(),
+        trains=trains,
+        ended=lambda: gradients.update({name: p.grad for name, p in model.named_parameters() if p.requires_grad}),
+    )
     return Ran(step, gradients)
 
 

@@ -20,22 +20,17 @@ def draw_steps(timelines: dict[str, Timeline], standing: dict[str, list[Alive]],
     figure = Figure(figsize=(8.0, 6.8), layout="constrained")
     over_time, at_peak = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_timelines(over_time, timelines)
-    lowest = min(timelines, key=lambda mode: timelines[mode].peak)
-    draw_standing(at_peak, standing[lowest], lowest)
-    figure.savefig(path, dpi=130)
-
-
-def draw_standing(axes: Axes, standing: list[Alive], mode: str) -> None:
-    """A bar for each of the largest, the rest in one."""
-    rows = largest_standing(standing)
+    mode = min(timelines, key=lambda mode: timelines[mode].peak)
+    rows = largest_standing(standing[mode])  # a bar for each of the largest, the rest in one
     unit, size = unit_of(max(nbytes for nbytes, *_ in rows))
     names = [f"{what}  {place}".rstrip() for _, what, place in rows]
-    axes.barh(names, [nbytes / size for nbytes, *_ in rows], color=COLORS.get(mode))
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=7, length=0)
-    axes.set_title(f"what stands at the peak of {mode}", loc="left", fontsize=10)
-    axes.set_xlabel(unit)
-    axes.spines[["top", "right"]].set_visible(False)
+    at_peak.barh(names, [nbytes / size for nbytes, *_ in rows], color=COLORS.get(mode))
+    at_peak.invert_yaxis()
+    at_peak.tick_params(axis="y", labelsize=7, length=0)
+    at_peak.set_title(f"what stands at the peak of {mode}", loc="left", fontsize=10)
+    at_peak.set_xlabel(unit)
+    at_peak.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
 
 
 def unit_of(top: float) -> tuple[str, int]:
@@ -49,7 +44,9 @@ def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str,
     for mode, one in timelines.items():
         heights = [n / size for n in one.bytes]
         label = f"{mode}: peak {three_digits(one.peak / size)} {unit}"
-        axes.step(places(one), heights, where="post", color=colors.get(mode), linewidth=1.4, label=label)
+        middle, end = one.marks["backward"], one.milliseconds[-1]  # forward from 0 to 1, backward from 1 to 2
+        places = [t / middle if t <= middle else 1.0 + (t - middle) / (end - middle) for t in one.milliseconds]
+        axes.step(places, heights, where="post", color=colors.get(mode), linewidth=1.4, label=label)
     axes.axvline(1.0, color="#9aa3ab", linewidth=1.0, linestyle=":")
     axes.set_xticks([0.5, 1.5], ["forward", "backward"])
     axes.tick_params(axis="x", length=0)
@@ -60,9 +57,3 @@ def draw_timelines(axes: Axes, timelines: dict[str, Timeline], colors: dict[str,
     axes.legend(frameon=False)
     axes.grid(axis="y", color="#e4e8ec", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def places(timeline: Timeline) -> list[float]:
-    """Where each moment lies: forward from 0 to 1, backward from 1 to 2."""
-    middle, end = timeline.marks["backward"], timeline.milliseconds[-1]
-    return [t / middle if t <= middle else 1.0 + (t - middle) / (end - middle) for t in timeline.milliseconds]

@@ -10,7 +10,6 @@ a sum.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,13 +25,11 @@ from ..conversion.alike import call_kinds, same_inside
 from ..conversion.protection import gradients_unmoved, seeded, unmoved
 from ..conversion.recorder import (
     Called,
-    Loss,
     Names,
     Saved,
     Step,
     as_input,
     device_of,
-    loss_of,
     owned_by,
     set_gradients,
     step_of,
@@ -57,17 +54,14 @@ def held_of(saved: Saved, step: Step) -> Held:
     return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
 
 
-def held_in(called: Called, alone: Held) -> Held:
-    """Returns what a call saves in the model, of which alone the region saves `alone`."""
-    if called.hidden:
-        return Held()
-    named = [called.names[place] for _, *place in alone.shared for place in [tuple(place)]]
-    return Held(alone.own, {name: nbytes for name, nbytes in named if name is not None})
-
-
-def record(example: Example, segments: Sequence[Segment]) -> Step:
-    """Runs one forward of the model in training mode, of which nothing is left but the figures and the calls."""
-    return example.step([(segment.name, segment.module) for segment in segments], Step(backs=False))
+def held_in(calls: Sequence[Called], alone: Sequence[Held]) -> Held:
+    """Returns what a region's calls save together in the model, each of which alone saves `alone`."""
+    found = []
+    for called, one in zip(calls, alone, strict=True):
+        if not called.hidden:
+            named = [called.names[tuple(place)] for _, *place in one.shared]
+            found.append(Held(one.own, {name: nbytes for name, nbytes in named if name is not None}))
+    return joined(found)
 
 
 # -- one region alone
@@ -160,7 +154,10 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
-                kind.costs[i] = by_formulas(kind.costs[i], alone, call, rates, to_host(kind, i) if rates else 0)
+                copied, strategy = 0, strategies[i]  # to the host: what stays on the device in the same mode
+                if rates and isinstance(strategy.store, offload):
+                    copied = kind.held[strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
+                kind.costs[i] = by_formulas(kind.costs[i], alone, call, rates, copied)
         clock = Clock(device)
         for done in range(ROUNDS if device.type != "meta" else 0):
             if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
@@ -171,14 +168,6 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     for i, own in times.items():
         if own:
             kind.costs[i] = kind.costs[i]._replace(seconds=statistics.median(own))
-
-
-def to_host(kind: Kind, i: int) -> int:
-    """Returns the bytes that are copied to the host in a strategy: which stay on the device in the same mode."""
-    strategy = kind.strategies[i]
-    if not isinstance(strategy.store, offload):
-        return 0
-    return kind.held[kind.strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
 
 
 # -- the table
@@ -203,13 +192,6 @@ def gradients_of(call: Call) -> list[bool]:
     return [one.requires_grad for one in leaves_of(call) if isinstance(one, Tensor)]
 
 
-def example_of(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None) -> Example:
-    """Returns a step of the model as it begins now: with the gradients that are there."""
-    leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
-    there = [one for one in leaves if one.is_leaf and one.grad is not None]
-    return Example(model, args, kwargs, None if loss is None else functools.partial(loss_of, loss=loss), there)
-
-
 def measure(
     example: Example,
     segments: Sequence[Segment],
@@ -224,38 +206,30 @@ def measure(
     """
     shown("a forward")
     with in_strategies(segments, [own[-1] for own in strategies]):
-        recorded = record(example, segments)
-    kinds: list[Kind] = []
+        recorded = example.step(segments, backs=False)
+    workspace = None if rates is None else rates.memory // 32
+    rest = held_of(recorded.outside, recorded)
+    table = Table(example, [], [], rest, Workspaces(example.model), workspace, rates)
     numbers = {
-        i: [kind_of(kinds, segments[i], one.call, strategies[i]) for one in calls]
+        i: [kind_of(table.kinds, segments[i], one.call, strategies[i]) for one in calls]
         for i, calls in sorted(recorded.calls.items())
     }
-    workspaces, workspace = Workspaces(example.model), None if rates is None else rates.memory // 32
-    fill(kinds, example.model, workspaces, workspace, rates, shown)
-    rows = []
+    fill(table, shown)
     for i, own in numbers.items():  # of the regions that the model calls
-        alone = zip(*(kinds[number].held for number in own), strict=True)
-        held = [joined(map(held_in, recorded.calls[i], of_calls)) for of_calls in alone]
-        rows.append(Measured(segments[i], own, strategies[i], held))
-    rest, device = held_of(recorded.outside, recorded), device_of(example.model, (example.args, example.kwargs))
-    return Table(example, rows, kinds, rest, device, workspaces, workspace, rates)
+        alone = zip(*(table.kinds[number].held for number in own), strict=True)
+        held = [held_in(recorded.calls[i], of_calls) for of_calls in alone]
+        table.rows.append(Measured(segments[i], own, strategies[i], held))
+    return table
 
 
-def fill(
-    kinds: list[Kind],
-    model: nn.Module,
-    workspaces: Workspaces,
-    workspace: int | None,
-    rates: Rates | None,
-    shown: Callable[[str], None],
-) -> None:
-    """Measures each kind alone, in this workspace."""
-    names = owned_by(model)
-    with workspaces.at(workspace):
-        for kind in kinds:
-            limit = "" if workspace is None else f", with a workspace of {memory.format_size(workspace)}"
+def fill(table: Table, shown: Callable[[str], None]) -> None:
+    """Measures each kind alone, in the table's workspace."""
+    names, size = owned_by(table.example.model), table.workspace
+    with table.workspaces.at(size):
+        for kind in table.kinds:
+            limit = "" if size is None else f", with a workspace of {memory.format_size(size)}"
             shown(f"{kind.first.name or 'the model'} alone{limit}")
-            measure_alone(kind, names, rates)
+            measure_alone(kind, names, table.rates)
 
 
 def narrower(table: Table, shown: Callable[[str], None]) -> Table:
@@ -264,5 +238,6 @@ def narrower(table: Table, shown: Callable[[str], None]) -> Table:
     most = table.rise(table.uniform("full"))
     size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
     kinds = [Kind(kind.first, kind.call, kind.strategies) for kind in table.kinds]
-    fill(kinds, table.example.model, table.workspaces, size, table.rates, shown)
-    return dataclasses.replace(table, kinds=kinds, workspace=size, steps={}, peaks={})
+    smaller = dataclasses.replace(table, kinds=kinds, workspace=size, steps={}, peaks={})
+    fill(smaller, shown)
+    return smaller

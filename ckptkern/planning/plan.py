@@ -1,7 +1,9 @@
-"""plan: the cheapest strategies of a model's regions under a budget of bytes."""
+"""plan: the cheapest strategies of a model's regions under a budget of bytes. frontier: the longest sequence, or largest batch,
+that trains within one."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,24 +18,23 @@ from .. import memory
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
-from ..conversion.recorder import Alive, Loss
-from ..conversion.report import NOTHING, WAY
+from ..conversion.recorder import Alive, Loss, as_input
+from ..conversion.report import NOTHING, WAY, aligned
 from ..conversion.selection import Which
 from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing, progress
 from ..ops.registration.functions import Bodies
 from ..storage import Store
-from .agree import agreed, largest_of
-from .measure import example_of, measure, narrower
-from .search import Search
-from .segments import Segment, Strategy, blocks_of, check_model, segments_of
-from .solve import by_saved
-from .table import Table, standing_lines
-from .timing import RATES, Rates
+from .measure import measure, narrower
+from .search import Search, by_saved
+from .segments import Segment, Strategy, blocks_of, segments_of
+from .table import Example, Table, agreed, gathered, standing_lines
+from .timing import RATES
 
-SMALL = (2, 64)  # sequences and tokens that a model is converted with
+SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
+CLOSE = 64  # the search of a frontier ends within this part of the size
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
 
@@ -67,7 +68,8 @@ class Plan:
             self.peak, self.predicted = self.table.measured(chosen), choices.predicted[chosen]
         self.chosen, self.budget = list(chosen), budget
         self.table.workspaces.set(self.table.workspace)
-        self.table.apply(chosen)
+        for segment, strategy in zip(self.table.segments, self.table.strategies(chosen), strict=True):
+            segment.set(strategy)
 
     @property
     def workspace(self) -> int | None:
@@ -82,10 +84,8 @@ class Plan:
     @property
     def strategies(self) -> dict[str, Strategy]:
         """The strategy of each region, by its name."""
-        return {
-            row.segment.name: row.strategies[strategy]
-            for row, strategy in zip(self.table.rows, self.chosen, strict=True)
-        }
+        names = [segment.name for segment in self.table.segments]
+        return dict(zip(names, self.table.strategies(self.chosen), strict=True))
 
     @property
     def saved(self) -> int:
@@ -131,13 +131,15 @@ class Plan:
 def room(table: Table, by_peak: bool, chosen: Sequence[int]) -> int:
     """Returns the bytes on the device for what a plan bounds: what is free now, less, for saved bytes, the gradients that
     backward will allocate, and its transients. The least of all ranks."""
-    if table.device.type == "meta":
+    device, model = table.example.device, table.example.model
+    if device.type == "meta":
         raise ValueError("plan: the model is on the meta device, which has no memory to fill: wanted a budget")
-    free = memory.free_memory(table.device)
+    free = memory.free_memory(device)
     if not by_peak:
-        parameters = table.example.model.parameters()
-        free -= sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None) + table.transient(chosen)
-    return -largest_of(-free, table.group)
+        free -= sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) + table.transient(
+            chosen
+        )
+    return min(gathered(free, table.group))
 
 
 def bytes_of(op: str, name: str, budget: float | str) -> int:
@@ -150,23 +152,15 @@ def bytes_of(op: str, name: str, budget: float | str) -> int:
     return size
 
 
-def rates_of(device: str | None, model: nn.Module) -> Rates | None:
-    if device is None:
-        return None
-    if device not in RATES:
-        raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
-    if not all(p.is_meta for p in model.parameters()):
-        raise ValueError("plan: device is of a model on the meta device; elsewhere times are measured: leave it out")
-    return RATES[device]
-
-
 @contextmanager
-def converted(
-    op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], stays: bool = True
-) -> Iterator[Callable[[str], None]]:
+def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], None]]:
     """Yields what is told each stage. A model that has no region before has none after an error, or in any case if it is not
     to stay converted."""
-    check_model(op, model, args, kwargs)
+    op, model = example.op, example.model
+    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
+        raise ValueError(
+            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
+        )
     had_none, is_done = not segments_of(model), False
     try:
         with progress(op) as shown:
@@ -177,29 +171,21 @@ def converted(
             revert(model)
 
 
-def found_segments(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> list[Segment]:
-    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints."""
-    segments = segments_of(model, include, exclude)
+def found_segments(example: Example, include: Any = None, exclude: Any = None) -> list[Segment]:
+    """The model's regions, converted if it has none, and the blocks that may become activation checkpoints.
+
+    Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
+    number, and its time does."""
+    model, args, kwargs = example.model, example.args, example.kwargs
+    segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        convert_small(model, args, kwargs, include, exclude)
+        small_args, small_kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), (args, kwargs))
+        try:
+            convert(model, *small_args, recompute="full", **options, **small_kwargs)
+        except Exception:  # of the model's own: its inputs go together in another way
+            convert(model, *args, recompute="full", **options, **kwargs)
         segments = segments_of(model)
     return segments + blocks_of(model, args, kwargs, segments, include, exclude)
-
-
-def convert_small(model: nn.Module, args: tuple, kwargs: dict[str, Any], include: Any, exclude: Any) -> None:
-    """Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
-    number, and its time does."""
-
-    def shortened(tensor: Tensor) -> Tensor:
-        for dim, size in enumerate(SMALL[: tensor.dim()]):
-            tensor = tensor.narrow(dim, 0, min(size, tensor.shape[dim]))
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-    small_args, small_kwargs = mapped(shortened, (args, kwargs))
-    try:
-        convert(model, *small_args, recompute="full", include=include, exclude=exclude, **small_kwargs)
-    except Exception:  # of the model's own: its inputs go together in another way
-        convert(model, *args, recompute="full", include=include, exclude=exclude, **kwargs)
 
 
 def plan(
@@ -263,15 +249,24 @@ def plan(
     name, given = ("saved", saved) if budget is None else ("budget", budget)
     limit = math.inf if given is None else bytes_of("plan", name, given)
     by_peak = budget is not None
-    with converted("plan", model, example_inputs, example_kwargs) as shown:
+    example = Example("plan", model, example_inputs, example_kwargs, loss)
+    with converted(example) as shown:
         check_keywords("plan", plan, model, example_kwargs)
-        rates, example = rates_of(device, model), example_of(model, example_inputs, example_kwargs, loss)
+        if device not in (None, *RATES):
+            raise ValueError(f"plan: device must be one of {', '.join(RATES)}, not {device!r}")
+        if device is not None and not all(p.is_meta for p in model.parameters()):
+            raise ValueError(
+                "plan: device is of a model on the meta device; elsewhere times are measured: leave it out"
+            )
 
-        def measured() -> Table:
-            segments = found_segments(model, example_inputs, example_kwargs, include, exclude)
-            return with_step(measure(example, segments, [one.strategies(stores) for one in segments], shown, rates))
-
-        def with_step(table: Table) -> Table:
+        def measured(larger: Table | None = None) -> Table:
+            """In the ops' own workspace, or in a smaller one than of another table."""
+            if larger is None:
+                segments = found_segments(example, include, exclude)
+                strategies = [one.strategies(stores) for one in segments]
+                table = measure(example, segments, strategies, shown, RATES.get(device))
+            else:
+                table = narrower(larger, shown)
             if by_peak:
                 shown('memory over a step at "full"')
                 table.step(table.uniform("full"))
@@ -281,7 +276,7 @@ def plan(
             """In a smaller workspace; None if that lowers the peak no more."""
             if not table.workspaces.given:
                 return None
-            other, full = agreed(lambda: with_step(narrower(table, shown)), group), table.uniform("full")
+            other, full = agreed(lambda: measured(table), group), table.uniform("full")
             return other if other.peak(full) < LOWER * table.peak(full) else None
 
         table = agreed(measured, group)
@@ -292,3 +287,145 @@ def plan(
     if adapt:
         chosen.adapting = model.register_forward_pre_hook(lambda module, args: chosen._follow_room(limit))
     return chosen
+
+
+# -- the longest sequence, or largest batch, that trains within a budget
+
+
+@dataclasses.dataclass
+class Frontier:
+    """The largest size that trains within the budget, and the plan with which it does, which is applied.
+
+    size: what make_inputs was called with. budget: bytes of a step's peak. tried: the peak of a step with all regions at
+    "full", by size; math.inf where it did not fit the device. plan: of the largest size.
+    """
+
+    size: int
+    budget: int
+    tried: dict[int, float]
+    plan: Plan
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a step of this size was measured to allocate at its peak, as planned; on the meta device counted."""
+        assert self.plan.peak is not None
+        return self.plan.peak
+
+    def __str__(self) -> str:
+        size = memory.format_size
+        rows = [
+            (str(n), size(int(peak)) if math.isfinite(peak) else "does not fit")
+            for n, peak in sorted(self.tried.items())
+        ]
+        found = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
+        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), found])
+
+
+def frontier(
+    model: nn.Module,
+    make_inputs: Callable[[int], Any],
+    budget: int | str,
+    *,
+    multiple: int = 64,
+    limit: int | None = None,
+    include: Which | Iterable[Which] | None = None,
+    exclude: Which | Iterable[Which] | None = None,
+    loss: Loss | None = None,
+) -> Frontier:
+    """Finds the longest sequence, or largest batch, that trains within a budget, and plans the model for it.
+
+        def inputs(tokens):
+            ids = torch.randint(0, 32000, (1, tokens))
+            return {"input_ids": ids, "labels": ids}
+
+        found = ckptkern.frontier(model, inputs, "24GiB")
+        print(found.size, found.plan)
+
+    A size fits if a step with every region at "full" stays within the budget. The peak of such a step is measured at few
+    sizes: the next one is where the line through the last two meets the budget, or the middle of what is left. Then `plan`
+    chooses the quickest strategies for the largest size, and measures a step of them: so what is returned has run. On the meta
+    device steps are counted, for models and sizes that are not there.
+
+    make_inputs: size -> the inputs of a step: a tensor, a tuple of positional or a dict of keyword arguments; give labels, so
+    that the LM head and loss are in the step. budget: bytes that a step may allocate beyond what is there when it begins, as
+    in `plan`. multiple: sizes are multiples of it; the first that is tried is `multiple` itself. The search ends when the next
+    size that does not fit is at most `multiple`, or a 64th, larger. limit: the largest size to try, such as the number of the
+    model's positions. include, exclude, loss: as in `plan`.
+
+    Raises errors.BudgetError with the `least` for the first size if that does not fit, ValueError for a bad multiple or limit,
+    and what `plan` raises.
+    """
+    limit_bytes = bytes_of("frontier", "budget", budget)
+    for name, value in (("multiple", multiple), ("limit", multiple if limit is None else limit)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
+    first = min(multiple, limit or multiple)
+    example = Example("frontier", model, *arguments_of(make_inputs(first)), loss)
+    with converted(example) as shown:
+        for segment in found_segments(example, include, exclude):
+            segment.set(Strategy("full"))
+
+        def peak_of(size: int) -> float:
+            shown(f"size {size}")
+            try:
+                return Example("frontier", model, *arguments_of(make_inputs(size)), loss).step().peak
+            except torch.OutOfMemoryError:
+                return math.inf
+
+        size, tried = search(peak_of, limit_bytes, multiple, first, limit)
+        args, kwargs = arguments_of(make_inputs(size))
+        chosen = plan(model, *args, budget=limit_bytes, include=include, exclude=exclude, loss=loss, **kwargs)
+    return Frontier(size, limit_bytes, tried, chosen)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """(positional, keyword arguments)."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+
+
+def search(
+    peak_of: Callable[[int], float], budget: int, multiple: int, first: int, limit: int | None
+) -> tuple[int, dict[int, float]]:
+    """(the largest size that fits, the peaks of all that were tried)."""
+    tried = {first: peak_of(first)}
+    if tried[first] > budget:
+        least = tried[first]
+        known = f"takes {memory.format_size(int(least))}" if math.isfinite(least) else "does not fit the device"
+        raise BudgetError(
+            f'frontier: wanted a step of at most {memory.format_size(budget)}, but size {first} {known} with all at "full". '
+            "Take that budget, a smaller multiple=, or fewer samples",
+            int(least) if math.isfinite(least) else 0,
+        )
+    fits, fails = first, None if limit is None else limit + multiple
+    bisect = False
+    while fails is None or fails - fits > max(multiple, fits // CLOSE):
+        if bisect and fails is not None:
+            guess = (fits + fails) / 2
+        else:
+            guess = crossing(tried, fits, budget)
+        highest = (
+            4 * fits if fails is None else min(4 * fits, fails - multiple)
+        )  # no step takes very much more than another
+        size = max(int(min(guess, highest)) // multiple * multiple, fits + multiple)
+        if limit is not None and size > limit:
+            break
+        tried[size] = peak_of(size)
+        # a line that is bent is met from one side only
+        bisect = not bisect and fails is not None and size != fails
+        if tried[size] <= budget:
+            fits = size
+        else:
+            fails = size
+    return fits, tried
+
+
+def crossing(tried: dict[int, float], fits: int, budget: int) -> float:
+    """Where the line through the largest size that fits and its nearest neighbour meets the budget, a little beyond."""
+    others = [n for n, peak in tried.items() if n != fits and math.isfinite(peak)]
+    if not others:
+        return 2 * fits
+    other = min(others, key=lambda n: abs(n - fits))
+    slope = (tried[fits] - tried[other]) / (fits - other)
+    return fits + (budget - tried[fits]) / slope if slope > 0 else 4 * fits

@@ -11,14 +11,15 @@ import torch
 from torch import nn
 
 from .. import memory
+from ..conversion.bound import ORIGINAL_CLASS
 from ..conversion.recorder import Alive, Loss, Step
 from ..conversion.report import aligned, write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
-from .measure import example_of, measure, record
+from .measure import measure
 from .plan import converted, found_segments
-from .segments import EAGER, ORIGINAL, Segment, Strategy, original_forwards
-from .table import Table, standing_lines
+from .segments import EAGER, ORIGINAL, Strategy, original_forwards
+from .table import Example, standing_lines
 
 
 @dataclasses.dataclass
@@ -87,21 +88,6 @@ class Report:
         return places
 
 
-def lines_of(table: Table) -> list[Line]:
-    lines = []
-    for row in table.rows:
-        of = row.segment.name, type(row.segment.module).__name__, row.segment.replaced_by
-        for strategy, held, cost in zip(row.strategies, row.held, table.kinds[row.kinds[0]].costs, strict=True):
-            lines.append(Line(*of, str(strategy), held.bytes, cost.seconds, cost.flops, cost.transient))
-    return lines
-
-
-def modes_of(segment: Segment) -> list[Strategy]:
-    """One mode for the whole region, and its original forward."""
-    modes = [Strategy(mode) for mode in segment.modes() if isinstance(mode, str)]
-    return [ORIGINAL, *modes] if segment.has_eager else modes
-
-
 def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **example_kwargs: Any) -> Report:
     """Measures what each region of a model saves and costs in each mode, and eager PyTorch beside it.
 
@@ -127,20 +113,29 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     scalars.
     """
     steps: dict[str, Step] = {}
-    with converted("report", model, example_inputs, example_kwargs, stays=False) as shown:
-        example = example_of(model, example_inputs, example_kwargs, loss)
-        segments = found_segments(model, example_inputs, example_kwargs, None, None)
-        table = measure(example, segments, list(map(modes_of, segments)), shown)
+    example = Example("report", model, example_inputs, example_kwargs, loss)
+    with converted(example, stays=False) as shown:
+        segments = found_segments(example)
+        strategies = []  # one mode for the whole region, and a forward of PyTorch's alone: replaced by convert, or not yet
+        for one in segments:
+            has_eager = one.forward is not None or one.is_block or ORIGINAL_CLASS in one.module.__dict__
+            modes = [Strategy(mode) for mode in one.modes() if isinstance(mode, str)]
+            strategies.append([ORIGINAL, *modes] if has_eager else modes)
+        table = measure(example, segments, strategies, shown)
         totals = {}
         if table.rows and all(row.eager is not None for row in table.rows):
             with original_forwards(model):
-                totals[EAGER] = record(example, segments).saved
+                totals[EAGER] = example.step(segments, backs=False).saved
         totals |= {mode: table.saved(table.uniform(mode)) for mode in MODES}
         shown("memory over a step")
         for mode in totals:
             with suppress(torch.OutOfMemoryError), original_forwards(model) if mode == EAGER else nullcontext():
-                steps[mode] = example.step(table.modules) if mode == EAGER else table.step(table.uniform(mode))
-        lines = lines_of(table)
+                steps[mode] = example.step(table.segments) if mode == EAGER else table.step(table.uniform(mode))
+    lines = []
+    for row in table.rows:
+        of = row.segment.name, type(row.segment.module).__name__, row.segment.replaced_by
+        for strategy, held, cost in zip(row.strategies, row.held, table.kinds[row.kinds[0]].costs, strict=True):
+            lines.append(Line(*of, str(strategy), held.bytes, cost.seconds, cost.flops, cost.transient))
     timelines = {mode: step.over_time() for mode, step in steps.items()}
     peaks = {mode: step.peak for mode, step in steps.items()}
     return Report(

@@ -1,25 +1,142 @@
-"""The cheapest choice whose peak stays within a bound, over modes and workspaces.
+"""The cheapest choice of a strategy for each region under a bound in bytes: of what is saved, or of the peak.
 
-A bound of saved bytes is what the integer programme takes, and the peak moves with it; the bound is bisected.
+The first is an integer programme, solved exactly by SciPy's HiGHS:
+
+    minimise    sum over regions s of cost[s, strategy of s]
+    subject to  fixed + sum over s of own[s, strategy of s]  <=  budget
+
+fixed: what is saved outside of the regions, or by a region in every strategy, or may be saved by several regions, such as the
+tables of a rotary embedding: it counts once, whatever is chosen. Regions that differ in nothing are counted rather than told
+apart: the n layers of a kind are one integer for each strategy, not n binaries, which would have n! equal solutions.
+
+The peak moves with the bound of saved bytes, which is bisected, over modes and workspaces.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..memory import format_size
-from .solve import LESS, by_saved
-from .table import Table
+from .table import Held, Table, total
 
 TRIES = 6  # steps that are measured for a budget and a workspace, at most
 STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
 SMALLER = 2  # smaller workspaces, each a quarter of the one before or less: below, chunks take much time
 CHEAPER = 0.98  # a smaller workspace is taken for a cost of so much, or less: times have noise
 UNBOUNDED = 2**60  # bytes
+KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then far below one byte
+LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.offload()]"
 
 Choice = tuple[int, ...]
+
+
+# -- a bound of saved bytes
+
+
+class Group(NamedTuple):
+    """Segments with the same costs and bytes, in the model's order. strategies: the places of those that may be chosen, by
+    the bytes that they save."""
+
+    members: list[int]
+    strategies: list[int]
+    costs: list[float]
+    own: list[int]
+
+
+def choose(
+    costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int | None
+) -> list[int]:
+    """The place of each region's strategy; without a budget, of those that save least. costs[s][w], held[s][w]: of region s in
+    strategy w. Raises BudgetError with the least that would do."""
+    groups, fixed = grouped(costs, held, rest)
+
+    def saved(chosen: list[int]) -> int:
+        return total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
+
+    room = None if budget is None else budget - fixed
+    while room is not None and (chosen := solved(groups, room)) is not None:
+        excess = saved(chosen) - budget
+        if excess <= 0:
+            return chosen
+        room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large region
+    chosen = solved(groups, None)
+    least = saved(chosen)
+    if budget is None or least <= budget:
+        return chosen
+    raise BudgetError(
+        f"plan: wanted at most {format_size(budget)} ({budget} bytes) saved for backward, but the least that the regions "
+        f"can keep is {format_size(least)} ({least} bytes), of which {format_size(total([rest]))} is outside of them. {LESS}",
+        least,
+    )
+
+
+def by_saved(table: Table, budget: int | None) -> list[int]:
+    """The cheapest choice that saves at most so many bytes; without a budget, that which saves least."""
+    return choose(table.times(), [row.held for row in table.rows], table.rest, budget)
+
+
+def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held) -> tuple[list[Group], int]:
+    """(groups, bytes that count whatever is chosen)."""
+    fixed, owner = dict(rest.shared), dict[tuple, int]()
+    for i, own in enumerate(held):
+        always = set.intersection(*(set(one.shared) for one in own))
+        for name, nbytes in [item for one in own for item in one.shared.items()]:
+            if owner.setdefault(name, i) != i or name in always:
+                fixed[name] = nbytes
+    groups: dict[tuple, Group] = {}
+    for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
+        private = [one.own + sum(n for name, n in one.shared.items() if name not in fixed) for one in own]
+        strategies: list[int] = []  # that can run, for which no other costs less or the same and saves no more
+        for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
+            if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
+                strategies.insert(0, w)  # the one that saves least first
+        picked = ([one[w] for w in strategies] for one in (cost, private))
+        groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
+    return list(groups.values()), rest.own + sum(fixed.values())
+
+
+def solved(groups: list[Group], room: int | None) -> list[int] | None:
+    """The strategies of all regions, the cheapest that save at most `room` bytes besides what is fixed; None if there are
+    none. Without a room, those that save least."""
+    if room is not None and room < 0:
+        return None
+    if not groups:
+        return []
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    starts = np.cumsum([0, *(len(group.strategies) for group in groups)])
+    of = np.repeat(np.arange(len(groups)), np.diff(starts))  # the group of each variable
+    nbytes = np.array([n for group in groups for n in group.own]) / KIB
+    cost = np.array([c for group in groups for c in group.costs])
+    members = np.array([len(group.members) for group in groups])
+    constraints = [LinearConstraint(np.arange(len(groups))[:, None] == of, members, members)]
+    if room is not None:
+        constraints.append(LinearConstraint(nbytes[None], -np.inf, room / KIB))
+    result = milp(
+        nbytes if room is None else cost / max(cost.max(initial=0.0), 1e-30),
+        integrality=np.ones(len(of)),
+        bounds=Bounds(0, members[of]),
+        constraints=constraints,
+        options={"mip_rel_gap": 0.0},
+    )
+    if result.status == 2:
+        return None
+    if not result.success:
+        raise RuntimeError(f"plan: SciPy's milp found no optimum: {result.message}")
+    chosen = {}
+    for group, start in zip(groups, starts, strict=False):
+        # of regions that are alike, the last save most: their backward comes first and frees it before the others' recompute
+        strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
+        chosen.update(zip(group.members, strategies, strict=True))
+    return [chosen[i] for i in range(len(chosen))]
+
+
+# -- a bound of the peak
 
 
 class Choices:
@@ -48,12 +165,6 @@ class Choices:
         """Returns those in which every region fits."""
         return [key for key in self.predicted if math.isfinite(self.table.cost_of(key))]
 
-    def lowest(self) -> Choice:
-        """Returns that of the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart."""
-        for i in range(STEPS):
-            self.add(by_saved(self.table, self.low + (self.high - self.low) * i // (STEPS - 1)))
-        return min(self.able(), key=lambda key: self.predicted[key])
-
     def within(self, bound: int) -> Choice | None:
         """Returns the cheapest whose peak is predicted within the bound."""
         low, high = self.low, self.high + 1
@@ -69,11 +180,13 @@ class Choices:
         for _ in range(TRIES):
             chosen = self.within(target)
             over = math.inf if chosen is None else table.measured(chosen) - budget
-            if chosen is None or over <= 0:
+            if not 0 < over < math.inf:
                 break
             target = min(target, self.predicted[chosen]) - over  # the prediction was too low
-        if over > 0:
-            table.measured(self.lowest())
+        if over > 0:  # the lowest peak, also among the cheapest for STEPS bounds of saved bytes, evenly apart
+            for i in range(STEPS):
+                self.add(by_saved(table, self.low + (self.high - self.low) * i // (STEPS - 1)))
+            table.measured(min(self.able(), key=lambda key: self.predicted[key]))
         if tried := [key for key, peak in table.peaks.items() if peak <= budget]:
             return min(tried, key=table.cost_of)
         lowest = min(table.peaks, key=lambda key: table.peaks[key])
@@ -88,7 +201,7 @@ class Choices:
     def may_gain(self, chosen: Choice, budget: int) -> bool:
         """Could a smaller workspace make it cheaper? As if it took nothing."""
         cost = CHEAPER * self.table.cost_of(chosen)
-        if self.table.cheapest > cost:
+        if sum(map(min, self.table.times())) > cost:
             return False
         roomier = self.within(budget + self.table.rise(chosen))
         return roomier is not None and self.table.cost_of(roomier) <= cost
@@ -99,22 +212,18 @@ class Search:
     table of the next smaller one, or None."""
 
     def __init__(self, table: Table, narrower: Callable[[Table], Table | None]):
-        self.all, self._narrower, self._ended = [Choices(table)], narrower, False  # ended: there is no smaller one
-
-    def _measure_smaller(self) -> None:
-        table = self._narrower(self.all[-1].table)
-        self._ended = table is None
-        if table is not None:
-            self.all.append(Choices(table))
+        self.all, self._narrower = [Choices(table)], narrower
 
     def best(self, budget: int) -> tuple[Choices, Choice]:
         """Returns the cheapest of all. Raises BudgetError with the least that would do."""
         best, cost, errors = None, math.inf, []
         for i in range(SMALLER + 1):
-            if i == len(self.all) and not self._ended:
-                self._measure_smaller()
             if i == len(self.all):
-                break
+                table = self._narrower(self.all[-1].table) if self._narrower else None
+                if table is None:
+                    self._narrower = None
+                    break
+                self.all.append(Choices(table))
             choices = self.all[i]
             try:
                 chosen = choices.best(budget)

@@ -40,7 +40,7 @@ class Strategy(NamedTuple):
 
 
 EAGER = "eager PyTorch"
-ORIGINAL = Strategy(EAGER)  # a region's forward before convert, where `has_eager`; it is measured, and cannot be set
+ORIGINAL = Strategy(EAGER)  # a region's forward before convert; it is measured, and cannot be set
 
 
 class Segment(NamedTuple):
@@ -59,11 +59,6 @@ class Segment(NamedTuple):
         return own if isinstance(own, Forward) else None
 
     @property
-    def has_eager(self) -> bool:
-        """Has it a forward of PyTorch's alone, which convert replaced or nothing has replaced yet?"""
-        return self.forward is not None or self.is_block or ORIGINAL_CLASS in self.module.__dict__
-
-    @property
     def strategy(self) -> Strategy:
         forward = self.forward
         if forward is None and self.is_block:
@@ -77,20 +72,18 @@ class Segment(NamedTuple):
         this strategy goes."""
         if strategy == self.strategy:
             return
-        forward, kind = self.forward, None
-        if self.is_block:
-            kind = None if strategy == Strategy("none") else General
-        elif strategy.store is not None:
-            kind = Own
-        if not self.is_block and (forward is None or isinstance(forward, Own)):
-            self.module.recompute = strategy.mode
-        if forward is None and kind is not None:
-            self.module.forward = forward = kind(self.module, "none")
-        elif kind is None and (
-            self.is_block or (isinstance(forward, Own) and ORIGINAL_CLASS not in self.module.__dict__)
-        ):
-            forward.unbind()
-            forward = None
+        forward = self.forward
+        if self.is_block or forward is None or isinstance(forward, Own):
+            if self.is_block:
+                needed = strategy != Strategy("none")
+            else:
+                needed = strategy.store is not None or (forward is not None and ORIGINAL_CLASS in self.module.__dict__)
+                self.module.recompute = strategy.mode
+            if forward is None and needed:
+                self.module.forward = forward = (General if self.is_block else Own)(self.module, "none")
+            elif forward is not None and not needed:
+                forward.unbind()
+                forward = None
         if forward is not None:
             forward.store, forward.recompute = strategy.store, strategy.mode
 
@@ -122,11 +115,17 @@ def in_strategies(segments: Sequence[Segment], strategies: Sequence[Strategy]) -
 
 
 class Workspaces:
-    """The workspace of every op of a model: the modules and forwards that have one, and what each was given."""
+    """The workspace of every op of a model: modules of ours and what replaces forwards, and what each was given."""
 
     def __init__(self, model: nn.Module):
         self.size: int | None = None
-        self.given = [(one, one.workspace) for module in model.modules() for one in having_workspace(module)]
+        self.given: list[tuple[Any, int | str | None]] = []
+        for module in model.modules():
+            forward = module.__dict__.get("forward")
+            found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
+            if isinstance(forward, Forward):
+                found += [forward, *(run for *_, run in runs_of(module))]
+            self.given += [(one, one.workspace) for one in found]
 
     def set(self, size: int | None) -> None:
         """At most so many bytes for each; None is what they were given."""
@@ -143,13 +142,6 @@ class Workspaces:
             yield
         finally:
             self.set(before)
-
-
-def having_workspace(module: nn.Module) -> list:
-    """The module, if it is of ours, and what replaces its forward."""
-    forward = module.__dict__.get("forward")
-    found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
-    return [*found, forward, *(run for *_, run in runs_of(module))] if isinstance(forward, Forward) else found
 
 
 def segments_of(
@@ -209,15 +201,6 @@ def blocks_of(
     cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
     names = {m: name for name, m in model.named_modules()}
     return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
-
-
-def check_model(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises TypeError, ValueError and RuntimeError for what cannot be measured."""
-    check_step(op, model, args, kwargs)
-    if any(getattr(m.__dict__.get("forward"), "group", None) for m in model.modules()):
-        raise ValueError(
-            f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
-        )
 
 
 def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

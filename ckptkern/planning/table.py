@@ -1,22 +1,23 @@
-"""The table that choices are made from: bytes and costs of each region in each strategy, and the peak that they predict."""
+"""The table that choices are made from: bytes and costs of each region in each strategy, and the peak that they predict. It is
+the same on all ranks, so that all of them make the same choice."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
-from ..conversion.recorder import Alive, Loss, Step, step_of
+from ..conversion.recorder import Alive, Loss, Step, device_of, loss_of, step_of
 from ..conversion.report import aligned, name_of
-from ..conversion.trace import Call
+from ..conversion.trace import Call, leaves_of
 from ..memory import format_size, three_digits
-from .agree import largest_of
-from .segments import ORIGINAL, Segment, Strategy, Workspaces, in_strategies
+from .segments import ORIGINAL, Segment, Strategy, Workspaces, check_step, in_strategies
 from .timing import Rates
 
 SHOWN = 8  # lines of what stands at a peak
@@ -46,6 +47,11 @@ class Cost(NamedTuple):
     forward: int
     backward: int
     transient: int
+
+    @property
+    def time(self) -> float:
+        """Seconds; flops without."""
+        return self.flops if self.seconds is None else self.seconds
 
 
 DOES_NOT_FIT = Cost(math.inf, 0, 0, 0, 0)  # one region alone
@@ -77,18 +83,21 @@ class Measured(NamedTuple):
         return self.held[0] if self.strategies[0] == ORIGINAL else None
 
 
-class Example(NamedTuple):
-    """The training step that a table is of. loss: from what the model returns to what is differentiated. there: parameters and
-    inputs whose gradients are there when it begins."""
+class Example:
+    """The training step that a table is of, as it begins now: with the gradients that are there. loss: from what the model
+    returns to what is differentiated. Raises TypeError, ValueError and RuntimeError, which name `op`, if it cannot run."""
 
-    model: nn.Module
-    args: tuple
-    kwargs: dict
-    loss: Loss | None
-    there: list[Tensor]
+    def __init__(self, op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None = None):
+        check_step(op, model, args, kwargs)
+        self.op, self.model, self.args, self.kwargs = op, model, args, kwargs
+        self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
+        leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
+        self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
+        self.device = device_of(model, (args, kwargs))
 
-    def step(self, regions: Sequence[tuple[str, nn.Module]] = (), step: Step | None = None) -> Step:
-        """Records it, with the model as it is."""
+    def step(self, segments: Sequence[Segment] = (), backs: bool = True) -> Step:
+        """Records it, with the model as it is. backs=False: a forward, of which nothing is left but the figures and calls."""
+        regions, step = [(one.name, one.module) for one in segments], Step(backs)
         return step_of(self.model, self.args, self.kwargs, regions, loss=self.loss, there=self.there, step=step)
 
 
@@ -102,7 +111,6 @@ class Table:
     rows: list[Measured]
     kinds: list[Kind]
     rest: Held
-    device: torch.device
     workspaces: Workspaces
     workspace: int | None = None
     rates: Rates | None = None  # of the GPU that a model on the meta device is planned for
@@ -111,34 +119,27 @@ class Table:
     peaks: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     @property
-    def modules(self) -> list[tuple[str, nn.Module]]:
-        """The regions' names and modules."""
-        return [(row.segment.name, row.segment.module) for row in self.rows]
+    def segments(self) -> list[Segment]:
+        return [row.segment for row in self.rows]
+
+    def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
+        return [row.strategies[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
     def step(self, chosen: Sequence[int]) -> Step:
         """Records a step with the regions in these strategies and the table's workspace, which are afterwards as before. Of a
         choice that was recorded returns that."""
-        if tuple(chosen) not in self.steps:
-            strategies = [row.strategies[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
-            with in_strategies([row.segment for row in self.rows], strategies), self.workspaces.at(self.workspace):
-                self.steps[tuple(chosen)] = self.example.step(self.modules)
-        return self.steps[tuple(chosen)]
+        key = tuple(chosen)
+        if key not in self.steps:
+            with in_strategies(self.segments, self.strategies(key)), self.workspaces.at(self.workspace):
+                self.steps[key] = self.example.step(self.segments)
+        return self.steps[key]
 
     def measured(self, chosen: Sequence[int]) -> int:
         """Returns the peak of a step in these strategies, which is recorded once."""
         key = tuple(chosen)
         if key not in self.peaks:
-            self.peaks[key] = largest_of(self.step(key).peak, self.group)
+            self.peaks[key] = max(gathered(self.step(key).peak, self.group))
         return self.peaks[key]
-
-    def apply(self, chosen: Sequence[int]) -> None:
-        for row, strategy in zip(self.rows, chosen, strict=True):
-            row.segment.set(row.strategies[strategy])
-
-    @property
-    def base(self) -> Step:
-        """The step with every region at "full"."""
-        return self.step(self.uniform("full"))
 
     @property
     def outside(self) -> int:
@@ -156,25 +157,24 @@ class Table:
 
     def rise(self, chosen: Sequence[int]) -> int:
         """The most that a smaller workspace could take from the peak."""
-        outside = [one.highest - one.start for one in self.base.stretches if one.region is None]
+        stretches = self.step(self.uniform("full")).stretches
+        outside = [one.highest - one.start for one in stretches if one.region is None]
         return max(*outside, *(max(cost.forward, cost.transient) for cost in self.costs(chosen)))
 
     def saved(self, chosen: Sequence[int]) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
         return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
 
-    def cost(self, row: Measured, strategy: int) -> float:
-        """Seconds of the region's forwards and backwards; on the meta device, flops of their matmuls."""
-        costs = [self.kinds[kind].costs[strategy] for kind in row.kinds]
-        return sum(cost.flops if cost.seconds is None else cost.seconds for cost in costs)
-
-    @property
-    def cheapest(self) -> float:
-        """The cost of the quickest choice there is."""
-        return sum(min(self.cost(row, strategy) for strategy in range(len(row.strategies))) for row in self.rows)
+    def times(self) -> list[list[float]]:
+        """Seconds of each region's forwards and backwards, in each strategy; on the meta device, flops of their matmuls."""
+        return [
+            [sum(self.kinds[kind].costs[i].time for kind in row.kinds) for i in range(len(row.strategies))]
+            for row in self.rows
+        ]
 
     def cost_of(self, chosen: Sequence[int]) -> float:
-        return sum(self.cost(row, strategy) for row, strategy in zip(self.rows, chosen, strict=True))
+        each = zip(self.rows, chosen, strict=True)
+        return sum(self.kinds[kind].costs[strategy].time for row, strategy in each for kind in row.kinds)
 
     def peak(self, chosen: Sequence[int]) -> int:
         """What the step is predicted to allocate at its peak if the regions run in these strategies: the step at "full" that
@@ -183,20 +183,15 @@ class Table:
         In a stretch of the step the regions in `done` hold what they save. Beside that stands what the recorded step had."""
         base, highest = self.uniform("full"), 0
         were, are = self.costs(base), self.costs(chosen)
-        for stretch in self.base.stretches:
-            moved, rise, i = self._moved(stretch.done, base, chosen), 0, stretch.region
+        for stretch in self.step(base).stretches:
+            regions, rise, i = stretch.done, 0, stretch.region
             if i is not None and stretch.backward:
-                moved = self._moved(stretch.done | {i}, base, chosen)
-                rise = are[i].backward - were[i].backward
+                regions, rise = stretch.done | {i}, are[i].backward - were[i].backward
             elif i is not None:
                 rise = are[i].forward - were[i].forward
-            highest = max(highest, stretch.highest + moved + rise)
+            now, was = (total([self.rest, *(self.rows[k].held[which[k]] for k in regions)]) for which in (chosen, base))
+            highest = max(highest, stretch.highest + now - was + rise)
         return highest
-
-    def _moved(self, regions: frozenset[int], base: Sequence[int], chosen: Sequence[int]) -> int:
-        """How many bytes more these regions save as chosen."""
-        now, was = ([self.rest, *(self.rows[i].held[which[i]] for i in regions)] for which in (chosen, base))
-        return total(now) - total(was)
 
     def uniform(self, mode: str) -> list[int]:
         """Every region in one mode, or "full" where it does not have it."""
@@ -209,8 +204,7 @@ class Table:
     def text(self, chosen: Sequence[int] | None = None) -> list[str]:
         """Returns the lines of a table: each strategy of the regions, those that are alike in one. chosen: with how many of
         them run in it."""
-        head = ("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")
-        lines = [head]
+        lines = [("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")]
         for number, kind in enumerate(self.kinds):
             places = [i for i, row in enumerate(self.rows) if row.kinds[0] == number]
             if not places:
@@ -218,7 +212,9 @@ class Table:
             row = self.rows[places[0]]
             names = name_of([self.rows[i].segment.name for i in places]), row.segment.replaced_by
             for w, strategy in enumerate(row.strategies):
-                cost, held = kind.costs[w], row.held[w].bytes
+                cost, held, time = kind.costs[w], row.held[w].bytes, ""
+                if cost.seconds is not None:
+                    time = f"{three_digits(cost.seconds * 1e3)} ms" if math.isfinite(cost.seconds) else "does not fit"
                 lines.append(
                     (
                         *names,
@@ -226,22 +222,15 @@ class Table:
                         str(sum(chosen[i] == w for i in places) or "") if chosen else "",
                         format_size(held),
                         f"{held / row.eager.bytes:.1%}" if row.eager and row.eager.bytes else "",
-                        time_of(cost.seconds),
+                        time,
                         three_digits(cost.flops / 1e9),
                         format_size(cost.transient),
                     )
                 )
                 names = "", ""
-        shown = [
-            i for i, name in enumerate(head) if any(line[i] for line in lines[1:]) or name in ("region", "strategy")
-        ]
-        return aligned([tuple(line[i] for i in shown) for line in lines])
-
-
-def time_of(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    return f"{three_digits(seconds * 1e3)} ms" if math.isfinite(seconds) else "does not fit"
+        columns = zip(*lines, strict=True)
+        shown = [column for column in columns if any(column[1:]) or column[0] in ("region", "strategy")]
+        return aligned(list(zip(*shown, strict=True)))
 
 
 def largest_standing(standing: Sequence[Alive]) -> list[tuple[int, str, str]]:
@@ -266,3 +255,48 @@ def joined(held: Iterable[Held]) -> Held:
 
 def total(held: Iterable[Held]) -> int:
     return joined(held).bytes
+
+
+# -- several ranks
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns the values of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def agreed(measure: Callable[[], Table], group: dist.ProcessGroup | None) -> Table:
+    """Returns this rank's table with the largest bytes and times of all ranks. If one fails, all raise its error."""
+    try:
+        table = measure()
+    except Exception as error:  # the other ranks wait for this one in the gather
+        gathered(f"{type(error).__name__}: {error}", group)
+        raise
+    names = [
+        (row.segment.name, type(row.segment.module).__name__, tuple(row.kinds), *map(str, row.strategies))
+        for row in table.rows
+    ]
+    stretches = [step.stretches for step in table.steps.values()]
+    figures = [row.held for row in table.rows], table.rest, [kind.costs for kind in table.kinds], stretches
+    theirs = gathered((names, figures), group)
+    for rank, other in enumerate(theirs):
+        if isinstance(other, str):
+            raise RuntimeError(f"plan: rank {rank} of the group failed with {other}")
+        if other[0] != names or tree_flatten(other[1])[1] != tree_flatten(figures)[1]:
+            raise RuntimeError(f"plan: rank {rank} of the group has other regions than this one")
+
+    held, table.rest, costs, stretches = tree_map(
+        lambda *values: max(values) if isinstance(values[0], (int, float)) else values[0],
+        *(other[1] for other in theirs),
+    )
+    table.rows = [row._replace(held=own) for row, own in zip(table.rows, held, strict=True)]
+    for kind, own in zip(table.kinds, costs, strict=True):
+        kind.costs = own
+    for step, own in zip(table.steps.values(), stretches, strict=True):
+        step.stretches = own
+    table.group = group
+    return table

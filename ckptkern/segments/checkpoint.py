@@ -12,12 +12,9 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from .cached import makes_cached
-from .decisions import contexts_of
+from .decisions import COMPILED, LOOKS, saved_decisions, with_hooks
+from .reachable import makes_cached
 from .segment import Segment
-from .selective import LOOKS, with_hooks
-
-__all__ = ["checkpoint", "checkpointed"]
 
 DETERMINISM_CHECKS = ("default", "none", "values")
 # The undecorated function: after `patch_torch` the decorated one runs ours.
@@ -125,7 +122,9 @@ def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options
         if determinism_check == "values":
             raise ValueError("ckptkern.checkpoint: determinism_check='values' is not supported under torch.compile")
         if context_fn is not noop_context_fn:
-            kwargs["context_fn"] = contexts_of(context_fn)  # Dynamo does not accept the default here
+            kwargs["context_fn"] = (
+                COMPILED if context_fn is saved_decisions else context_fn
+            )  # Dynamo does not accept the default here
         if LOOKS and options.respect_saved_tensors_hooks is not None:
             kwargs["respect_saved_tensors_hooks"] = options.respect_saved_tensors_hooks
         torchs = torch_checkpoint.checkpoint  # Dynamo knows torch's by this name; it may have been set to ours

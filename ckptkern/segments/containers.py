@@ -19,14 +19,14 @@ def take_apart(value: Any) -> tuple[tuple[Any, ...], Callable] | None:
         kind = type(value)
         of_iterable = kind in (set, frozenset) or kind.__new__ is tuple.__new__ or hasattr(kind, "n_sequence_fields")
         return (tuple(value), kind) if of_iterable and not hasattr(value, "__dict__") else None
-    if isinstance(value, (dict, UserDict)):
-        names, get, put = tuple(value), type(value).__getitem__, type(value).__setitem__
-    elif isinstance(value, (list, deque, UserList)):
-        names, get, put = tuple(range(len(value))), type(value).__getitem__, type(value).__setitem__
+    get, put = getattr, object.__setattr__
+    if isinstance(value, (dict, UserDict, list, deque, UserList)):
+        names = list(value) if isinstance(value, (dict, UserDict)) else range(len(value))
+        get, put = type(value).__getitem__, type(value).__setitem__
     elif isinstance(value, SimpleNamespace):
-        names, get, put = tuple(vars(value)), getattr, object.__setattr__
+        names = list(vars(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names, get, put = tuple(field.name for field in dataclasses.fields(value)), getattr, object.__setattr__
+        names = [field.name for field in dataclasses.fields(value)]
     else:
         return None
 

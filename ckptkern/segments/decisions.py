@@ -1,15 +1,29 @@
-"""Decisions of an activation checkpoint: what chooses rows comes from forward, so that recompute chooses the same."""
+"""Contexts of an activation checkpoint's forward and recompute, which hold tensors besides autograd's.
+
+`saved_decisions`: what chooses rows comes from forward, so that recompute chooses the same. `with_hooks`: which saved-tensor
+hooks see what such contexts and torch's policies (`create_selective_checkpoint_contexts`) hold. From 2.14 on, torch's forward
+context passes it to the hooks on top of the stack if it is told to; it takes hooks with an attribute `_checkpoint_internal` for
+a region's own and goes on at `_user_hooks`. Before 2.14 `_packed` passes it on.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
+
+from ..ops.dispatch.choices import RECOMPUTING
+
+Hooks = tuple[Callable, Callable]
 
 # Returns (values, indices) of elements along a dimension -> the dimension's place among its arguments.
 SELECTS = {"topk": 2, "sort": 1, "max": 1, "min": 1}
@@ -24,7 +38,7 @@ for _name in (*SELECTS, *INDICES, *COMPARES):
             _NAMES[getattr(_of, _form)] = _name
 
 _aten = torch.ops.aten
-_COMPILED = functools.partial(
+COMPILED = functools.partial(
     create_selective_checkpoint_contexts,
     [
         _aten.topk.default,
@@ -41,7 +55,7 @@ _COMPILED = functools.partial(
 )
 
 
-def saved_decisions() -> tuple[Save, _Replay]:
+def saved_decisions() -> tuple[Decisions, Decisions]:
     """Returns contexts of forward and recompute, for `context_fn`, that save which rows forward chose.
 
         y = ckptkern.checkpoint(layer, x, context_fn=ckptkern.saved_decisions)
@@ -58,28 +72,14 @@ def saved_decisions() -> tuple[Save, _Replay]:
     Raises torch.utils.checkpoint.CheckpointError if recompute decides by another function, or of a tensor of another shape.
     """
     decisions: list[tuple[str, tuple, Callable, Any]] = []
-    return Save(decisions), _Replay(decisions)
+    return Decisions(decisions), Decisions(decisions, replays=True)
 
 
 def decides(fn: Callable, *args, **kwargs) -> bool:
     """Does a call of it make decisions that `saved_decisions` saves?"""
-    with (saved := saved_decisions()[0]):
+    with Decisions([]) as saved:
         fn(*args, **kwargs)
     return bool(saved.decisions)
-
-
-def contexts_of(context_fn: Callable) -> Callable:
-    """context_fn as compiled graphs take it."""
-    return _COMPILED if context_fn is saved_decisions else context_fn
-
-
-def _is_decision(name: str, args: tuple, result: Any) -> bool:
-    if not isinstance(result, Tensor):
-        return False
-    if name not in COMPARES:
-        return True
-    floating = any(isinstance(one, Tensor) and one.is_floating_point() for one in args)
-    return floating and result.dim() > 0 and result.shape[-1] <= COLUMNS
 
 
 class _Gather(torch.autograd.Function):
@@ -107,13 +107,19 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-class _Decisions(TorchFunctionMode):
-    """Calls `decided` with every decision; it returns what stands for it. Values are gathered in both passes, because autograd
-    has to save the same tensors in both."""
+class Decisions(TorchFunctionMode):
+    """Saves every decision, in forward, or replays it. Values are gathered in both passes, because autograd has to save the
+    same tensors in both. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
 
-    def __init__(self, decisions: list[tuple[str, tuple, Callable, Any]]):
+    hooks: tuple[Callable, Callable] | None = None
+
+    def __init__(self, decisions: list[tuple[str, tuple, Callable, Any]], replays: bool = False):
         super().__init__()
-        self.decisions = decisions
+        self.decisions, self.replays = decisions, replays
+
+    def __enter__(self):
+        self.place = 0
+        return super().__enter__()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -126,7 +132,11 @@ class _Decisions(TorchFunctionMode):
         shape = tuple(x.shape) if isinstance(x, Tensor) else ()
         if name not in SELECTS:
             result = func(*args, **kwargs)  # in recompute too: multinomial moves the random state
-            return self.decided(name, shape, result) if _is_decision(name, args, result) else result
+            decides = isinstance(result, Tensor)
+            if decides and name in COMPARES:
+                floating = any(isinstance(one, Tensor) and one.is_floating_point() for one in args)
+                decides = floating and result.dim() > 0 and result.shape[-1] <= COLUMNS
+            return self.decided(name, shape, result) if decides else result
         with torch.no_grad():
             found = func(*args, **kwargs)
         place, chosen = SELECTS[name], self.decided(name, shape, found.indices)
@@ -136,26 +146,13 @@ class _Decisions(TorchFunctionMode):
         return type(found)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
 
     def decided(self, name: str, shape: tuple, decision: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Save(_Decisions):
-    """Forward's. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
-
-    hooks: tuple[Callable, Callable] | None = None
-
-    def decided(self, name, shape, decision):
-        pack, unpack = self.hooks or (_same, _same)
-        self.decisions.append((name, shape, unpack, pack(decision.detach().clone())))  # the caller may change its own
-        return decision
-
-
-class _Replay(_Decisions):
-    def __enter__(self):
-        self.place = 0
-        return super().__enter__()
-
-    def decided(self, name, shape, decision):
+        """What stands for the decision."""
+        if not self.replays:
+            pack, unpack = self.hooks or (_same, _same)
+            self.decisions.append(
+                (name, shape, unpack, pack(decision.detach().clone()))
+            )  # the caller may change its own
+            return decision
         if self.place == len(self.decisions):
             raise CheckpointError(
                 f"ckptkern.saved_decisions: recompute decides by {name} of a tensor of shape {list(shape)}, after the last "
@@ -170,3 +167,100 @@ class _Replay(_Decisions):
             )
         self.place += 1
         return unpack(taken).clone()
+
+
+# -- saved-tensor hooks
+
+
+LOOKS = hasattr(torch_checkpoint, "_current_user_saved_tensors_hooks")  # torch's own forward context knows hooks
+_Caching, _Holder = torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._VersionWrapper
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+def with_hooks(contexts: tuple | None, respect: bool | None) -> tuple | None:
+    """A region's contexts of forward and recompute, which pass what they hold to the saved-tensor hooks around the region if
+    `respect`. The region's own hooks, which come to lie between, see nothing of it, nor of what a region around it holds."""
+    if contexts is None and not any(isinstance(mode, _Caching) for mode in _get_current_dispatch_mode_stack()):
+        return None
+    forward, recompute = contexts or (None, None)
+    selective, hooks = isinstance(forward, _Caching), _hooks_around()
+    if isinstance(forward, Decisions):
+        forward.hooks = hooks if respect else None
+    if LOOKS:
+        if selective:
+            forward.respect_saved_tensors_hooks = respect
+        return _Hidden(forward), _Hidden(recompute)
+    return (_packed(forward, recompute, hooks), recompute) if selective and respect and hooks else contexts
+
+
+def _hooks_around() -> Hooks | None:
+    """The innermost saved-tensor hooks that are not those of a region, torch's or ours."""
+    regions = []
+    while (hooks := _top_hooks(False)) is not None and getattr(hooks[1], "__module__", "") in RECOMPUTING:
+        regions.append(hooks)
+        _pop_hooks()
+    for one in reversed(regions):
+        _push_hooks(*one)
+    return hooks
+
+
+class _Hidden:
+    """A context that is entered where a region's own hooks are on top: torch finds the hooks around the region in their place,
+    in forward and in recompute."""
+
+    def __init__(self, context: Any):
+        self.context = nullcontext() if context is None else context
+        self.entered: list[Callable] = []
+
+    def __enter__(self) -> None:
+        pack, unpack = _top_hooks(True)
+
+        def internal(x: Tensor) -> Any:
+            return pack(x)
+
+        internal._checkpoint_internal, internal._user_hooks = True, _hooks_around()
+        _push_hooks(internal, unpack)
+        self.entered.append(internal)
+        try:
+            self.context.__enter__()
+        except BaseException:
+            self.leave()
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self.context.__exit__(*error)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        _pop_hooks()
+        del self.entered.pop()._user_hooks  # the graph holds `internal`, and the hooks might hold the graph
+
+
+class _Packed:
+    """Stands for torch's holder of a tensor, which hooks have packed."""
+
+    def __init__(self, holder: Any, hooks: Hooks, mutable: bool):
+        self.holder, self.unpack = type(holder)(hooks[0](holder.get_val(mutable))), hooks[1]
+
+    def get_val(self, mutable: bool) -> Any:
+        return self.unpack(self.holder.get_val(mutable))
+
+
+@contextmanager
+def _packed(forward: Any, recompute: Any, hooks: Hooks) -> Iterator[None]:
+    """Forward's context of a torch before 2.14, which at its end passes what it holds to the hooks."""
+    mutable = recompute.allow_cache_entry_mutation
+
+    def pack(x: Any) -> Any:
+        return _Packed(x, hooks, mutable) if isinstance(x, _Holder) and isinstance(x.val, Tensor) else x
+
+    with forward:
+        yield
+    with torch.no_grad():
+        for held in forward.storage.values():  # of an operator: results by number, or in a list before 2.13
+            for i, result in list(held.items() if isinstance(held, dict) else enumerate(held)):
+                held[i] = tree_map(pack, result)

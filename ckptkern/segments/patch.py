@@ -20,8 +20,6 @@ import torch.utils.checkpoint as torch_checkpoint
 from .checkpoint import Options, checkpoint
 from .checkpoint import _checkpoint as run
 
-__all__ = ["Patch", "patch_torch", "unpatch_torch"]
-
 _torchs = inspect.unwrap(torch_checkpoint.checkpoint)
 _torchs_decorated = getattr(torch_checkpoint, "_checkpoint_impl", None)  # from 2.14 on: runs decorated functions
 _patches: list[Patch] = []  # not yet removed, oldest first

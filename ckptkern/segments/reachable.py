@@ -1,22 +1,27 @@
-"""What a function can read besides its arguments."""
+"""What a function can read besides its arguments, and the weights of `torch.nn.utils.parametrize.cached()`, which a recompute
+finds as forward had them: backward runs after the block."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn.utils import parametrize
+
+_lock = threading.RLock()  # parametrize's cache is one for all threads
 
 
 @functools.lru_cache(maxsize=4096)
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     """The names that the code reads as globals; `co_names` has those of attributes, too."""
-    return tuple(
-        dict.fromkeys(one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    )
+    found = (one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(dict.fromkeys(found))
 
 
 def reachable_of(function: Callable, args: tuple) -> tuple[nn.Module | None, tuple[Any, ...]]:
@@ -64,3 +69,44 @@ def modules_of(function: Callable, args: tuple, kwargs: dict) -> list[nn.Module]
             continue
     roots = [one for value in values for one in (value if type(value) in (list, tuple) else (value,))]
     return list(dict.fromkeys(m for root in roots if isinstance(root, nn.Module) for m in root.modules()))
+
+
+# -- parametrize.cached()
+
+
+def missing_weights(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[nn.Module, str]]:
+    """Weights that a call may compute for parametrize.cached()."""
+    for module in modules_of(function, args, kwargs):
+        for name in module._modules.get("parametrizations") or ():
+            if (id(module), name) not in parametrize._cache:
+                yield module, name
+
+
+def makes_cached(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Returns whether a call inside of parametrize.cached() is the first to compute a weight. Later calls read it, and its
+    parametrization may give another one the second time."""
+    return parametrize._cache_enabled > 0 and any(True for _ in missing_weights(function, args, kwargs))
+
+
+def cached_weights() -> dict | None:
+    """Returns the weights so far; None outside of parametrize.cached()."""
+    return parametrize._cache.copy() if parametrize._cache_enabled else None
+
+
+@contextmanager
+def caching(weights: dict | None) -> Iterator[None]:
+    """Inside, these are the weights of parametrize.cached(); None: it is not entered. What is computed inside is dropped."""
+    with _lock:
+        before = parametrize._cache, parametrize._cache_enabled
+        parametrize._cache, parametrize._cache_enabled = dict(weights or {}), weights is not None
+        try:
+            yield
+        finally:
+            parametrize._cache, parametrize._cache_enabled = before
+
+
+@contextmanager
+def caching_nothing() -> Iterator[None]:
+    """Inside, for a trial run: it leaves neither weights of fake tensors in parametrize.cached(), nor any without a graph."""
+    with caching(cached_weights()):
+        yield

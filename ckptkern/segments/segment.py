@@ -1,4 +1,4 @@
-"""A region of `checkpoint` between forward and backward.
+"""A region of `checkpoint` between forward and backward, or of several calls in a row: layers that a model calls one by one.
 
 Forward runs under saved-tensor hooks that put a placeholder into the graph for every tensor that autograd wants to save.
 When backward opens the first placeholder, the region runs again. This time the hooks hand each saved tensor to the
@@ -16,15 +16,17 @@ import contextlib
 import functools
 import math
 import types
+import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
 
 from ..bits import checksum
@@ -32,8 +34,8 @@ from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
 from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
-from .cached import cached_weights, caching
-from .reachable import reachable_of
+from .decisions import saved_decisions
+from .reachable import cached_weights, caching, reachable_of
 
 HELD = -1  # the key of a recompute that later passes read, too; csrc/saved_tensors.cpp
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -90,7 +92,7 @@ class Segment(SavedTensors):
         draws = self.state.draws
         if draws:
             self.state.record()
-        _push_hooks(self.hook(), unpack_saved)
+        _push_hooks(_summed(self.checksums, self.pack), unpack_saved)
         try:
             if context is None:
                 result = function(*args, **kwargs)
@@ -109,26 +111,12 @@ class Segment(SavedTensors):
             _pop_hooks()
             if draws:
                 self.state.stop()
-        self.complete()
-        return result
-
-    def hook(self) -> Callable[[Tensor], Placeholder]:
-        if self.checksums is None:
-            return self.pack
-
-        def pack(x: Tensor) -> Placeholder:
-            self.checksums.add(x)
-            return self.pack(x)
-
-        return pack
-
-    def complete(self) -> None:
-        """Called after forward: what forward itself changed is not an error."""
         self.completed = True
-        self.forget_moved()
+        self.forget_moved()  # what forward itself changed is not an error
         self.state.settle()
         if self.checksums is not None:
             self.checksums.all()
+        return result
 
     # -- backward
 
@@ -150,7 +138,11 @@ class Segment(SavedTensors):
                     self.device = self.recompute(key)
                     self.done[key] = torch._C._get_graph_exec_group()
                     if is_first_of_several() and self.leaves_out():
-                        self.hold_for_later_passes(key)
+                        # asked for a part of a retained graph's gradients: later passes read what this one recomputed, if it
+                        # may be held (`split_backward`)
+                        limit = stash_limit([choose_workspace("checkpoint", None, torch.empty(0, device=self.device))])
+                        size = self.hold(key, -1 if limit == math.inf else int(limit))
+                        self.room = None if size is None else Room(size)
                         if (value := self.held(saved)) is not None:
                             return value
             value = saved.take(key)
@@ -174,14 +166,6 @@ class Segment(SavedTensors):
                 self.on_error(error)  # raises, with the operators of both runs
             raise
 
-    def hold_for_later_passes(self, key: int) -> None:
-        """Lets later passes read what this one recomputed, which asks for a part of a retained graph's gradients, if it may be
-        held (`split_backward`)."""
-        like = torch.empty(0, device=self.device)
-        limit = stash_limit([choose_workspace("checkpoint", None, like)])
-        size = self.hold(key, -1 if limit == math.inf else int(limit))
-        self.room = None if size is None else Room(size)
-
     def held(self, saved: Placeholder) -> Tensor | None:
         """What an earlier pass recomputed; not if it has changed since, as an argument or parameter may: recompute says so."""
         if self.room is None:
@@ -198,18 +182,15 @@ class Segment(SavedTensors):
         args, kwargs = self.state.arguments()
         if (now_other := self.changed()) is not None:
             parameter, *versions = now_other
-            self.refuse(_name_of(parameter, self.roots()), parameter, *versions)
-        run, checksums = Recompute(self, key, _Stop), _Checksums()
-
-        def pack(x: Tensor) -> Tensor:
-            checksums.add(x)
-            return run.pack(x)
-
+            named = (pair for root in self.roots() for pair in root.named_parameters())
+            name = next((f"the parameter {name!r}" for name, one in named if one is parameter), "a parameter")
+            self.refuse(name, parameter, *versions)
+        run, checksums = Recompute(self, key, _Stop), None if self.checksums is None else _Checksums()
         grad_mode = torch.is_grad_enabled()
         unreadable = self.enter(self.state)
         try:
             torch._C._set_grad_enabled(True)
-            _push_hooks(run.pack if self.checksums is None else pack, _identity)
+            _push_hooks(_summed(checksums, run.pack), _identity)
             try:
                 if torch.compiler.is_compiling():  # compiled autograd: forward ran in eager mode, so recompute must too
                     torch._disable_dynamo(self.run)(args, kwargs, unreadable)
@@ -227,7 +208,7 @@ class Segment(SavedTensors):
             self.state.exit()
             torch._C._set_grad_enabled(grad_mode)
         self.keep_versions()
-        if self.checksums is not None:
+        if checksums is not None:
             pairs = zip(self.checksums.all(), checksums.all(), strict=False)
             if wrong := [a != b for a, b in pairs]:
                 self.report_later(torch.stack([flag.to(wrong[0].device) for flag in wrong]))
@@ -296,19 +277,18 @@ class Segment(SavedTensors):
                 f"recomputation: {run.count}.\n{_tip()}"
             )
         if different := run.different:
-            lines = [
-                f"tensor at position {place}:\nsaved metadata: {self.described(place)}\n"
-                f"recomputed metadata: { {'shape': x.shape, 'dtype': x.dtype, 'device': x.device} }\n"
-                for place, x in different
-            ]
+            lines = []
+            for place, x in different:
+                shape, dtype, device = self.metadata(place)
+                lines.append(
+                    f"tensor at position {place}:\n"
+                    f"saved metadata: { {'shape': torch.Size(shape), 'dtype': dtype, 'device': device} }\n"
+                    f"recomputed metadata: { {'shape': x.shape, 'dtype': x.dtype, 'device': x.device} }\n"
+                )
             raise CheckpointError(
                 "torch.utils.checkpoint: Recomputed values for the following tensors have different metadata than "
                 f"during the forward pass.\n{''.join(lines)}.\n{_tip()}"
             )
-
-    def described(self, place: int) -> dict:
-        shape, dtype, device = self.metadata(place)
-        return {"shape": torch.Size(shape), "dtype": dtype, "device": device}
 
     def report_later(self, wrong: Tensor) -> None:
         """Reads the flags on the device once, at the end of the backward pass."""
@@ -334,6 +314,18 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
+def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A hook that packs, and takes a checksum of each tensor."""
+    if checksums is None:
+        return pack
+
+    def add_and_pack(x: Tensor) -> Any:
+        checksums.add(x)
+        return pack(x)
+
+    return add_and_pack
+
+
 _NOTHING = contextlib.nullcontext()  # may be entered again and again
 
 
@@ -353,7 +345,13 @@ class _Unreadable(TorchDispatchMode):
         kwargs, views = kwargs or {}, []
         for value in tree_leaves((args, kwargs)):
             if (found := self.found.get(id(value))) is not None:
-                if not _aliases_alone(func, args, kwargs, value):
+                one_of = func._schema.arguments
+                given = [
+                    *zip(one_of, args, strict=False),
+                    *((one, kwargs[one.name]) for one in one_of if one.name in kwargs),
+                ]
+                # what an op only writes or views is read by a later op, here or through the view
+                if any(one.alias_info is None for one, what in given if what is value):
                     tensor, module, name, now, then = found
                     self.segment.refuse(_name_in(module, name, self.segment.roots()), tensor, now, then)
                 views.append(found[1:])
@@ -361,13 +359,6 @@ class _Unreadable(TorchDispatchMode):
         for row in views:
             self.found |= {id(one): (one, *row) for one in tree_leaves(result) if isinstance(one, Tensor)}
         return result
-
-
-def _aliases_alone(func, args: tuple, kwargs: dict, value: Tensor) -> bool:
-    """Returns whether an op only writes or views a tensor. What a later op reads of it, or of the view, is an error then."""
-    arguments = func._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((one, kwargs[one.name]) for one in arguments if one.name in kwargs)]
-    return all(one.alias_info is not None for one, what in given if what is value)
 
 
 def _describe(function) -> str:
@@ -378,13 +369,6 @@ def _describe(function) -> str:
     if isinstance(function, types.MethodType):
         return _describe(function.__self__ if isinstance(function.__self__, nn.Module) else function.__func__)
     return f"the region {getattr(function, '__qualname__', type(function).__name__)}"
-
-
-def _name_of(parameter: Tensor, roots: list[nn.Module]) -> str:
-    """The parameter's name for an error message, searched for only then."""
-    names = (name for root in roots for name, candidate in root.named_parameters() if candidate is parameter)
-    name = next(names, None)
-    return "a parameter" if name is None else f"the parameter {name!r}"
 
 
 def _name_in(module: nn.Module | None, name: str | None, roots: list[nn.Module]) -> str:
@@ -421,3 +405,88 @@ class _Checksums:
             self.values += map(checksum, self.waiting)
         self.waiting = []
         return self.values
+
+
+# -- several calls in a row
+
+
+class _Next(NamedTuple):
+    """A call after the first. state: what it reads, without the arguments that the call before it returned; places: (leaf of
+    the arguments, leaf of what that call returned) of these; spec: how the leaves lie in the arguments."""
+
+    function: Callable
+    state: SegmentState
+    places: list[tuple[int, int]]
+    spec: TreeSpec
+
+
+class Span(Segment):
+    """A region that calls are added to. Each takes results of the one before it.
+
+    Saved for backward: the arguments of the first call, of the others what no call of the span made, decisions
+    (`saved_decisions`), and 2.5 KiB of random state a call. The graph is that of the calls, so that what each returns may be
+    used and differentiated as usual. Backward recomputes all calls at once, in their order, each from its own state.
+    """
+
+    __slots__ = ("__weakref__", "context", "first_call", "later", "returned")
+
+    def __init__(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]):
+        """function: what a call of the module runs, in forward and in recompute."""
+        contexts = saved_decisions()
+        super().__init__(module, args, kwargs, True, contexts, "default", True, None)
+        self.first_call, self.context = function, contexts[0]
+        self.later: list[_Next] = []
+        self.returned: list[tuple[weakref.ref, int]] = []  # tensors that the last call returned, and their versions
+
+    def first(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of the first call."""
+        return self.noted(self.record(self.context, self.first_call, args, kwargs))
+
+    def noted(self, result: Any) -> Any:
+        leaves = tree_leaves(result)
+        self.returned = [(weakref.ref(t), t._version) if isinstance(t, Tensor) else None for t in leaves]
+        return result
+
+    def takes(self, args: tuple, kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+        """The places in such a call of what the last call returned; [] if there are none, or one was changed since."""
+        if self.changed() is not None:  # a parameter, since the last call: this region is to say so in backward
+            return []
+        found = {}
+        for i, one in enumerate(self.returned):
+            if one is not None and (tensor := one[0]()) is not None and tensor.requires_grad:
+                found[id(tensor)] = i, tensor._version == one[1]
+        at = [(j, *found[id(leaf)]) for j, leaf in enumerate(tree_leaves((args, kwargs))) if id(leaf) in found]
+        return [(j, i) for j, i, _ in at] if all(same for *_, same in at) else []
+
+    def next(
+        self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], places: list[tuple[int, int]]
+    ) -> Any:
+        """The result of another call, which `takes` found these places in."""
+        leaves, spec = tree_flatten((args, kwargs))
+        for j, _ in places:
+            leaves[j] = None
+        state = self.state_of(module, *tree_unflatten(leaves, spec), True)
+        self.later.append(_Next(function, state, places, spec))
+        result = self.noted(self.record(self.context, function, args, kwargs))
+        state.settle()
+        return result
+
+    def roots(self) -> list[nn.Module]:
+        return [root for state in (self.state, *(one.state for one in self.later)) for root in state.roots()]
+
+    def call(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        result = self.first_call(*args, **kwargs)
+        for function, state, places, spec in self.later:
+            made = tree_leaves(result)
+            leaves = tree_leaves(state.arguments())
+            for j, i in places:
+                leaves[j] = made[i]
+            args, kwargs = tree_unflatten(leaves, spec)
+            unreadable = self.enter(state)
+            torch._C._push_on_torch_function_stack(self.recompute_context)  # above the modes of this call
+            try:
+                with unreadable:
+                    result = function(*args, **kwargs)
+            finally:
+                torch._C._pop_torch_function_stack()
+                state.exit()

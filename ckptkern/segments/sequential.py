@@ -18,10 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..memory import counting, format_size, parse_size, storages_of
-from .cached import caching_nothing
 from .checkpoint import checkpoint
-
-__all__ = ["Part", "checkpoint_sequential", "run", "split"]
+from .reachable import caching_nothing
 
 OPTIONS = {name for name, one in inspect.signature(checkpoint).parameters.items() if one.kind is one.KEYWORD_ONLY}
 _ORDER = "a tensor: the order is checkpoint_sequential(layers, segments, input)"
@@ -67,16 +65,16 @@ def split(functions: nn.Sequential | Sequence[Callable], segments: Segments, inp
         raise TypeError(f"segments: wanted an nn.Sequential or a list of layers, but got {found}")
     names, layers = _named(functions)
     count = len(layers)
+    starts = None
     if isinstance(segments, str) and segments == "sqrt":
         number = max(1, round(math.sqrt(count)))
-        starts = [count * i // number for i in range(number + 1)]
-        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise(starts)]
-    if isinstance(segments, int) and not isinstance(segments, bool):
+        starts = [count * i // number for i in range(number)]
+    elif isinstance(segments, int) and not isinstance(segments, bool):
         if not 1 <= segments <= max(count, 1):
             raise ValueError(f"segments must lie between 1 and the number of layers, {count}, but is {segments}")
-        size = count // segments
-        parts = [Part(i * size, (i + 1) * size, True) for i in range(segments - 1)]
-        return [*parts, Part((segments - 1) * size, count, False)]
+        starts = [i * (count // segments) for i in range(segments)]
+    if starts is not None:
+        return [Part(start, stop, stop < count) for start, stop in itertools.pairwise([*starts, count])]
     if isinstance(segments, str) and (every := re.fullmatch(r"every (\d+)", segments)):
         step = int(every[1])
         if step < 1:
@@ -203,12 +201,8 @@ def run(functions: nn.Sequential | Sequence[Callable], parts: list[Part], input,
     """Runs the layers in order, in the parts that `split` gave; options are those of `checkpoint`."""
     _, layers = _named(functions)
     for part in parts:
-        some = layers[part.start : part.stop]
-        if part.recompute:
-            input = checkpoint(_chain(some), input, **options)
-        else:
-            for layer in some:
-                input = layer(input)
+        chain = _chain(layers[part.start : part.stop])
+        input = checkpoint(chain, input, **options) if part.recompute else chain(input)
     return input
 
 

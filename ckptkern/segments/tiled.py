@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
 from ..ops.dispatch.choices import choose_workspace
 from ..state import GradientSums
-from .cached import caching_nothing, make_cached
 from .checkpoint import checkpoint
-from .reachable import modules_of
+from .reachable import caching_nothing, missing_weights, modules_of
 from .sequential import on_fakes, saved_by, storages_of
-
-__all__ = ["tiled"]
 
 FLOOR = 128  # tokens: the shortest chunk that is chosen, because shorter matmuls cost more than they save
 ASSUMED = 32  # times the input's bytes: the transient bytes of a token under torch.compile, where nothing is measured
@@ -110,7 +108,7 @@ def tiled(
     def run(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         length = _length(fn, forward, x, chunks, dim, bound)
         if check:
-            _check_token_wise(fn, forward, x, dim, min(length, -(-x.shape[dim] // 2)))
+            check_token_wise(fn, forward, x, dim, length)
         return _run(fn, forward, x, dim, length, preserve_rng_state)
 
     return _with_hooks(fn, x, run) if isinstance(fn, nn.Module) else run(fn, x)
@@ -125,11 +123,6 @@ def run_in_chunks(
     dim = x.dim() - 2
     length = _length(module, forward, x, None, dim, choose_workspace("tiled", workspace, x))
     return _run(module, forward, x, dim, length, preserve_rng_state=False)
-
-
-def check_token_wise(fn: Callable, forward: Callable, x: Tensor) -> None:
-    """Raises ValueError or ShapeError if a token's output, along dimension -2, depends on other tokens."""
-    _check_token_wise(fn, forward, x, x.dim() - 2, -(-x.shape[-2] // 2))
 
 
 def _is_transformed() -> bool:
@@ -165,23 +158,15 @@ def _with_hooks(module: nn.Module, x: Tensor, run: Callable[[Callable, Tensor], 
 # -- how long a chunk is ----------------------------------------------------------------------------------------------
 
 
-def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
-    """Tokens of a chunk."""
-    tokens = x.shape[dim]
-    if chunks is None:
-        chunks = 1 if tokens <= FLOOR else _chunks(tokens, _transients(fn, forward, x, dim), workspace)
-    return max(1, -(-tokens // chunks))
-
-
-def _chunks(tokens: int, transients: int, workspace: int) -> int:
-    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
-
-
 _measured: weakref.WeakKeyDictionary[nn.Module, dict[tuple, int]] = weakref.WeakKeyDictionary()
 
 
-def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
-    """Bytes of a token beside x, dx, y and dy: twice those that fn saves and returns for it, with and without a gradient."""
+def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim: int, workspace: int) -> int:
+    """Tokens of a chunk: of a part of `chunks`, or of the fewest whose transients stay within the workspace. Those of a token,
+    beside x, dx, y and dy, count as twice the bytes that fn saves and returns for it, with and without a gradient."""
+    tokens = x.shape[dim]
+    if chunks is not None or tokens <= FLOOR:
+        return max(1, -(-tokens // (chunks or 1)))
     known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
     device = x.device.type
@@ -189,24 +174,27 @@ def _transients(fn: Callable, forward: Callable, x: Tensor, dim: int) -> int:
     training = fn.training if isinstance(fn, nn.Module) else None
     key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
     if key not in known:
+        sizes = []
         try:
-            few, more = (_saved_and_returned(forward, x, dim, n) for n in (FLOOR, 2 * FLOOR))
+            for n in (FLOOR, 2 * FLOOR):
+                with on_fakes(), _no_cast_cache():
+                    wide = (*x.shape[:dim], n, *x.shape[dim + 1 :])
+                    probe = torch.empty(wide, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
+                    output, saved = saved_by(forward, probe)
+                    returned = storages_of([output] if isinstance(output, Tensor) else [])
+                    sizes.append(sum((saved | returned).values()))
         except _NOT_FAKEABLE as error:
             raise RuntimeError(
                 f"tiled: {_name(fn)} does not run on fake tensors, which would show how many of its tokens fit the "
                 f"workspace: give chunks. The error was {type(error).__name__}: {error}"
             ) from error
-        known[key] = -(-2 * (more - few) // FLOOR)
-    return known[key]
+        known[key] = -(-2 * (sizes[1] - sizes[0]) // FLOOR)
+    chunks = _chunks(tokens, known[key], workspace)
+    return max(1, -(-tokens // chunks))
 
 
-def _saved_and_returned(forward: Callable, x: Tensor, dim: int, tokens: int) -> int:
-    """Bytes that forward saves for backward and returns for so many tokens, on fake tensors."""
-    with on_fakes(), _no_cast_cache():
-        shape = (*x.shape[:dim], tokens, *x.shape[dim + 1 :])
-        probe = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.is_floating_point())
-        output, storages = saved_by(forward, probe)
-        return sum((storages | storages_of([output] if isinstance(output, Tensor) else [])).values())
+def _chunks(tokens: int, transients: int, workspace: int) -> int:
+    return -(-tokens // max(FLOOR, workspace // max(transients, 1)))
 
 
 @contextlib.contextmanager
@@ -277,76 +265,63 @@ class _InputGradient:
     """The chunks' gradients of one input, in one tensor for each backward pass."""
 
     def __init__(self, x: Tensor, dim: int, length: int):
-        self.like = functools.partial(torch.empty, x.shape, dtype=x.dtype, device=x.device)
-        self.dim, self.length = dim, length
+        self.shape, self.dim, self.length = x.shape, dim, length
         self.wholes: dict[int, Tensor] = {}
 
-    def write(self, place: int, grad: Tensor) -> Tensor:
+    def write(self, place: int, grad: Tensor | None) -> Tensor | None:
         """grad, at its place in the whole; as it is where it is differentiable or no plain memory."""
+        if grad is None:
+            return None
         batched = is_legacy_batchedtensor(grad) or torch._C._are_functorch_transforms_active()  # is_grads_batched
         if torch.is_grad_enabled() or batched or type(grad) is not Tensor or grad.layout is not torch.strided:
             return grad
         task = torch._C._current_graph_task_id()
         whole = self.wholes.get(task)
         if whole is None:
-            whole = self.wholes[task] = self.like()
+            whole = self.wholes[task] = grad.new_empty(self.shape)
         part = whole.narrow(self.dim, place * self.length, grad.shape[self.dim])
         return part.copy_(grad)
 
-    def joined(self, grads: tuple[Tensor | None, ...], sizes: list[int]) -> Tensor:
+    def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
         whole = self.wholes.pop(torch._C._current_graph_task_id(), None)
         if whole is not None:
             parts = whole.split(self.length, self.dim)
             if all(g is not None and g.data_ptr() == p.data_ptr() for g, p in zip(grads, parts, strict=True)):
                 return whole
-        like = next(grad for grad in grads if grad is not None)
-        shapes = [(*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]) for size in sizes]
-        return torch.cat(
-            [like.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)], self.dim
-        )
+        if any(grad is None for grad in grads):
+            like = next(grad for grad in grads if grad is not None)
+            zeros = like.new_zeros(self.shape).split(self.length, self.dim)
+            grads = [zero if grad is None else grad for grad, zero in zip(grads, zeros, strict=True)]
+        return torch.cat(grads, self.dim)
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gradient):
         ctx.set_materialize_grads(False)
-        parts = x.split(gradient.length, gradient.dim)
-        ctx.gradient, ctx.sizes = gradient, [part.shape[gradient.dim] for part in parts]
-        return parts
+        ctx.gradient = gradient
+        return x.split(gradient.length, gradient.dim)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads, ctx.sizes), None
-
-
-class _Chunk(torch.autograd.Function):
-    """A chunk of the input. Its gradient goes to its place as soon as it is there: `_Split` runs after the last chunk."""
-
-    @staticmethod
-    def forward(ctx, part, gradient, place):
-        ctx.set_materialize_grads(False)
-        ctx.gradient, ctx.place = gradient, place
-        return part.view_as(part)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return None if grad is None else ctx.gradient.write(ctx.place, grad), None, None
+        return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads), None
 
 
 def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, preserve_rng_state: bool) -> Tensor:
-    tokens = x.shape[dim]
-    output = _Output(fn, tokens, dim)
-    with_grad = torch.is_grad_enabled()
-    gradient = _InputGradient(x, dim, length) if with_grad and x.requires_grad else None
+    output = _Output(fn, x.shape[dim], dim)
+    gradient = _InputGradient(x, dim, length) if torch.is_grad_enabled() and x.requires_grad else None
     parts = x.split(length, dim) if gradient is None else _Split.apply(x, gradient)
     placeholders = []
-    make_cached(forward)  # outside of the chunks: one weight for all
+    if parametrize._cache_enabled:
+        for module, name in missing_weights(forward, (), {}):
+            getattr(module, name)  # outside of the chunks: one weight for all
     sums = GradientSums()
     with _no_cast_cache() if len(parts) > 1 else contextlib.nullcontext(), _whole_modules(fn):
         for place in range(len(parts)):
             part, start = parts[place], place * length
-            if gradient is not None:
-                part = _Chunk.apply(part, gradient, place)
+            if gradient is not None:  # it goes to its place as soon as it is there: `_Split` runs after the last chunk
+                part = torch.ops.aten.alias(part)
+                part.register_hook(functools.partial(gradient.write, place))
             size = part.shape[dim]
             result = checkpoint(forward, part, preserve_rng_state=preserve_rng_state)
             if isinstance(result, Tensor) and result.requires_grad:
@@ -385,10 +360,10 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
     tokens = x.shape[dim]
     if chunks is None:
         chunks = _chunks(tokens, ASSUMED * (x.numel() // max(tokens, 1)) * x.dtype.itemsize, workspace)
-    wide, dtypes = {}, {}
+    narrow = {}
     if isinstance(fn, nn.Module):
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-        wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
+    wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
 
     def call(part: Tensor) -> Tensor:
         if not wide:
@@ -407,17 +382,22 @@ NEAR, NEAR_16_BIT = 1e-4, 2e-2  # of the largest output: what rounding may diffe
 
 @torch.no_grad()
 @caching_nothing()
-def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
-    """Raises ValueError if a token's output depends on other tokens, or on where it is."""
+def check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
+    """Raises ValueError or ShapeError if a token's output depends on other tokens, or on where it is. length: tokens of a
+    chunk, of which there are two at least."""
     if x.shape[dim] < 2:
         return
+    length = min(length, -(-x.shape[dim] // 2))
     buffers = [(b, b.clone()) for module in modules_of(forward, (), {}) for b in module.buffers(recurse=False)]
     try:
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            before = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-            whole = forward(x)
-            after = torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-            draws = any(a is not None and not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+            def random_state() -> Tensor:
+                cuda = [torch.cuda.get_rng_state(x.device)] if x.is_cuda else []
+                return torch.cat([torch.get_rng_state(), *cuda])
+
+            before, whole = random_state(), forward(x)
+            draws = not torch.equal(before, random_state())
             _Output(fn, x.shape[dim], dim).write(whole, 0, x.shape[dim])
             if x.is_floating_point():
                 _check_dependence(fn, forward, x, dim, length)
@@ -431,36 +411,36 @@ def _check_token_wise(fn: Callable, forward: Callable, x: Tensor, dim: int, leng
 
 def _check_dependence(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int) -> None:
     """Some tokens become NaN: no other token's output may."""
-    places = torch.arange(x.shape[dim], device=x.device)
-    for poisoned in (places < length, places >= length, places % 2 == 0):
-        at = [1] * x.dim()
-        at[dim] = -1
-        bad: list[nn.Module] = []
+    places, inner = (
+        torch.arange(x.shape[dim], device=x.device),
+        dict(fn.named_modules() if isinstance(fn, nn.Module) else ()),
+    )
+    inner.pop("", None)
+    poisoned, bad = places < 0, list[str]()
 
-        def spread(value: Any, poisoned: Tensor = poisoned) -> Tensor | None:
-            """Which tokens that should not be are NaN; None if the value has no tokens."""
-            if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(poisoned):
-                return None
-            return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
+    def spread(value: Any) -> Tensor | None:
+        """Which tokens that should not be are NaN; None if the value has no tokens."""
+        if not isinstance(value, Tensor) or value.dim() <= dim or value.shape[dim] != len(places):
+            return None
+        return torch.isnan(value).movedim(dim, 0).flatten(1).any(1) & ~poisoned
 
-        def watch(module: nn.Module, args: tuple, output: Any, bad: list = bad, spread: Callable = spread) -> None:
-            before, after = (spread(value) for value in (args[0] if args else None, output))
-            if after is not None and after.any() and before is not None and not before.any():
-                bad.append(module)
+    def watch(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        before, after = (spread(value) for value in (args[0] if args else None, output))
+        if after is not None and after.any() and before is not None and not before.any():
+            bad.append(f" (in {name}: {type(module).__name__})")
 
-        inner = list(fn.named_modules())[1:] if isinstance(fn, nn.Module) else []
-        handles = [module.register_forward_hook(watch) for _, module in inner]
-        try:
-            found = spread(forward(x.masked_fill(poisoned.view(at), float("nan"))))
-        finally:
-            for handle in handles:
-                handle.remove()
-        if found is not None and found.any():
-            where = next((f" (in {name}: {type(m).__name__})" for name, m in inner if bad and m is bad[0]), "")
-            raise ValueError(
-                f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
-                f"{int(found.nonzero()[0])} depends on other tokens{where}"
-            )
+    with contextlib.ExitStack() as stack:
+        for name, module in inner.items():
+            stack.callback(module.register_forward_hook(functools.partial(watch, name)).remove)
+        for poisoned in (places < length, places >= length, places % 2 == 0):
+            bad.clear()
+            at = poisoned.view(-1, *[1] * (x.dim() - dim - 1))
+            found = spread(forward(x.masked_fill(at, float("nan"))))
+            if found is not None and found.any():
+                raise ValueError(
+                    f"tiled: {_name(fn)} is not token-wise along dimension {dim}: its output for token "
+                    f"{int(found.nonzero()[0])} depends on other tokens{bad[0] if bad else ''}"
+                )
 
 
 def _check_place(fn: Callable, forward: Callable, x: Tensor, whole: Tensor, dim: int, length: int) -> None:

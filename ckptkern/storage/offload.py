@@ -52,14 +52,17 @@ class _Copy:
         self.out = self.back = self.error = None
 
     def __del__(self):
-        self.lane.give(self.whole)
+        # all copies of a lane run in order, so a copy that is still using the buffer comes before the next one into it
+        self.lane.free.setdefault(self.whole.numel(), []).append(self.whole)
 
 
 class _Lane:
-    """Copies between a CPU and a memory-mapped file, in order; `_CudaLane` overrides the four methods that differ."""
+    """Copies between a CPU and memory-mapped files, or between a GPU and pinned memory on one side stream: in order, and while
+    the GPU computes."""
 
     def __init__(self, device: torch.device, directory: str, prefetch: int, in_flight: int):
         self.device, self.directory, self.prefetch, self.in_flight = device, directory, prefetch, in_flight
+        self.side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.free: dict[int, list[Tensor]] = {}
         self.bytes = 0
         self.pending: deque[tuple[Flight, weakref.ref[_Copy]]] = deque()  # flights out whose sources are still held
@@ -68,36 +71,8 @@ class _Lane:
         self.ahead: list[weakref.ref[_Copy]] = []
         self.lock = threading.RLock()  # a graph's destructors may run in the middle of anything
 
-    # -- what a device defines
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """A new host buffer, uint8 [nbytes]. Its file is already unlinked, so nothing is left to clean up."""
-        try:
-            descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
-            try:
-                os.posix_fallocate(descriptor, 0, nbytes)  # a sparse file on a full disk kills the process when written
-                return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-                os.unlink(path)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"offload: not enough space for {nbytes} bytes: {error.strerror}", self.directory
-            ) from error
-
-    def stream(self):
-        """The current stream."""
-
-    def send(self, source: Tensor, buffer: Tensor) -> Flight:
-        buffer.copy_(source)
-        return Flight(source)
-
-    def bring(self, buffer: Tensor, home) -> Flight:
-        return Flight(buffer.clone())
-
-    # -- what all share
-
     def take(self, nbytes: int) -> Tensor:
+        """A host buffer, uint8 of at least so many bytes."""
         size = 1 << (max(nbytes, 4096) - 1).bit_length()
         try:
             return self.free[size].pop()
@@ -106,9 +81,44 @@ class _Lane:
             self.bytes += size
             return buffer
 
-    def give(self, buffer: Tensor) -> None:
-        # all copies of a lane run in order, so a copy that is still using the buffer comes before the next one into it
-        self.free.setdefault(buffer.numel(), []).append(buffer)
+    def allocate(self, nbytes: int) -> Tensor:
+        if self.side is not None:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
+            try:
+                os.posix_fallocate(descriptor, 0, nbytes)  # a sparse file on a full disk kills the process when written
+                return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+            finally:
+                os.close(descriptor)
+                os.unlink(path)  # so nothing is left to clean up
+        except OSError as error:
+            raise OSError(
+                error.errno, f"offload: not enough space for {nbytes} bytes: {error.strerror}", self.directory
+            ) from error
+
+    def stream(self):
+        return None if self.side is None else torch.cuda.current_stream(self.device)
+
+    def send(self, source: Tensor, buffer: Tensor) -> Flight:
+        if self.side is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot move its tensors to the host")
+        return self._start(buffer, source, Flight(source, self.stream()))
+
+    def bring(self, buffer: Tensor, home) -> Flight:
+        with torch.cuda.stream(home):  # allocated where it is used: no other stream has to give it back
+            resident = torch.empty(buffer.numel(), dtype=torch.uint8, device=self.device)
+        return self._start(resident, buffer, Flight(resident, home))
+
+    def _start(self, target: Tensor, source: Tensor, flight: Flight) -> Flight:
+        if self.side is None:
+            target.copy_(source)
+            return flight
+        self.side.wait_stream(flight.home)
+        with torch.cuda.stream(self.side):
+            target.copy_(source, non_blocking=True)
+            flight.event = self.side.record_event()
+        return flight
 
     def put(self, flat: Tensor) -> _Copy:
         source = flat.view(torch.uint8)
@@ -168,37 +178,6 @@ class _Lane:
         self.ahead = [weakref.ref(copy) for copy in window]
 
 
-class _CudaLane(_Lane):
-    """Copies between a GPU and pinned memory on one side stream: in order, and while the GPU computes."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.side = torch.cuda.Stream(self.device)
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def stream(self):
-        return torch.cuda.current_stream(self.device)
-
-    def send(self, source: Tensor, buffer: Tensor) -> Flight:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("offload: a forward pass under CUDA graph capture cannot move its tensors to the host")
-        return self._start(buffer, source, Flight(source, self.stream()))
-
-    def bring(self, buffer: Tensor, home) -> Flight:
-        with torch.cuda.stream(home):  # allocated where it is used: no other stream has to give it back
-            resident = torch.empty(buffer.numel(), dtype=torch.uint8, device=self.device)
-        return self._start(resident, buffer, Flight(resident, home))
-
-    def _start(self, target: Tensor, source: Tensor, flight: Flight) -> Flight:
-        self.side.wait_stream(flight.home)
-        with torch.cuda.stream(self.side):
-            target.copy_(source, non_blocking=True)
-            flight.event = self.side.record_event()
-        return flight
-
-
 class offload(Store):
     """Moves saved tensors to the host, bit for bit, and copies them back before backward needs them.
 
@@ -255,7 +234,7 @@ class offload(Store):
             return functools.partial(torch.empty, flat.shape, dtype=flat.dtype, device="meta")
         with self._lock:
             if flat.device not in self._lanes:
-                self._lanes[flat.device] = (_CudaLane if flat.is_cuda else _Lane)(flat.device, *self._settings)
+                self._lanes[flat.device] = _Lane(flat.device, *self._settings)
         return self._lanes[flat.device].put(flat)
 
     def resident(self, saved: _Copy | functools.partial) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import sys
 import threading
 import weakref
@@ -69,16 +70,13 @@ class _Parts:
                 # offsets' or lengths' identity. A copy of them would be those of a tensor of another shape.
                 itself = symbolic and not (part.is_floating_point() or part.is_complex())
                 self.parts[name] = _stay(part, itself=True) if itself else pack(part)
-        self.wrapper = self._emptied(tensor.detach())
-
-    def _emptied(self, wrapper: Tensor) -> Tensor | None:
+        self.wrapper: Tensor | None = tensor.detach()
         try:
             for name, part in self.parts.items():
                 if isinstance(part, (_Parts, _View)):
-                    setattr(wrapper, name, None)
+                    setattr(self.wrapper, name, None)
         except AttributeError:  # the class does not let go of it: better unchecked than held
-            return None
-        return wrapper
+            self.wrapper = None
 
     def unpack(self) -> Tensor:
         if self.wrapper is not None and self.wrapper._version != self.version:
@@ -101,12 +99,6 @@ class _Run:
         note_saved(store.resident(self.saved))
         self.flat: Tensor | None = None
         self.views = self.left = 0
-
-    def fetch(self) -> Tensor:
-        flat = self.store.get(self.saved) if self.flat is None else self.flat
-        self.left -= 1
-        self.hold(flat)
-        return flat
 
     def hold(self, flat: Tensor | None) -> None:
         self.flat = flat if self.left > 0 else None
@@ -131,7 +123,10 @@ class _View:
         run.hold(run.flat)
 
     def unpack(self) -> Tensor:
-        flat = self.run.fetch()
+        run = self.run
+        flat = run.store.get(run.saved) if run.flat is None else run.flat
+        run.left -= 1
+        run.hold(flat)
         if self.place[1] == (1,):
             return flat.as_strided(self.size, self.stride)
         tensor = torch.empty_strided(self.size, self.stride, dtype=flat.dtype, device=flat.device)
@@ -196,7 +191,7 @@ class Store:
 
     def __enter__(self) -> Store:
         runs = weakref.WeakValueDictionary()  # per block: in another one an equal version may mean other values
-        pack, unpack = functools.partial(self._pack, runs), _unpack
+        pack, unpack = functools.partial(self._pack, runs), operator.methodcaller("unpack")
         if "torch._dynamo" in sys.modules:  # after a graph break here Dynamo would compile the hooks
             pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -243,10 +238,6 @@ class Store:
 def _stay(tensor: Tensor, itself: bool = False) -> Stays:
     note_saved((tensor,))
     return Stays(tensor, itself)
-
-
-def _unpack(saved: Stays | _Parts | _View) -> Tensor:
-    return saved.unpack()
 
 
 class _Here(Store):

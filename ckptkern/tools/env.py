@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+from .. import __version__, state
 
 GIB = 1 << 30
 
@@ -88,13 +88,6 @@ def _devices() -> dict[str, dict[str, Any]]:
             "SMs": properties.multi_processor_count,
         }
     return devices or {"cuda": {"missing": "torch sees no CUDA device"}}
-
-
-def _extension() -> dict[str, str]:
-    from .. import state
-
-    info = state.extension_info()
-    return info | {"path": Path(info["path"]).name}
 
 
 def _backends() -> dict[str, str]:
@@ -182,7 +175,7 @@ SECTIONS: dict[str, Callable[[], Any]] = {
     "versions": _versions,
     "system": _system,
     "devices": _devices,
-    "extension": _extension,
+    "extension": lambda: (info := state.extension_info()) | {"path": Path(info["path"]).name},
     "backends": _backends,
     "C launchers": _launchers,
     "fp32_precision": _fp32_precision,

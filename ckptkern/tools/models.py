@@ -19,7 +19,7 @@ from ..conversion.report import write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
 from ..planning import frontier, plan, report
-from ..planning.frontier import arguments_of
+from ..planning.plan import arguments_of
 
 OF_A_MODEL = """\
 FUNCTION takes no arguments and returns the model, or (model, inputs): a
@@ -150,17 +150,19 @@ def run_report(args: argparse.Namespace) -> None:
         print(f"\n{plan(model, *inputs, budget=args.budget, saved=args.saved, **named)}")
 
 
-def run_frontier(args: argparse.Namespace) -> None:
-    built = load(args.target)()
-    if not (isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], nn.Module) and callable(built[1])):
-        raise ValueError("FUNCTION must return (model, make_inputs), a torch.nn.Module and a function of a size")
-    largest = frontier(*built, args.budget, multiple=args.multiple, limit=args.limit)
-    print(f"{largest.plan}\n\n{largest}")
-
-
 def main(args: argparse.Namespace) -> int:
     try:
-        {"convert": run_convert, "report": run_report, "frontier": run_frontier}[args.command](args)
+        if args.command == "frontier":
+            built = load(args.target)()
+            pair = isinstance(built, tuple) and len(built) == 2
+            if not (pair and isinstance(built[0], nn.Module) and callable(built[1])):
+                raise ValueError(
+                    "FUNCTION must return (model, make_inputs), a torch.nn.Module and a function of a size"
+                )
+            largest = frontier(*built, args.budget, multiple=args.multiple, limit=args.limit)
+            print(f"{largest.plan}\n\n{largest}")
+        else:
+            (run_convert if args.command == "convert" else run_report)(args)
     except ValueError as error:
         print(f"ckptkern {args.command}: {error}", file=sys.stderr)
         return 2

@@ -54,6 +54,7 @@ PLAIN: dict[str, Callable[[Callable, Tensors], Tensor]] = {
     "mlp": lambda act, t: _linear(t, "fc2_", act(_linear(t, "fc1_", t["x"]))),
     "gated_mlp": lambda act, t: _linear(t, "down_", act(_linear(t, "gate_", t["x"])) * _linear(t, "up_", t["x"])),
 }
+CASES = [(name, act) for name in PLAIN for act in ("silu" if name == "gated_mlp" else "relu", "gelu")]
 
 
 # -- the rule by which results are checked, also in the benchmarks -----------------------------------------------------
@@ -181,11 +182,6 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
         yield f"{what}: error {ratio:.2f} of eager's, {saved.bytes / TOKENS:g} B/token", "; ".join(faults) or None
 
 
-def activations_of(name: str) -> tuple[str, str]:
-    """Those that an op is checked with."""
-    return ("silu" if name == "gated_mlp" else "relu"), "gelu"
-
-
 def checks() -> Iterator[Iterator[Result]]:
     """Every check in order; each runs as its results are read."""
     backends = list(available_backends())
@@ -198,9 +194,8 @@ def checks() -> Iterator[Iterator[Result]]:
     by_default = [("cuda", "auto")] if ("cuda", "triton") in backends else []
     for device, backend in (*backends, *by_default):
         dtypes = [torch.float32, torch.bfloat16] + [torch.float16] * (device == "cuda")
-        for name, dtype in itertools.product(PLAIN, dtypes):
-            for activation in activations_of(name):
-                yield check_op(name, activation, dtype, device, backend)
+        for (name, activation), dtype in itertools.product(CASES, dtypes):
+            yield check_op(name, activation, dtype, device, backend)
 
 
 def emulated_checks() -> Iterator[Iterator[Result]]:

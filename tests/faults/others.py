@@ -98,7 +98,7 @@ SEGMENTS = [
     ),
     Fault(
         "checkpoint: a region around is taken for the user's hooks",
-        "ckptkern/segments/selective.py",
+        "ckptkern/segments/decisions.py",
         'getattr(hooks[1], "__module__", "") in «RECOMPUTING»:',
         "()",
         ("tests/segments/test_torch_api.py -k nested",),
@@ -126,7 +126,7 @@ SEGMENTS = [
     ),
     Fault(
         "groups: a later layer's recompute decides for itself",
-        "ckptkern/segments/span.py",
+        "ckptkern/segments/segment.py",
         "torch._C._push_on_torch_function_stack(«self.recompute_context»)",
         "self.context",
         ("tests/conversion/test_groups.py -k router", "tests/conversion/test_groups.py"),
@@ -160,14 +160,14 @@ STORAGE = [
 PLANNING = [
     Fault(
         "solve: of layers that are alike the first save most",
-        "ckptkern/planning/solve.py",
-        "key=lambda w: («group.own[w]», w)",
-        "-group.own[w]",
+        "ckptkern/planning/search.py",
+        "strategies.insert(«0», w)",
+        "len(strategies)",
         ("tests/planning/test_solve.py",),
     ),
     Fault(
         "solve: a choice may exceed the budget by a KiB",
-        "ckptkern/planning/solve.py",
+        "ckptkern/planning/search.py",
         "if excess <= «0»: return chosen",
         "KIB",
         ("tests/planning/test_solve.py",),
@@ -175,7 +175,7 @@ PLANNING = [
     Fault(
         "table: a region's own backward does not count what it saves",
         "ckptkern/planning/table.py",
-        "moved = self._moved(stretch.done «| {i}», base, chosen)",
+        "regions, rise = stretch.done «| {i}», are[i].backward - were[i].backward",
         "",
         ("tests/planning/test_predictions.py",),
     ),
@@ -253,7 +253,7 @@ EAGER = [
     ),
     Fault(
         "eager: blocks of heads drop the same scores",
-        "ckptkern/eager/query_blocks.py",
+        "ckptkern/eager/attention_core.py",
         "plane_base=core.plane_base + self.samples.start * planes «+ self.heads.start»",
         "",
         ("tests/ops/test_properties.py -k 'pairs_of_options and [scaled_dot_product_attention-dropout'",),

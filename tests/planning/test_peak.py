@@ -48,7 +48,9 @@ def test_a_smaller_workspace(monkeypatch, request):
     assert plan.workspace is None
     assert workspaces(model) == {None, 512}, "left as it was"
     first = plan.search.all[0]
-    least = first.table.measured(first.lowest())
+    with pytest.raises(ckptkern.errors.BudgetError) as error:
+        first.best(1)
+    least = error.value.least
     alone = first.table.cost_of(first.best(least))
     plan.replan(least)
     assert plan.workspace is not None
@@ -104,7 +106,7 @@ def test_on_the_meta_device_as_on_the_cpu():
         found.append((flops, [one.bytes for row in table.rows for one in row.held]))
     assert found[0] == found[1]
     assert peaks[1] == pytest.approx(peaks[0], rel=0.05)
-    assert plan.cost == table.cheapest == sum(map(min, flops))
+    assert plan.cost == sum(map(min, flops))
 
 
 def estimated(run, rates):

@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import ckptkern
 from ckptkern import memory
 from ckptkern.errors import BudgetError
-from ckptkern.planning import agree, measure
-from ckptkern.planning.measure import example_of, record
+from ckptkern.planning import measure, table
 from ckptkern.planning.segments import Strategy, segments_of
 
 pytest.importorskip("scipy")
@@ -60,7 +59,7 @@ def test_measuring_holds_nothing():
     seen, alive = [], []
     model[0].register_forward_hook(lambda module, args, output: seen.append(StorageWeakRef(output.untyped_storage())))
     model[2].register_forward_hook(lambda module, args, output: alive.append(not seen[-1].expired()))
-    found = record(example_of(model, (torch.randn(4, 8, requires_grad=True),), {}, None), [])
+    found = table.Example("plan", model, (torch.randn(4, 8, requires_grad=True),), {}).step(backs=False)
     assert found.saved == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
     y = model(torch.randn(4, 8, requires_grad=True))
     assert y.requires_grad
@@ -256,7 +255,7 @@ def _check_ranks(rank):
         ckptkern.plan(Fails() if rank else nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), saved=10)
     with pytest.raises(RuntimeError, match="has other regions"):
         ckptkern.plan(model_of("gpt" if rank else "llama"), ids(), saved="1GiB")
-    assert agree.largest_of(10 + rank, None) == 11
+    assert table.gathered(10 + rank, None) == [10, 11]
 
     model = model_of("llama")
     fully_shard(model.layers[0], mesh=init_device_mesh("cpu", (2,)))

@@ -125,7 +125,7 @@ def test_a_region_that_is_called_twice_costs_twice():
     assert [len(row.kinds) for row in table.rows] == [2, 1, 1]
     first = table.rows[0]
     assert len(set(first.kinds)) == 1
-    assert table.cost(first, 0) == 2 * table.kinds[first.kinds[0]].costs[0].seconds > 0
+    assert table.times()[0][0] == 2 * table.kinds[first.kinds[0]].costs[0].seconds > 0
 
 
 def test_alike_layers_are_measured_once_and_cost_what_their_mode_recomputes(monkeypatch):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from ckptkern.errors import BudgetError
-from ckptkern.planning.solve import choose
+from ckptkern.planning.search import choose
 from ckptkern.planning.table import Held, total
 
 pytest.importorskip("scipy")

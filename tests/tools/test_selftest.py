@@ -137,9 +137,7 @@ def test_the_rule(last, right):
 
 @pytest.mark.long  # test_passes_and_says_what_it_checked runs these on the CPU, one after another
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "activation"), [(name, act) for name in selftest.PLAIN for act in selftest.activations_of(name)]
-)
+@pytest.mark.parametrize(("name", "activation"), selftest.CASES)
 def test_an_op_passes_on_each_backend(name, activation, dtype, device):
     """What `selftest` checks on a GPU, an op at a time, because each compiles kernels of its own."""
     for backend in ("eager", "triton") if device == "cuda" else ("eager",):
