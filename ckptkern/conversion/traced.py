@@ -153,9 +153,7 @@ class TracedLogits:
 TOKEN_WISE = frozenset(("argmax", "gather", "logsumexp"))
 ELEMENTWISE = frozenset(("log_softmax", "tanh", *SCALES))
 # Names of functions that change their first argument. Dynamo looks a function's name up in a set, but not into it.
-CHANGING = frozenset(
-    name for holder in (torch, Tensor, F) for name in dir(holder) if is_in_place(name) or name == "__setitem__"
-)
+CHANGING = frozenset(name for holder in (torch, Tensor, F) for name in dir(holder) if is_in_place(name))
 METHODS = (
     "contiguous", "flatten", "float", "log_softmax", "reshape", "tanh", "to", "view", *TOKEN_WISE, "__abs__", "__add__",
     "__array__", "__eq__", "__ge__", "__getitem__", "__gt__", "__iadd__", "__imul__", "__ipow__", "__isub__", "__iter__",
