@@ -284,7 +284,7 @@ class _Conversion:
             forward.unbind()
         try:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
-            record, cuts = blocks.recorded(model, *call), []
+            record, cuts = blocks.recorded(model, call), []
             if record is not None:
                 best = blocks.Cuts(record, allowed, given).best(self.include is not None)
                 cuts = [cut for cut in best if cut.module not in given]

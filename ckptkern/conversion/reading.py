@@ -19,7 +19,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from torch.nn import functional as F
 
 from ..nn.activations import recognised
-from ..nn.dropout import Dropout
+from ..nn.layer import Dropout
 from .check import TOLERANCE, Check
 from .trace import Node, Unreadable, recomputed
 

@@ -131,7 +131,7 @@ def token_bytes(x: Tensor, V: int, o: Any) -> int:
 
 def statistics_with_update(
     updated: UpdatedHead, b: Tensor | None, target: Tensor, weights: Tensor | None, candidates: Tensor | None, o: Any
-) -> dict[str, Tensor]:
+) -> TokenStatistics:
     """`statistics_of` w with its low-rank update, of parts of the vocabulary: half of the workspace is for their weights, half
     for their logits, at least CHUNK_ROWS tokens'."""
     half = None if o.workspace is None else o.workspace // 2
@@ -144,7 +144,7 @@ def statistics_with_update(
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
     found = [of_entries(*chunk) for chunk in vocabulary_chunks(updated.w.shape[0], of_entry, half)]
     stacked = {name: torch.stack([one[name] for one in found]) for name in found[0]}
-    return {name: one for name, one in combined(TokenStatistics(**stacked))._asdict().items() if one is not None}
+    return combined(TokenStatistics(**stacked))
 
 
 def head_gradients(
@@ -261,7 +261,7 @@ class LinearCrossEntropy(Op):
         if not o.group:
             check_targets(classes, V, o.ignore_index)
         if o.lora:
-            made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o)
+            made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o)._asdict()
         else:
             made = statistics_of(rows, w, b, target, weights, candidates, o)
         logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V

@@ -183,18 +183,16 @@ def results_of_logits(
     """Those of these names, of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them
     ignored, whose log-probability is the expected one and whose class is the likeliest. candidates: [M, k], whose
     log-probabilities [k, M] are given in place of the target's."""
-    z, weight, options = rows_2d(z), cast_parameter(weight, z.dtype), dict(reduction="none", label_smoothing=smoothing)
+    z, weight, ignored, options = rows_2d(z), cast_parameter(weight, z.dtype), None, {"reduction": "none"}
     if target.is_floating_point():
         target = rows_2d(target.to(z.dtype))
-        classes, ignored = target.argmax(1) if z.shape[1] else target.new_zeros(len(z), dtype=torch.int64), None
-        loss = F.cross_entropy(z, target, weight, **options)
-        log_probs = F.cross_entropy(z, target, reduction="none").neg()
+        classes = target.argmax(1) if z.shape[1] else target.new_zeros(len(z), dtype=torch.int64)
     else:
-        classes = target.reshape(-1)
-        ignored = classes == ignore_index
+        target = classes = target.reshape(-1)
+        ignored, options = target == ignore_index, options | {"ignore_index": ignore_index}
         z = z.masked_fill(ignored[:, None], 0)  # where these are infinite, derivatives would be NaN
-        loss = F.cross_entropy(z, classes, weight, ignore_index=ignore_index, **options)
-        log_probs = F.cross_entropy(z, classes, ignore_index=ignore_index, reduction="none").neg()
+    loss = F.cross_entropy(z, target, weight, label_smoothing=smoothing, **options)
+    log_probs = F.cross_entropy(z, target, **options).neg()
     lse = torch.logsumexp(z, 1)
     if candidates is not None:
         padding = candidates == ignore_index
