@@ -24,7 +24,6 @@ from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.protection import gradients_unmoved, seeded, unmoved
 from ..conversion.recorder import (
-    Called,
     Names,
     Saved,
     Step,
@@ -52,16 +51,6 @@ def held_of(saved: Saved, step: Step) -> Held:
     """Returns what these storages are to the step: those whose name is None are parameters and buffers, and do not count."""
     shared = {name: nbytes for key, nbytes in saved.items() if (name := step.names.get(key)) is not None}
     return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
-
-
-def held_in(calls: Sequence[Called], alone: Sequence[Held]) -> Held:
-    """Returns what a region's calls save together in the model, each of which alone saves `alone`."""
-    found = []
-    for called, one in zip(calls, alone, strict=True):
-        if not called.hidden:
-            named = [called.names[tuple(place)] for _, *place in one.shared]
-            found.append(Held(one.own, {name: nbytes for name, nbytes in named if name is not None}))
-    return joined(found)
 
 
 # -- one region alone
@@ -118,20 +107,6 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     return cost, held_of(step.calls[0][0].saved, step)
 
 
-def by_formulas(cost: Cost, alone: Alone, call: Call, rates: Rates | None, copied: int) -> Cost:
-    """Returns the cost with the flops of library ops by their formulas, since a kernel's matmuls are no ops of PyTorch's, and
-    the seconds that the rates give, if there are some. Copies to the host and back run beside the forward and backward of a
-    region; what takes longer is what the region takes."""
-    with Roofline(rates) as forward:
-        root = alone(*call)
-    with Roofline(rates) as backward:
-        root.backward()
-    cost = cost._replace(flops=forward.flops + backward.flops, seconds=None)
-    if rates is None:
-        return cost
-    return cost._replace(seconds=sum(max(line.seconds, copied / rates.host) for line in (forward, backward)))
-
-
 def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     """Fills the kind's costs and what it saves in each strategy. names: as of `watched_alone`. rates: of a GPU whose times are
     estimated on the meta device. The rounds of timings interleave the strategies."""
@@ -154,10 +129,21 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
-                copied, strategy = 0, strategies[i]  # to the host: what stays on the device in the same mode
-                if rates and isinstance(strategy.store, offload):
-                    copied = kind.held[strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
-                kind.costs[i] = by_formulas(kind.costs[i], alone, call, rates, copied)
+                # a kernel's matmuls are no ops of PyTorch's: flops of library ops are those of their formulas
+                with Roofline(rates) as forward:
+                    root = alone(*call)
+                with Roofline(rates) as backward:
+                    root.backward()
+                seconds, copied = None, 0
+                if rates is not None:
+                    # copies to the host, of what stays on the device in the same mode, and back run beside the forward and
+                    # backward of a region; what takes longer is what the region takes
+                    if isinstance(strategies[i].store, offload):
+                        kept = kind.held[strategies.index(Strategy(strategies[i].mode))]
+                        copied = (kept.bytes - kind.held[i].bytes) / rates.host
+                    seconds = max(forward.seconds, copied) + max(backward.seconds, copied)
+                flops = forward.flops + backward.flops
+                kind.costs[i] = kind.costs[i]._replace(flops=flops, seconds=seconds)
         clock = Clock(device)
         for done in range(ROUNDS if device.type != "meta" else 0):
             if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
@@ -216,8 +202,14 @@ def measure(
     }
     fill(table, shown)
     for i, own in numbers.items():  # of the regions that the model calls
-        alone = zip(*(table.kinds[number].held for number in own), strict=True)
-        held = [held_in(recorded.calls[i], of_calls) for of_calls in alone]
+        held = []
+        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # in each strategy, alone
+            found = []
+            for called, alone in zip(recorded.calls[i], of_calls, strict=True):
+                if not called.hidden:
+                    named = [called.names[tuple(place)] for _, *place in alone.shared]
+                    found.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
+            held.append(joined(found))
         table.rows.append(Measured(segments[i], own, strategies[i], held))
     return table
 
