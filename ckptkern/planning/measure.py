@@ -139,8 +139,8 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
                     # copies to the host, of what stays on the device in the same mode, and back run beside the forward and
                     # backward of a region; what takes longer is what the region takes
                     if isinstance(strategies[i].store, offload):
-                        kept = kind.held[strategies.index(Strategy(strategies[i].mode))]
-                        copied = (kept.bytes - kind.held[i].bytes) / rates.host
+                        here = kind.held[strategies.index(Strategy(strategies[i].mode))]
+                        copied = (here.bytes - kind.held[i].bytes) / rates.host
                     seconds = max(forward.seconds, copied) + max(backward.seconds, copied)
                 flops = forward.flops + backward.flops
                 kind.costs[i] = kind.costs[i]._replace(flops=flops, seconds=seconds)

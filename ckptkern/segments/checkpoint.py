@@ -170,10 +170,10 @@ def checkpointed(function: Callable | None = None, /, **options):
 
 # -- in torch's place
 #
-# torch's `checkpoint` is a decorator's wrapper, and a cell of its closure holds the undecorated function. A patch puts ours into
-# that cell. The wrapper stays the same object, so Dynamo still recognises it, and everyone who holds it runs ours: modules that
-# imported it by name, partial objects, default arguments. What torch's decorator form makes, from 2.14 on, calls another function
-# of torch's module by name, which a patch replaces too.
+# torch's `checkpoint` is a decorator's wrapper, and a cell of its closure holds the undecorated function. A patch puts ours
+# into that cell. The wrapper stays the same object, so Dynamo still recognises it, and everyone who holds it runs ours:
+# modules that imported it by name, partial objects, default arguments. What torch's decorator form makes, from 2.14 on,
+# calls another function of torch's module by name, which a patch replaces too.
 
 _torchs_decorated = getattr(torch_checkpoint, "_checkpoint_impl", None)  # from 2.14 on: runs decorated functions
 _patches: list[Patch] = []  # not yet removed, oldest first
