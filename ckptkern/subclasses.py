@@ -27,7 +27,7 @@ TRANSPARENT = frozenset(
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.functional_tensor.FunctionalTensor",
         "torch.distributed._functional_collectives.AsyncCollectiveTensor",
-        "ckptkern.frozen.tensor.Frozen",
+        "ckptkern.frozen.Frozen",
     )
 )
 

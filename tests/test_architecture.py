@@ -389,9 +389,6 @@ def test_every_launcher_has_a_definition_of_its_name_and_signature_in_the_file_o
         assert parameters(reference) == parameters(launcher), name
 
 
-POSITIONAL = {"ckptkern.ops.mlp.mlp"}  # of mlp and gated_mlp, where a call's host time counts
-
-
 def built_by_place(source: str) -> list[str]:
     """The calls of an Options with values that have no name."""
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
@@ -404,7 +401,7 @@ def test_options_are_built_by_name():
     found = {
         name: built_by_place(source) for name, (_, source) in sources().items() if name.startswith("ckptkern.ops.")
     }
-    assert {name for name, calls in found.items() if calls} == POSITIONAL
+    assert {name for name, calls in found.items() if calls} == set()
 
 
 def public_callables() -> Iterator[tuple[str, object]]:

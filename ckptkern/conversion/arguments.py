@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ def look_up(module: nn.Module, path: str) -> tuple[nn.Module, str]:
 # -- arguments of the fused op, from the live module and the live call
 
 
-# Each of these gets one argument's value in each call. They are objects, not closures, so that deepcopy and pickle take them;
-# `parameters` is a module's own dict, which both bring along as the same object.
+# Each of these gets one argument's value in each call. They are objects or partial functions, not closures, so that deepcopy
+# and pickle take them; `parameters` is a module's own dict, which both bring along as the same object.
 
 
 @dataclass
@@ -61,102 +62,53 @@ Parameter.hold._dynamo_marked_constant = (
 )
 
 
-@dataclass
-class ParameterRows:
-    parameter: Parameter
-    part: int
-    count: int
-
-    def __call__(self, call: Inputs) -> Tensor:
-        key = id(self.parameter.parameters), self.parameter.name, self.count
-        if key not in call.parts:
-            call.parts[key] = self.parameter(call).chunk(self.count)
-        return call.parts[key][self.part]
+def rows_of(parameter: Parameter, part: int, count: int, call: Inputs) -> Tensor:
+    key = id(parameter.parameters), parameter.name, count
+    if key not in call.parts:
+        call.parts[key] = parameter(call).chunk(count)
+    return call.parts[key][part]
 
 
-@dataclass
-class ParameterOfExperts:
-    parameter: Parameter
-    factor: str
-    experts: int
-
-    def __call__(self, call: Inputs) -> Tensor:
-        matrix = self.parameter(call)
-        if self.factor == "a":
-            return matrix.unflatten(0, (self.experts, -1))
-        return matrix.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+def of_experts(parameter: Parameter, factor: str, experts: int, call: Inputs) -> Tensor:
+    matrix = parameter(call)
+    if factor == "a":
+        return matrix.unflatten(0, (experts, -1))
+    return matrix.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
-@dataclass
-class CallArgument:
-    argument: Argument
-
-    def __call__(self, call: Inputs) -> Any:
-        return in_form(call.flat[self.argument.index], self.argument.form, call.length)
+def live_form(values: Any, key: Any, form: str, call: Inputs) -> Any:
+    """values: a module's buffers, or None for the call's arguments."""
+    return in_form((call.flat if values is None else values)[key], form, call.length)
 
 
-@dataclass
-class TableRows:
-    buffers: dict[str, Tensor]
-    name: str
-    form: str
-
-    def __call__(self, call: Inputs) -> Tensor:
-        return in_form(self.buffers[self.name], self.form, call.length)
+def probability_of(module: nn.Module | None, attribute: str, value: float, call: Inputs) -> float:
+    if module is None:
+        return value if call.training else 0.0
+    return getattr(module, attribute) if module.training else 0.0
 
 
-@dataclass
-class LiveProbability:
-    module: nn.Module | None
-    attribute: str
-    value: float
-
-    def __call__(self, call: Inputs) -> float:
-        if self.module is None:
-            return self.value if call.training else 0.0
-        return getattr(self.module, self.attribute) if self.module.training else 0.0
-
-
-@dataclass
-class LiveScale:
-    module: nn.Module
-    adapter: str
-
-    def __call__(self, call: Inputs) -> float:
-        return getattr(self.module, SCALING)[self.adapter]
-
-
-@dataclass
-class ComputedValue:
-    module: nn.Module
-    of: Computed
-
-    def __call__(self, call: Inputs) -> Tensor:
-        return self.of.of(self.module, call)
-
-
-@dataclass
-class Values:
-    """A tuple or list, in which some are live."""
-
-    values: tuple | list
-    live: list[Callable[[Inputs], Any] | None]
-
-    def __call__(self, call: Inputs) -> Any:
-        pairs = zip(self.values, self.live, strict=True)
-        values = [value if get is None else get(call) for value, get in pairs]
-        return tuple(values) if isinstance(self.values, tuple) else values
+def scale_of(module: nn.Module, adapter: str, call: Inputs) -> float:
+    return getattr(module, SCALING)[adapter]
 
 
 @dataclass
 class Arguments:
-    """Arguments by name: constants, and those that are live."""
+    """Those of a template, some of which are live. kind: dict, by name, tuple or list. switches: by name of a low-rank update
+    the layer that leaves it out while it is switched off."""
 
-    constants: dict[str, Any]
-    live: list[tuple[str, Callable[[Inputs], Any]]]
+    template: dict[Any, Any]
+    live: list[tuple[Any, Callable[[Inputs], Any]]]
+    kind: type = dict
+    switches: dict[str, nn.Module] = field(default_factory=dict)
 
-    def __call__(self, call: Inputs) -> dict[str, Any]:
-        return self.constants | {name: get(call) for name, get in self.live}
+    def __call__(self, call: Inputs) -> Any:
+        found = self.template | {name: get(call) for name, get in self.live}
+        for name, layer in self.switches.items():
+            if getattr(layer, SWITCH):
+                del found[name]
+        if self.switches and not found:
+            return None
+        return found if self.kind is dict else self.kind(found.values())
 
 
 SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left out for now, as in disable_adapter()?
@@ -196,54 +148,41 @@ def rescaled(module: nn.Module, template: dict[str, Any]) -> Iterator[bool]:
             scales[one.adapter] = before[one]
 
 
-@dataclass
-class Updates:
-    """The argument `lora`: the updates that are not switched off."""
-
-    all: Arguments
-    switches: dict[str, nn.Module]
-
-    def __call__(self, call: Inputs) -> dict[str, Any] | None:
-        off = [name for name, layer in self.switches.items() if getattr(layer, SWITCH)]
-        return {name: one for name, one in self.all(call).items() if name not in off} or None
-
-
 def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     """How to get the live value of a template; None for a constant."""
+    partial = functools.partial
     if isinstance(value, Weight):
         owner, name = look_up(module, value.path)
         return Parameter(owner._parameters if name in owner._parameters else owner._buffers, name, value.form, owner)
     if isinstance(value, Rows):
-        return ParameterRows(getter(module, value.weight), value.part, value.count)
+        return partial(rows_of, getter(module, value.weight), value.part, value.count)
     if isinstance(value, OfExperts):
-        return ParameterOfExperts(getter(module, value.weight), value.factor, value.experts)
+        return partial(of_experts, getter(module, value.weight), value.factor, value.experts)
     if isinstance(value, Argument):
-        return CallArgument(value)
+        return partial(live_form, None, *value)
     if isinstance(value, Table):
         owner, name = look_up(module, value.path)
-        return TableRows(owner._buffers, name, value.form)
+        return partial(live_form, owner._buffers, name, value.form)
     if isinstance(value, Computed):
-        return ComputedValue(module, value)
+        return partial(value.of, module)
     if isinstance(value, Probability):
         owner = module.get_submodule(value.path) if value.attribute else None
-        return LiveProbability(owner, value.attribute, value.value)
+        return partial(probability_of, owner, value.attribute, value.value)
     if isinstance(value, Scale):
-        return LiveScale(module.get_submodule(value.path), value.adapter)
+        return partial(scale_of, module.get_submodule(value.path), value.adapter)
     if isinstance(value, dict):
-        found = arguments_getter(module, value)
         paths = {name: switch_of(module, one) for name, one in value.items() if isinstance(one, Update)}
-        switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
-        return Updates(found, switches) if switches else found
+        found = arguments_getter(module, value)
+        found.switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
+        return found
     if isinstance(value, (tuple, list)):
-        live = [getter(module, one) for one in value]
-        return Values(value, live) if any(live) else None
+        found = arguments_getter(module, dict(enumerate(value)), tuple if isinstance(value, tuple) else list)
+        return found if found.live else None
     return None
 
 
-def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Arguments:
-    getters = {name: getter(module, value) for name, value in template.items()}
-    live = [(name, get) for name, get in getters.items() if get is not None]
-    return Arguments({name: template[name] for name, get in getters.items() if get is None}, live)
+def arguments_getter(module: nn.Module, template: dict[Any, Any], kind: type = dict) -> Arguments:
+    return Arguments(template, [(name, get) for name, one in template.items() if (get := getter(module, one))], kind)
 
 
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
@@ -305,17 +244,15 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     return tensor
 
 
-def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
-    """What an op, or each of its sublayers, is given under this name."""
+def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:
+    """What an op, or each of its sublayers, is given under these names."""
     for key, value in template.items():
         if isinstance(value, dict):
-            yield from values_of(value, name)
-        elif key == name:
+            yield from values_of(value, *names)
+        elif key in names:
             yield value
 
 
 def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments that an op, or each of its sublayers, is given under one of these names."""
-    for name in names:
-        for value in values_of(template, name):
-            yield from templates(value, Argument)
+    """The call's arguments that an op, or each of its sublayers, is given under these names."""
+    return templates(list(values_of(template, *names)), Argument)

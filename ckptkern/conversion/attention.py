@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from .computed import Computed, call
 from .core import Core, read_core
-from .masks import window_of
 from .reading import (
     ADD,
     DIVIDE,
@@ -23,11 +22,11 @@ from .reading import (
     Layer,
     Norm,
     Part,
-    Probability,
     Steps,
     Table,
     Weight,
     in_training,
+    layers_as,
     updates,
 )
 from .trace import Node, Unreadable
@@ -72,62 +71,50 @@ class Projection:
 
 
 def read_attention(steps: Steps, node: Node) -> Part:
+    """The sublayer, whose q, k and v are projected from its input, or from a latent. Raises Unreadable."""
     after = []
     end = steps.strip(node, after)
+    resid_dropout_p = steps.probability(after)
     if end.kind == "module" and isinstance(steps.leaf(end), nn.MultiheadAttention):
-        return _of_module(steps, end, steps.probability(after))
+        return _of_module(steps, end, resid_dropout_p)
     out = steps.linear(end, "the branch's end")
     gate, inner = read_gate(steps, steps.strip(out.input))
-    core = read_core(steps, inner)
-    q, k, v = (projection(steps, one) for one in (core.query, core.key, core.value))
+    core, k = read_core(steps, inner), Projection()
+    q, v = projection(steps, core.query), projection(steps, core.value)
+    for part in joined_of(steps, core.key):
+        k = projection(steps, part, k)
     if v.norms or v.outside or v.factor != 1.0 or v.unit:
         raise Unreadable("v is changed between its projection and core attention")
-    arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
-    arguments |= _norms(steps, core, q, k)
-    if core.sinks is not None:
-        sinks = steps.strip(core.sinks)
-        if sinks.kind != "parameter" or len(sinks.shape) != 1:
-            raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
-        arguments["sinks"] = Weight(sinks.source)
+    kv_a = [one for one in k.linears if one not in v.linears]
+    if gate is None and len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2:
+        if q.norms or k.norms:
+            raise Unreadable("q or k of latent attention is changed between its projection and core attention")
+        if len(core.query.shape) != 4:
+            raise Unreadable(
+                f"latent attention of queries {list(core.query.shape)}, which do not tell the number of heads"
+            )
+        arguments, x = _latent_projections(steps, q.linears[0], kv_a[0], v.linears[0], out)
+        arguments["num_heads"], choices = core.query.shape[1], []
+    else:
+        arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
+        arguments |= _norms(steps, core, q, k)
     arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
     factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
-    arguments |= of_core(steps, core, out, factor, after, sliced="key_value" not in arguments)
+    arguments |= (
+        {"out_weight": out.weight, "out_bias": out.bias}
+        | core.options
+        | {"scale": core.scale * factor, "resid_dropout_p": resid_dropout_p}
+    )
+    arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
     return Part(arguments, x, choices + rotary_choices)
 
 
-# -- the core
-
-
-def of_core(
-    steps: Steps, core: Core, out: Layer, factor: float, after: list[Probability], sliced: bool = True
-) -> dict[str, Any]:
-    """The arguments that say how core attention and the output projection compute. factor: of q and k beside the core's own;
-    after: the dropouts behind the branch; sliced: see `_mask`."""
-    arguments = {
-        **out.named("out"),
-        "is_causal": core.is_causal,
-        "scale": core.scale * factor,
-        "dropout_p": core.dropout_p,
-        "resid_dropout_p": steps.probability(after),
-    }
-    arguments |= _masks(steps, core.masks, sliced)
-    if core.excludes:
-        arguments["mask_is_exclusion"] = True
-    if core.softcap is not None:
-        arguments["softcap"] = core.softcap
-    if core.window is not None:
-        arguments["window_size"] = window_of(core.window)
-    return arguments
-
-
 def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
-    """(the linear layer of o * sigmoid(linear(x)), o); o alone without a gate."""
+    """(what the sigmoid of o * sigmoid(linear(x)) reads, o); o alone without a gate."""
     for gate, o in node.pairs if node.is_function(*MULTIPLY) else ():
         gate = steps.strip(gate)
         if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(gate), nn.Sigmoid):
-            linear = steps.strip(gate.inputs[0])
-            steps.linear(linear, "what an output gate's sigmoid reads")
-            return linear, steps.strip(o)
+            return steps.strip(gate.inputs[0]), steps.strip(o)
     return None, node
 
 
@@ -151,8 +138,11 @@ def projection(steps: Steps, node: Node, found: Projection | None = None, apart:
     if steps.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
-    elif _is_unit(node):
-        found.unit = True
+    elif node.is_function("normalize"):
+        how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
+        found.unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
+        if not found.unit:
+            raise steps.refuse("between projection and core is", node)
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
@@ -183,14 +173,6 @@ def _alike(a: Any, b: Any) -> bool:
     return same and all(map(_alike, ours, theirs))
 
 
-def _is_unit(node: Node) -> bool:
-    """Has torch's normalize given its rows length 1?"""
-    if not node.is_function("normalize"):
-        return False
-    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
-    return (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
-
-
 def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Projection, out: Layer, gate: Node | None):
     """(arguments, the node that the projections read, choices)."""
     if any(len(one.linears) != 1 for one in (q, k, v)):
@@ -200,18 +182,25 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     x_source, *sources = (steps.strip(one.input) for one in layers)
     crossing = _crossing(x_source, *sources)
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
-    gated = _gate(steps, gate, nodes[0], x_source)
-    if "gate_in_query" in gated:
-        if nodes[0] in nodes[1:]:
+    gated: dict[str, Any] = {}
+    if gate is nodes[0]:
+        if gate in nodes[1:]:
             raise Unreadable("a gate in one projection with q and k or v")
-        rows //= 2
+        gated, rows = {"gate_in_query": True}, rows // 2
+    elif gate is not None:
+        layer = steps.linear(gate, "what an output gate's sigmoid reads")
+        if layer.update is not None:
+            raise Unreadable("a low-rank update of an output gate")
+        if steps.strip(layer.input) is not x_source:
+            raise Unreadable("an output gate of another tensor than q's projection reads")
+        gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
         # a matmul of [B H, S, D] does not tell the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
             raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
-        arguments = layers[0].named("qkv") | updates(qkv=layers[0], out=out)
+        arguments = layers_as(qkv=layers[0], out=out)
         choices = [[{}, {"qkv_layout": "heads"}]]
         return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
     if nodes[1] is nodes[2]:  # q, and k with v
@@ -229,20 +218,6 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     return arguments, x, []
 
 
-def _gate(steps: Steps, gate: Node | None, query: Node, x: Node) -> dict[str, Any]:
-    """The arguments of an output gate, whose projection may be q's."""
-    if gate is None:
-        return {}
-    if gate is query:
-        return {"gate_in_query": True}
-    layer = steps.linear_of(gate)
-    if layer.update is not None:
-        raise Unreadable("a low-rank update of an output gate")
-    if steps.strip(layer.input) is not x:
-        raise Unreadable("an output gate of another tensor than q's projection reads")
-    return layer.named("gate")
-
-
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     """What the projections of k and v read, if it is not what that of q reads."""
     if query is key is value:
@@ -256,7 +231,15 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
 
 def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, Any]:
     if q.unit or k.unit or core.head_scale is not None:
-        return _cosine(core, q, k)
+        # rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)
+        if not (q.unit and k.unit) or q.norms or k.norms:
+            raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
+        (_, H, _, D), device = core.query.shape, torch.device("cpu")
+        factor = ones = call(torch.ones, D, device=device, shape=(D,))
+        if core.head_scale is not None:
+            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
+        # normalize divides by 1e-12 at least, so that a row of zeros is zero
+        return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
     if not q.norms and not k.norms:
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
@@ -269,19 +252,6 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
     pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
     arguments = {"qk_norm": pairs, "qk_norm_eps": found[0].eps}
     return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
-
-
-def _cosine(core: Core, q: Projection, k: Projection) -> dict[str, Any]:
-    """Rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)."""
-    if not (q.unit and k.unit) or q.norms or k.norms:
-        raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
-    (_, H, _, D), device = core.query.shape, torch.device("cpu")
-    ones = call(torch.ones, D, device=device, shape=(D,))
-    factor = ones
-    if core.head_scale is not None:
-        factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
-    # normalize divides by 1e-12 at least, so that a row of zeros is zero
-    return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
 
 
 def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
@@ -362,31 +332,18 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
                 causal = True  # a guess, which must hold for another length too
         else:
             found.append((_mask(steps, one, sliced), node.shape))
-    if len(found) > 2:
-        found = _joined(found)
+    if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
+        if any(isinstance(mask, Argument) for mask, _ in found):
+            raise Unreadable(f"{len(found)} masks are added")
+        sums: dict[bool, Node] = {}
+        for mask, shape in found:
+            alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
+            sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
+        found = [(Computed(node), node.shape) for node in sums.values()]
     # of two masks the first may be trained: that is a bias, which differs from head to head
     masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
-
-
-def _from_column(view: Node) -> int | None:
-    """The first column that an index of slices shows."""
-    if not view.is_function("__getitem__") or view.inputs[0].kind != "argument" or not isinstance(view.args[1], tuple):
-        return None
-    last = view.args[1][-1]
-    return last.start if isinstance(last, slice) and last.stop is None else None
-
-
-def _joined(found: list[tuple[Argument | Computed, torch.Size]]) -> list[tuple[Argument | Computed, torch.Size]]:
-    """Two masks of several that are computed: the sum of those of all heads, which are alike, and of the others."""
-    if any(isinstance(mask, Argument) for mask, _ in found):
-        raise Unreadable(f"{len(found)} masks are added")
-    sums: dict[bool, Node] = {}
-    for mask, shape in found:
-        alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
-        sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
-    return [(Computed(node), node.shape) for node in sums.values()]
 
 
 def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:
@@ -403,8 +360,10 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
         return Argument(mask.source)
     if sliced and len(shape) == 4 == len(wanted) and shape[:2] == wanted[:2]:
         return Argument(mask.source, "columns")
-    if sliced and shape[:-1] == wanted[:-1] and _from_column(seen) == shape[-1] - wanted[-1] > 0:
-        return Argument(mask.source, "last columns")
+    if sliced and shape[:-1] == wanted[:-1] and seen.is_function("__getitem__") and seen.inputs[0] is mask:
+        last = seen.args[1][-1] if isinstance(seen.args[1], tuple) else None
+        if last == slice(shape[-1] - wanted[-1], None) and wanted[-1] < shape[-1]:
+            return Argument(mask.source, "last columns")
     for form, viewed in (("keys", (shape[0], 1, 1, shape[-1])), ("rows", (shape[0], 1, *shape[1:]))):
         if viewed == wanted and len(shape) == (2 if form == "keys" else 3):
             return Argument(mask.source, form)
@@ -450,36 +409,6 @@ JOINED = ("cat", "concat", "concatenate")
 EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
-def read_latent(steps: Steps, node: Node) -> Part | None:
-    """None for what is not latent attention. Raises Unreadable for latent attention that the op does not compute."""
-    after = []
-    end = steps.strip(node, after)
-    out = steps.linear_of(end)
-    try:
-        if out is None:
-            return None
-        core, k = read_core(steps, steps.strip(out.input)), Projection()
-        q, v = projection(steps, core.query), projection(steps, core.value)
-        for part in joined_of(steps, core.key):
-            k = projection(steps, part, k)
-    except Unreadable:
-        return None
-    kv_a = [one for one in k.linears if one not in v.linears]
-    if not (len(q.linears) == len(v.linears) == len(kv_a) == 1 and len(k.linears) == 2):
-        return None
-    arguments, x = _latent_projections(steps, q.linears[0], kv_a[0], v.linears[0])
-    if q.norms or k.norms or v.norms or v.outside or v.factor != 1.0:
-        raise Unreadable("q, k or v of latent attention are changed between their projections and core attention")
-    if len(core.query.shape) != 4:
-        raise Unreadable(f"latent attention of queries {list(core.query.shape)}, which do not tell the number of heads")
-    rotary, choices = rotary_of(steps, q, k)
-    arguments |= {"num_heads": core.query.shape[1], "rotary": rotary}
-    if out.update is not None:
-        raise Unreadable("latent attention with low-rank updates")
-    arguments |= of_core(steps, core, out, q.factor * k.factor, after)
-    return Part(arguments, x, choices)
-
-
 def joined_of(steps: Steps, node: Node) -> list[Node]:
     """What a tensor is joined of: of a cat, or of what was written to parts of an empty one."""
     node = steps.strip(node)
@@ -494,7 +423,7 @@ def joined_of(steps: Steps, node: Node) -> list[Node]:
     return [*joined_of(steps, place if before is None else before), value]
 
 
-def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node) -> tuple[dict[str, Any], Node]:
+def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Layer) -> tuple[dict[str, Any], Node]:
     """(arguments, the node that the projections read)."""
     layers = {
         "q": steps.linear(q, "q"),
@@ -510,11 +439,9 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node) -> tuple[
         layers["q_a"] = steps.linear(latent, "the latent of q")
         if steps.strip(layers["q_a"].input) is not steps.strip(x):
             raise Unreadable("the latents are projected from different tensors")
-    if any(layer.update is not None for layer in layers.values()):
+    if any(layer.update is not None for layer in (*layers.values(), out)):
         raise Unreadable("latent attention with low-rank updates")
-    found: dict[str, Any] = {}
-    for name, layer in layers.items():
-        found |= layer.named(name)
+    found = layers_as(**layers)
     used = {name: norm for name, norm in norms.items() if norm is not None}
     if any(norm.kind != "rms" or norm.bias is not None for norm in used.values()):
         raise Unreadable("a norm of a latent that is not an RMS norm")

@@ -35,12 +35,12 @@ from ..segments.decisions import saved_decisions
 from ..segments.reachable import makes_cached
 from ..segments.segment import Span
 from ..storage import Store
-from .arguments import arguments_getter, named, values_of
+from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch
 from .masks import register, signature_of
-from .reading import Argument
+from .reading import Argument, Reading
 from .report import AGAIN, RAN, WARNED, Row, warn_of
 from .trace import mapped
 
@@ -48,10 +48,6 @@ from .trace import mapped
 ANSWERED = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
 )
-
-
-class Probabilities:
-    """Stands for attention's probabilities in what a forward returns."""
 
 
 class Original:
@@ -113,14 +109,6 @@ HOOKS = (
 )  # fmt: skip
 
 
-def forward_of(module: nn.Module) -> Callable:
-    """The class's forward, as it would run now whenever it is called: with the hooks that are now inside."""
-    hooks = [getattr(m, name) for m in module.modules() if m is not module for name in HOOKS]
-    if not any(hooks):
-        return MethodType(type(module).forward, module)
-    return functools.partial(MethodType(_with_hooks, module), [(own, dict(own)) for own in hooks])
-
-
 def _with_hooks(module: nn.Module, held: list[tuple[dict, dict]], *args: Any, **kwargs: Any) -> Any:
     """held: each dict of hooks, and what was in it."""
     changed = [(own, was, dict(own)) for own, was in held if own != was]
@@ -153,32 +141,19 @@ def mode_of(op: str, activation: str | None, mode: str) -> str:
 
 
 class Segment:
-    """A fused op in place of a forward.
-
-    template: its arguments; x: the argument that is its input; result: how the output lies in what forward returns; logits_of:
-    the router whose hooks are given an MoE's logits; apart: a function that forward leaves out of autocast, and the op
-    would not.
+    """A fused op in place of a forward, as `reading` says. template: the op's arguments; x: the argument that is its input;
+    caches: arguments that collect keys and values, which a fused call does not fill.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        op: str,
-        template: dict[str, Any],
-        x: int,
-        result: tuple | None = None,
-        caches: Collection[int] = (),
-        logits_of: str = "",
-        apart: str = "",
-    ):
-        self.apart = apart
-        self.logits_of, self.router = logits_of, module.get_submodule(logits_of) if logits_of else None
-        self.module, self.op, self.template, self.x, self.result = module, op, template, x, result
-        self.attends = op in ATTENDING
+    def __init__(self, module: nn.Module, reading: Reading, caches: Collection[int] = ()):
+        self.module, self.reading, self.caches = module, reading, caches
+        self.op, self.template, self.x = reading.op, reading.arguments, reading.x
+        self.router = module.get_submodule(reading.logits_of) if reading.logits_of else None
+        self.attends = self.op in ATTENDING
+        template, x = self.template, self.x
         self.arguments = arguments_getter(module, template)
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
-        self.caches = list(caches)  # arguments that collect keys and values, which a fused call does not fill
         self.conditions, self.computes = conditions(template), any(templates(template, Computed))
         # of two masks of an attention, the first may be trained
         masks = [value if type(value) is tuple else (value,) for value in values_of(template, "attn_mask")]
@@ -195,7 +170,7 @@ class Segment:
     @property
     def unread(self) -> bool:
         """Does the forward return probabilities, for which placeholders stand?"""
-        return self.result is not None and any(isinstance(one, Probabilities) for one in self.result[1])
+        return self.reading.result is not None and Unread in self.reading.result[1]
 
     def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
         """The op's result, in the call with these values."""
@@ -216,18 +191,18 @@ class Segment:
     ) -> object:
         """What forward returns. forward: the original one, for what is computed when it is read."""
         y = self.y(flat, mode, workspace)
-        if self.result is None:
+        if self.reading.result is None:
             return y
-        spec, leaves, at = self.result
+        spec, leaves, at = self.reading.result
         original = None if forward is None or not self.unread else Original(forward, self.module, flat)
         results: list[Any] = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
                 results.append(flat[leaf.index])
-            elif isinstance(leaf, Probabilities):  # for which nothing stands without a forward
-                results.append(None if original is None else Unread(original, i, y))
+            elif leaf is Unread and original is not None:  # for which nothing stands without a forward
+                results.append(Unread(original, i, y))
             else:
-                results.append(y if i == at else leaf)
+                results.append(y if i == at else None)
         return tree_unflatten(results, spec)
 
 
@@ -319,12 +294,15 @@ class Forward:
             if not self.may_leave_empty(caches):
                 return self.unfused(lambda: FILLED, args, kwargs)
             args, kwargs = without_caches(args, kwargs)
-        if is_compiling():
-            return checkpoint(
-                MethodType(type(self.module).forward, self.module), *args, context_fn=context_fn, **kwargs
-            )
+        if is_compiling():  # Dynamo makes no bound method of a converted module
+            run = functools.partial(type(self.module).forward, self.module)
+            return checkpoint(run, *args, context_fn=context_fn, **kwargs)
         self.count("checkpointed", why)
-        return checkpoint(forward_of(self.module), *args, context_fn=context_fn, **kwargs)
+        run = MethodType(type(self.module).forward, self.module)
+        hooks = [getattr(m, name) for m in self.module.modules() if m is not self.module for name in HOOKS]
+        if any(hooks):  # it recomputes with those that are now inside
+            run = functools.partial(MethodType(_with_hooks, self.module), [(own, dict(own)) for own in hooks])
+        return checkpoint(run, *args, context_fn=context_fn, **kwargs)
 
 
 class Fused(Forward):
@@ -334,9 +312,16 @@ class Fused(Forward):
     checkpoint, which saves its inputs alone.
     """
 
-    def __init__(self, form: Form, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
+    def __init__(self, form: Form, segments: dict[tuple, Segment | None], recompute: str):
         super().__init__(form.module, recompute)
-        self.form, self.segments, self.watch = form, segments, watch
+        self.form, self.segments = form, segments
+        self.watch_anew()
+
+    def watch_anew(self) -> None:
+        """Takes the inside as it is now for what was checked."""
+        segments = [one for one in self.segments.values() if one is not None]
+        live = {one for segment in segments for one in live_attributes(self.module, segment.template)}
+        self.watch = Watch(self.module, self.form.reads, live, {one.reading.logits_of for one in segments} - {""})
 
     def segment_of(self, pattern: tuple) -> Segment | None:
         segment = self.segments.get(pattern, UNSEEN)
@@ -355,10 +340,9 @@ class Fused(Forward):
         wants_torchs = is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
         if not trains and wants_torchs:
             return self.original(*args, **kwargs)
-        if not self.form.takes(kwargs):
-            return self.unfused(lambda: self.form.unknown(kwargs), args, kwargs)
         flat: list[Any] = []
-        segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
+        takes = self.form.takes(kwargs)
+        segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat)) if takes else None
         if segment is None:
             return self.unfused(lambda: self.form.difference(args, kwargs), args, kwargs)
         if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):
@@ -395,9 +379,9 @@ class Fused(Forward):
             return lambda: (
                 f"an argument requires a gradient, which {segment.op} does not form. Detach it, or pass exclude="
             )
-        if segment.apart and autocast_dtype(flat[segment.x]) is not None:
+        if (apart := segment.reading.apart) and autocast_dtype(flat[segment.x]) is not None:
             return lambda: (
-                f"its forward keeps {segment.apart} out of autocast, where a fused op would round. Train without autocast"
+                f"its forward keeps {apart} out of autocast, where a fused op would round. Train without autocast"
             )
         compiling = is_compiling()
         if (compiling and segment.unread) or not self.watch.unchanged(not compiling):  # a graph takes no placeholders
@@ -436,11 +420,10 @@ class Own(Forward):
     is_composed = False
 
     def run(self, *args, **kwargs):
-        forward = MethodType(type(self.module).forward, self.module)
         if is_compiling() or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
         self.is_composed = False
-        y = forward(*args, **kwargs)
+        y = type(self.module).forward(self.module, *args, **kwargs)
         self.count("checkpointed" if self.is_composed else "fused", self.why_composed if self.is_composed else None)
         return y
 
@@ -508,12 +491,13 @@ class Group:
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
-        self.open: tuple[int, Callable[[], Span | None]] = 0, _none  # the place after the last layer's, the region
+        # the place after the last layer's, the region
+        self.open: tuple[int, Callable[[], Span | None]] = 0, lambda: None
         self.joined: set[int] = set()  # places of the layers that ever did
         self.apart: set[int] = set()  # of those that once did not, though there was a region to join
 
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(Group(self.names))
+    def __reduce__(self) -> tuple:
+        return Group, (self.names,)
 
     def regions(self, ran: bool) -> list[list[str]]:
         """The names of the layers of each region: of those that were formed, if a training call ran."""
@@ -524,12 +508,6 @@ class Group:
             else:
                 made.append([name])
         return [names for names in made if len(names) > 1]
-
-    def may_be_joined(self, place: int, before: Span | None) -> bool:
-        """Returns whether a layer behind the one at `place` may join its region: not if it once did not join one."""
-        if before is not None:
-            self.apart.add(place)
-        return place + 1 < len(self.names) and place + 1 not in self.apart - self.joined
 
     def call(self, forward: Forward, place: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         module = forward.module
@@ -544,30 +522,23 @@ class Group:
         ):
             return forward.run(*args, **kwargs)
         args, kwargs = without_caches(args, kwargs) if caches else (args, kwargs)
-        run = functools.partial(_in_own_mode, forward) if isinstance(forward, (Fused, Own)) else forward.run
+        # a layer's op in its own mode: its backward comes long after its recompute
+        run = own_modes()(forward.run) if isinstance(forward, (Fused, Own)) else forward.run
         after, open_ = self.open  # perhaps another thread's, whose tensors are not this call's
         span = open_() if place >= after else None
         places = span.takes(args, kwargs) if span is not None else []
         if places:
             self.joined.add(place)
             result = span.next(module, run, args, kwargs, places)
-        elif self.may_be_joined(place, span):
+        else:
+            if span is not None:
+                self.apart.add(place)
+            if place + 1 == len(self.names) or place + 1 in self.apart - self.joined:  # none is known to join it
+                return forward.run(*args, **kwargs)
             span = Span(module, run, args, kwargs)
             result = span.first(args, kwargs)
-        else:
-            return forward.run(*args, **kwargs)
         self.open = place + 1, weakref.ref(span)
         return result
-
-
-def _none() -> None:
-    return None
-
-
-def _in_own_mode(forward: Forward, *args, **kwargs) -> Any:
-    """The forward with its op in its own mode, as layers of a region have it: its backward comes long after its recompute."""
-    with own_modes():
-        return forward.run(*args, **kwargs)
 
 
 def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:

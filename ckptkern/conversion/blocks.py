@@ -16,12 +16,12 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
 from ..nn.unmodified import runs_class_forward
@@ -30,9 +30,9 @@ from .binding import Forward, General, without_caches
 from .bound import ORIGINAL_CLASS
 from .check import TOLERANCE, difference, random_parameters, results, wide
 from .protection import drawn_elsewhere, seeded, unmoved
-from .saved import saved_bytes
+from .recorder import Saved, Step, saved_bytes, step_of
 from .sharding import holds_sharded
-from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings
+from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings, tensors_in
 
 
 def is_listed(name: str, module: nn.Module) -> bool:
@@ -61,21 +61,19 @@ def held_by(module: nn.Module) -> list[tuple[str, int]]:
     a state that the next call reads, which a recompute would find changed."""
     held = [item for m in module.modules() for item in m.__dict__.items()]
     found = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
-    tuples = [(name, leaf) for name, value in held if type(value) is tuple for leaf in leaves_of(value)]
-    return found + [(name, id(leaf)) for name, leaf in tuples if isinstance(leaf, Tensor)]
+    return found + [(name, id(one)) for name, value in held if type(value) is tuple for one in tensors_in(value)]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
     """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
-    if holds_sharded(module):  # a forward that no backward follows would leave their state open
-        return General(module, recompute)
-    args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
-    try:
-        with unmoved(module), torch.no_grad():
+    made = General(module, recompute)
+    if not holds_sharded(module):  # a forward that no backward follows would leave their state open
+        args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
+        # whatever a forward makes of its call in training
+        with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
-            return General(module, recompute, decides(module.forward, *args, **kwargs))
-    except Exception:  # whatever a forward makes of its call in training
-        return General(module, recompute)
+            made = General(module, recompute, decides(module.forward, *args, **kwargs))
+    return made
 
 
 class Around:
@@ -88,7 +86,7 @@ class Around:
         self.before = self.saved(module.forward)
 
     def saved(self, run: Callable) -> int:
-        return saved_bytes(self.module, run, *self.call, leaves_of(self.call)[self.x])
+        return saved_bytes(self.module, run, self.call, leaves_of(self.call)[self.x])
 
     def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
         """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
@@ -97,8 +95,7 @@ class Around:
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
-            found = leaves_of(run(*args, **kwargs))
-            return torch.cat([one.flatten() for one in found if isinstance(one, Tensor) and one.requires_grad])
+            return torch.cat([one.flatten() for one in tensors_in(run(*args, **kwargs)) if one.requires_grad])
 
         with seeded(), unmoved(self.module), random_parameters(self.module):
             self.module.train()
@@ -181,21 +178,18 @@ GAIN = 1.5  # a checkpoint is made of what saves at least so many times what it 
 LOWER = 0.95  # where nobody asked for checkpoints, of a peak that they lower to so much, or less
 BOUNDS = 64  # that are tried
 
-Saved = dict[Any, int]  # storage -> bytes
 
-
-def parts_of(values: Any) -> Saved:
-    """Returns the storages of all tensors in nested containers, or in what holds some as attributes or values."""
-    return memory.storages_of(value for value in leaves_of(values) if isinstance(value, Tensor))
-
-
+@dataclass(eq=False)
 class Called:
     """A call of a module. start, stop: of what it saves, in the record; takes: the storages of its inputs; at: when it began,
     by the clock of writes; inner: the calls in it."""
 
-    def __init__(self, module: nn.Module | None, start: int, takes: Saved, at: int = 0):
-        self.module, self.start, self.stop, self.takes, self.at = module, start, start, takes, at
-        self.inner: list[Called] = []
+    module: nn.Module | None
+    start: int = 0
+    takes: Saved = field(default_factory=dict)
+    at: int = 0
+    stop: int = 0
+    inner: list[Called] = field(default_factory=list)
 
     def walk(self) -> Iterator[Called]:
         yield self
@@ -203,67 +197,58 @@ class Called:
             yield from one.walk()
 
 
-class Record(TorchDispatchMode):
+class Record(Step):
     """What one training forward of a model saves besides parameters and buffers, in order, the calls of its modules, and when a
     storage was last written into, on a clock of writes."""
 
     def __init__(self, model: nn.Module):
-        super().__init__()
+        super().__init__(backs=False, holds=True)
         self.model = model
-        self.known = {key for one in (*model.parameters(), *model.buffers()) for key in parts_of(one)}
-        self.saved: list[tuple[Any, int]] = []
+        self.saves: list[tuple[Any, int]] = []
         self.written: dict[Any, int] = {}
-        self.now = 0
-        self.root = Called(None, 0, {})
+        self.writes = 0
+        self.root = Called(None)
         self._stack = [self.root]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for i, one in enumerate(func._schema.arguments):
             if one.alias_info is not None and one.alias_info.is_write:
-                self.now += 1
-                self.written |= dict.fromkeys(parts_of(args[i] if i < len(args) else kwargs.get(one.name)), self.now)
+                self.writes += 1
+                written = self.others(args[i] if i < len(args) else kwargs.get(one.name))
+                self.written |= dict.fromkeys(written, self.writes)
         return func(*args, **kwargs)
 
     def others(self, values: Any) -> Saved:
         """The storages of what are no parameters and buffers."""
-        return {key: size for key, size in parts_of(values).items() if key not in self.known}
+        storages = memory.storages_of(tensors_in(values))
+        return {key: size for key, size in storages.items() if key not in self.names}
 
     def save(self, tensor: Tensor) -> None:
-        self.saved += self.others(tensor).items()
+        self.saves += self.others(tensor).items()
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        called = Called(module, len(self.saved), self.others((args, kwargs)), self.now)
-        self._stack[-1].inner.append(called)
-        self._stack.append(called)
+    def watch(self, i: int, name: str, module: nn.Module) -> list:
+        def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            called = Called(module, len(self.saves), self.others((args, kwargs)), self.writes)
+            self._stack[-1].inner.append(called)
+            self._stack.append(called)
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._stack.pop().stop = len(self.saved)
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            self._stack.pop().stop = len(self.saves)
 
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        handles = []
-        try:
-            for module in outside_of_converted(self.model):  # inside, a hook would change what runs
-                handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
-                handles.append(module.register_forward_hook(self.leave))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return [module.register_forward_pre_hook(enter, with_kwargs=True), module.register_forward_hook(leave)]
 
     def between(self, start: int, stop: int) -> Saved:
-        return dict(self.saved[start:stop])
+        return dict(self.saves[start:stop])
 
 
-def recorded(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Record | None:
+def recorded(model: nn.Module, call: Call) -> Record | None:
     """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
     record = Record(model)
-    with contextlib.suppress(Exception), seeded(), unmoved(model), torch.enable_grad():
-        model.train()
-        with record.hooks(), memory.counting(record.save), record:
-            model(*args, **kwargs)
-        record.root.stop = len(record.saved)
+    regions = [("", module) for module in outside_of_converted(model)]  # inside, a hook would change what runs
+    with contextlib.suppress(Exception):
+        step_of(model, *call, regions, there=(), step=record)
+        record.root.stop = len(record.saves)
         return record
     return None
 
@@ -307,27 +292,21 @@ class Cuts:
         self.kinds = collections.Counter(tuple(map(type, m)) for m in self.names if type(m) is nn.Sequential)
         fixed = {m for m in self.names if is_converted(m)}
         self.holds = {m for m in self.names if not fixed.isdisjoint(m.modules())}
-        whole = (m for m in self.names if m in self.calls and (m in given or self.is_whole(m)))
+        # a block of convolutions, or a member of a list, may be one checkpoint
+        whole = {
+            m
+            for m, name in self.names.items()
+            if m in allowed and m._modules and runs_class_forward(m) and (is_member(name, m) or has_convolutions(m))
+        }
+        whole = whole.difference(self.holds, (record.model,)).union(given).intersection(self.calls)
         self.whole = {m: [Cut(record, [one], m) for one in self.calls[m]] for m in whole}
-
-    def is_whole(self, module: nn.Module) -> bool:
-        """Returns whether all of it may be one checkpoint: a block of convolutions, or a member of a list."""
-        if not module._modules or module is self.record.model or module in self.holds or not runs_class_forward(module):
-            return False
-        is_block = is_member(self.names[module], module) or has_convolutions(module)
-        return is_block and module in self.allowed
-
-    def is_cut(self, module: nn.Module, bound: int) -> bool:
-        if module in self.given:
-            return True
-        cuts = self.whole.get(module, [])
-        return bool(cuts) and all(one.size <= bound and one.gains for one in cuts)
 
     def within(self, bound: int, called: Called | None = None) -> Iterator[Cut]:
         """Yields the largest checkpoints in a call, or in the model's, each of which recomputes at most `bound` bytes."""
         called = called or self.record.root
-        if self.is_cut(called.module, bound):
-            yield next(one for one in self.whole[called.module] if (one.start, one.stop) == (called.start, called.stop))
+        cuts = self.whole.get(called.module, [])
+        if called.module in self.given or (cuts and all(one.size <= bound and one.gains for one in cuts)):
+            yield next(one for one in cuts if (one.start, one.stop) == (called.start, called.stop))
             return
         layers = called.inner
         while self.is_list(called) and layers:
@@ -377,30 +356,28 @@ class Cuts:
                 peak = max(peak, height + 2 * size)
 
         for cut in cuts:
-            save(self.record.saved[done : cut.start])
+            save(self.record.saves[done : cut.start])
             save(cut.takes.items())
             before, inside = height, cut.inside.keys() - seen
             save(cut.inside.items())
             height, done = before, cut.stop
             seen -= inside
-        save(self.record.saved[done:])
+        save(self.record.saves[done:])
         return peak, height
 
     def best(self, is_asked: bool, of: Callable[[int, int], Any] = operator.add) -> list[Cut]:
         """Returns the checkpoints with the least of(peak of a step, what its forward saves), the sum. is_asked: also if they do
         not lower the peak."""
         own = [cuts for m, cuts in self.whole.items() if not any(one in self.given for one in m.modules())]
-        sizes = sorted({one.size for cuts in own for one in cuts} | self.runs())
+        lists = (called for called in self.record.root.walk() if self.is_list(called))
+        # of runs from the first layer on, of each list
+        runs = {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
+        sizes = sorted({one.size for cuts in own for one in cuts} | runs)
         bounds = sizes if len(sizes) <= BOUNDS else [sizes[i * (len(sizes) - 1) // (BOUNDS - 1)] for i in range(BOUNDS)]
         found = [(*self.peak(cuts), cuts) for bound in bounds if (cuts := list(self.within(bound)))]
         most = math.inf if is_asked else LOWER * self.peak(list(self.within(-1)))[0]
         lower = [one for one in found if one[0] <= most]
         return min(lower, key=lambda one: of(*one[:2]))[2] if lower else []
-
-    def runs(self) -> set[int]:
-        """Returns the sizes of runs from the first layer on, of each list."""
-        lists = (called for called in self.record.root.walk() if self.is_list(called))
-        return {sum(self.record.between(one.start, inner.stop).values()) for one in lists for inner in one.inner}
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -438,20 +415,10 @@ def by_module(cuts: Iterable[Cut]) -> list[tuple[nn.Module, list[Cut]]]:
 
 
 def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Module, Call]:
-    """Returns the first call of each module with which one of these begins, in a training forward of the model without
-    gradients: some branches are called in training alone."""
-    found: dict[nn.Module, Call] = {}
-    if not cuts:
-        return found
-
-    def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found.setdefault(module, mapped(lambda one: one.detach().clone(), (args, kwargs)))
-
-    with contextlib.ExitStack() as stack:
-        for module in {cut.begins for cut in cuts}:
-            stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        with seeded(), unmoved(model), torch.no_grad():
-            model.train()
-            args, kwargs = call
-            model(*args, **kwargs)
-    return found
+    """Returns the first call of each module with which one of these begins, in a training forward of the model: some branches
+    are called in training alone."""
+    begin = list({cut.begins for cut in cuts})
+    if not begin:
+        return {}
+    step = step_of(model, *call, [("", module) for module in begin], there=(), step=Step(backs=False, holds=True))
+    return {module: step.calls[i][0].call for i, module in enumerate(begin)}

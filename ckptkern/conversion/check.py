@@ -1,18 +1,21 @@
-"""Checks numerically that a fused call computes what a module's forward computes: output, input gradient and every parameter's
-gradient, on random parameters."""
+"""Compares what is to stand for a forward with that forward (`Check`): output, input gradient and every parameter's gradient,
+on random parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .quantized import multiplies_dequantised, plain_like, setting
+from ..frozen import Frozen
+from .protection import seeded
+from .quantized import is_quantised, multiplies_dequantised, setting
+from .trace import Unreadable
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
 TOLERANCE = 2e-5  # of rounding in float32; a wrong reading differs by percents
@@ -61,7 +64,9 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 
     def random_like(parameter: Tensor) -> Tensor:
         """Of a size at which scores and activations are of order 1, so that a wrong scale shows."""
-        parameter = plain_like(parameter)
+        if is_quantised(parameter):
+            frozen = Frozen(parameter)
+            parameter = torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
         values = parameter.detach()
         if parameter.is_floating_point():
             dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -97,9 +102,16 @@ def rms(tensor: Tensor | None) -> float:
 
 
 def results(
-    run: Callable[[list[Any]], Tensor], flat: list[Any], inputs: list[int], parameters: list[nn.Parameter]
+    run: Callable[[list[Any]], Tensor],
+    flat: list[Any],
+    inputs: list[int] | None,
+    parameters: Iterable[nn.Parameter] = (),
 ) -> list[Tensor | None]:
-    """y, and the gradients of the arguments `inputs` and of the parameters for one fixed gradient of y."""
+    """y, and the gradients of the arguments `inputs` and of the parameters for one fixed gradient of y; y alone if inputs is
+    None."""
+    if inputs is None:
+        with torch.no_grad():
+            return [run(flat)]
     given = {i: flat[i].detach().requires_grad_() for i in inputs}
     with torch.enable_grad():
         y = run([given.get(i, value) for i, value in enumerate(flat)])
@@ -121,3 +133,38 @@ def difference(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
             return math.inf
         worst = max(worst, error / max(rms(b) + (floor if i else 0.0), 1e-30))
     return worst
+
+
+class Check:
+    """Compares what is to stand for a forward with that forward, on the same values.
+
+    original, ours: functions of a call's flat values that return a tensor.
+    """
+
+    def __init__(self, original: Callable[[list[Any]], Tensor], ours: Callable[[list[Any]], Tensor]):
+        self.original, self.ours = original, ours
+
+    def error(self, flat: list[Any], inputs: list[int] | None = None, parameters: Iterable[nn.Parameter] = ()) -> float:
+        """The largest relative error of what ours returns, and of the gradients that `results` forms."""
+        return difference(*(results(run, flat, inputs, parameters) for run in (self.ours, self.original)))
+
+    def require(
+        self, calls: Iterable[tuple[str, list[Any]]], tolerance: float = TOLERANCE, pick: Callable | None = None
+    ):
+        """Raises Unreadable for the first of these calls, (where it is, its values), in which they return something else, or
+        which ours refuses. pick(ours, theirs): the parts of both that are compared."""
+        for where, flat in calls:
+            try:
+                with seeded():  # of what something computed samples
+                    (theirs,) = results(self.original, flat, None)
+            except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
+                continue
+            try:
+                with seeded():
+                    (ours,) = results(self.ours, flat, None)
+            except (ValueError, TypeError, RuntimeError) as refusal:
+                raise Unreadable(f"{where} the op refuses it: {refusal}") from None
+            if pick is not None:
+                ours, theirs = pick(ours, theirs)
+            if (error := difference([wide(ours)], [wide(theirs)])) > tolerance:
+                raise Unreadable(f"{where} the numbers differ by {error:.1e}")

@@ -20,7 +20,7 @@ from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_off
 from .guard import OF_EVERY_MODULE
 from .reading import Argument, Reading, Weight
-from .trace import Node, Outer, Unreadable, is_in_place, leaves_of, recomputed
+from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed, tensors_in
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
 LARGEST = 64  # calls. What is computed for each sample takes fewer
@@ -139,17 +139,20 @@ class Resolver:
             raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
         for outer in reversed(node.calls):  # the largest part that does not read the input
             try:
-                return Result(self.step(outer.path, outer), outer.output)
+                return Result(self.step(outer), outer.output)
             except Unreadable:
                 continue
         in_place = is_in_place(str(node.source)) or node.kwargs.get("out") is not None
         if node.kind == "function" and (in_place or node.source == "__setitem__"):
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
-        return Result(self.step(node.source if node.kind == "module" else node.function, node), node.output)
+        return Result(self.step(node), node.output)
 
-    def step(self, of: Any, call: Node | Outer) -> int:
+    def step(self, call: Node) -> int:
         """The place of this call's step."""
-        if isinstance(of, str) and any(map(holds_tensors, self.module.get_submodule(of).modules())):
+        of = call.source if call.kind == "module" else call.function
+        inner = self.module.get_submodule(of).modules() if of is call.source else ()
+        own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
+        if tensors_in(own):  # an earlier part of a forward may have set them
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
         if call.at not in self.made:
             count = len(self.steps)
@@ -186,12 +189,6 @@ def call(function: Callable, *args: Any, shape: Iterable[int] = (), **kwargs: An
     node = Node("function", function.__name__, torch.Size(shape), args, kwargs, function=function)
     node.at = -id(node)
     return node
-
-
-def holds_tensors(module: nn.Module) -> bool:
-    """Has it attributes that an earlier part of a forward may have set?"""
-    own = [value for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE]
-    return any(isinstance(value, Tensor) for value in leaves_of(own))
 
 
 def templates(template: Any, kind: type) -> Iterator[Any]:

@@ -9,51 +9,55 @@ import torch
 from torch import Tensor
 
 from .computed import Of, call
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, in_training
+from .masks import window_of
+from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, Weight, in_training
 from .trace import Node
 
-SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+CALLS = {  # functions that are core attention, with the names of their arguments by place
+    "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
+    "causal_attention": ("query", "key", "value", "attn_mask", "sinks", "dropout_p", "scale", "window", "is_causal"),
+}
 
 
 @dataclass
 class Core:
-    """softmax(q k^T scale + mask) v as the module calls it."""
+    """softmax(q k^T scale + mask) v as the module calls it. head_scale: a factor for each head; options: other arguments of the
+    op, by their names there."""
 
     query: Node
     key: Node
     value: Node
     masks: list[Node]
-    dropout_p: Any
-    is_causal: bool
     scale: float
-    softcap: float | None = None
-    window: int | None = None  # of transformers: how many keys a row sees at most
-    sinks: Node | None = None
-    head_scale: Node | None = None  # a factor for each head
-    excludes: bool = False  # does a mask's True hide?
+    options: dict[str, Any]
+    head_scale: Node | None = None
 
 
 def read_core(steps: Steps, node: Node) -> Core:
-    if node.is_function("scaled_dot_product_attention"):
-        call = node.called_with(*SDPA)
-        scale, D, mask = call.get("scale"), call["query"].shape[-1], call.get("attn_mask")
-        return Core(
-            call["query"],
-            call["key"],
-            call["value"],
-            [] if mask is None else [mask],
-            in_training(call.get("dropout_p", 0.0)),
-            bool(call.get("is_causal", False)),
-            D**-0.5 if scale is None else float(scale),
-        )
-    if node.is_function("causal_attention"):
-        query, key, value, mask, sinks, dropout_p, scale, window, causal = node.args
+    if node.kind == "function" and node.source in CALLS:
+        call = node.called_with(*CALLS[node.source])
+        query, key, value, mask, scale = (call.get(name) for name in ("query", "key", "value", "attn_mask", "scale"))
+        options = {
+            "dropout_p": in_training(call.get("dropout_p", 0.0)),
+            "is_causal": bool(call.get("is_causal", False)),
+            **_of_sinks(steps, call.get("sinks")),
+        }
+        if call.get("window") is not None:
+            options["window_size"] = window_of(call["window"])
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        masks = [] if mask is None else [mask]
-        return Core(query, key, value, masks, in_training(dropout_p), causal, scale, window=window, sinks=sinks)
+        return Core(query, key, value, [] if mask is None else [mask], scale, options)
     if node.is_function(*PRODUCT):
         return _written_out(steps, node)
     raise steps.refuse("no core attention but", node)
+
+
+def _of_sinks(steps: Steps, sinks: Node | None) -> dict[str, Any]:
+    if sinks is None:
+        return {}
+    sinks = steps.strip(sinks)
+    if sinks.kind != "parameter" or len(sinks.shape) != 1:
+        raise steps.refuse("attention's sinks are no parameter with a number for each head but", sinks)
+    return {"sinks": Weight(sinks.source)}
 
 
 def _written_out(steps: Steps, node: Node) -> Core:
@@ -63,7 +67,7 @@ def _written_out(steps: Steps, node: Node) -> Core:
     if not weights.is_function("softmax"):
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
     sinks, scores = _column(steps, steps.strip(weights.inputs[0]))
-    masks, scale, softcap, head_scale, excludes = [], 1.0, None, None, False
+    masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
     while not scores.is_function(*PRODUCT, "baddbmm"):
         if scores.is_function(*ADD) and len(scores.inputs) == 2:
             a, b = scores.inputs
@@ -75,37 +79,29 @@ def _written_out(steps: Steps, node: Node) -> Core:
             scores = steps.strip(scores.inputs[1])
         elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
             masks.append(scores.inputs[1])
-            scores, excludes = steps.strip(scores.inputs[0]), True
+            options["mask_is_exclusion"] = True
+            scores = steps.strip(scores.inputs[0])
         elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
-            number = steps.number(scores)
-            if softcap is None and (inner := steps.strip(scores.inputs[0])).is_function("tanh"):
-                softcap, scores = number, steps.strip(inner.inputs[0])
+            number, scores = steps.number(scores), steps.strip(scores.inputs[0])
+            if "softcap" not in options and scores.is_function("tanh"):
+                options["softcap"], scores = number, steps.strip(scores.inputs[0])
             else:
-                scale, scores = scale * number, steps.strip(scores.inputs[0])
-        elif scores.is_function(*MULTIPLY) and head_scale is None and (pair := _factor_of_heads(scores)) is not None:
+                scale *= number
+        else:  # a factor [H, 1, 1] for each head
+            H = scores.shape[1] if len(scores.shape) == 4 else 0
+            pairs = scores.pairs if scores.is_function(*MULTIPLY) and head_scale is None else ()
+            pair = next((one for one in pairs if one[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
+            if pair is None:
+                raise steps.refuse("scores are formed by", scores)
             head_scale, scores = pair[0], steps.strip(pair[1])
-        else:
-            raise steps.refuse("scores are formed by", scores)
-    if softcap is not None:
-        scale *= softcap  # tanh reads scores / softcap
+    scale *= options.get("softcap", 1.0)  # tanh reads scores / softcap
     if scores.is_function("baddbmm"):
         bias, query, key, factor = _with_bias(scores, weights.shape)
         masks, scale = [*masks, bias], scale * factor
     else:
         query, key = scores.inputs
-    return Core(
-        query,
-        key,
-        value,
-        masks,
-        steps.probability(dropouts),
-        False,
-        scale,
-        softcap,
-        sinks=sinks,
-        head_scale=head_scale,
-        excludes=excludes,
-    )
+    options |= {"dropout_p": steps.probability(dropouts), **_of_sinks(steps, sinks)}
+    return Core(query, key, value, masks, scale, options, head_scale)
 
 
 def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
@@ -128,14 +124,6 @@ def _with_bias(scores: Node, shape: torch.Size) -> tuple[Node, Node, Node, float
     if how["beta"] != 1:
         bias = call(torch.mul, bias, how["beta"], shape=bias.shape)
     return bias, how["batch1"], how["batch2"], float(how["alpha"])
-
-
-def _factor_of_heads(product: Node) -> tuple[Node, Node] | None:
-    """(a factor [H, 1, 1] for each head, the scores that it scales)."""
-    for factor, scores in product.pairs:
-        if len(scores.shape) == 4 and factor.shape in ((scores.shape[1], 1, 1), (1, scores.shape[1], 1, 1)):
-            return factor, scores
-    return None
 
 
 def _over_windows(mask: Node, scores: torch.Size) -> Node:

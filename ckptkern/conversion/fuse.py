@@ -14,28 +14,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..nn.unmodified import runs_class_forward, untouched
-from .alike import Checked, call_kinds
-from .arguments import live_attributes, named, rescaled
-from .binding import Fused, Probabilities, Segment, is_cache
-from .calls import Form
-from .check import ROUNDING, TOLERANCE, difference, in_float64, random_parameters, results, varied, wide
+from ..ops.dispatch.choices import autocast_dtype
+from .alike import call_kinds, same_inside
+from .arguments import named, rescaled
+from .binding import Fused, Segment, Unread, is_cache
+from .calls import Form, not_looked_at
+from .check import ROUNDING, TOLERANCE, Check, difference, in_float64, random_parameters, results, varied, wide
 from .computed import Computed, Followed, following, resolve, templates
-from .grammar import read, read_call
-from .guard import Watch, all_reads, reads_of
-from .layouts import experts_layout, is_experts, parts_of, why_unread
+from .grammar import read
+from .guard import all_reads, reads_of
+from .layouts import is_experts, parts_of, why_unread
 from .masks import has_ours
 from .moe import read_block, read_experts, routed, vary_choices
-from .protection import seeded, unmoved
+from .protection import unmoved
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Probability, Reading, Steps
-from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, trace
-
-
-def is_stack(module: nn.Module) -> bool:
-    """Is it a list of modules of one class that have modules inside, as models hold their layers?"""
-    if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-        return False
-    return len({type(one) for one in module}) == 1 and not any(map(is_leaf, module))
+from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, recomputed, trace
 
 
 def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
@@ -44,61 +38,68 @@ def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], b
         return output, None
     leaves, spec = tree_flatten(output)
     given = {id(value): i for i, value in enumerate(arguments) if isinstance(value, Tensor)}
-    leaves = [Argument(given[id(one)]) if id(one) in given else one for one in leaves]
-    tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
-    others = [one for one in leaves if not isinstance(one, (Tensor, Argument, type(None)))]
-    for i in tensors[1:]:
-        if unread(leaves[i]):
-            leaves[i] = Probabilities()
-    tensors = [i for i in tensors if isinstance(leaves[i], Tensor)]
-    if len(tensors) != 1:
-        raise Unreadable(f"forward returns {len(tensors)} tensors")
-    if others:
-        raise Unreadable("forward returns an object")
-    (at,) = tensors
-    return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
+    found: dict[int, Tensor] = {}
+    for i, one in enumerate(leaves):
+        if id(one) in given:
+            leaves[i] = Argument(given[id(one)])
+        elif isinstance(one, Tensor):
+            leaves[i] = Unread if found and unread(one) else None
+            if leaves[i] is None:
+                found[i] = one
+        elif one is not None:
+            raise Unreadable("forward returns an object")
+    if len(found) != 1:
+        raise Unreadable(f"forward returns {len(found)} tensors")
+    ((at, y),) = found.items()
+    return y, (spec, leaves, at)
 
 
-def attempt(form: Form, call: Call) -> tuple[Segment, float, list[tuple]]:
-    """(the region that was checked for this complete call, its error, the trace's log). Raises Unreadable."""
+def attempt(
+    form: Form, call: Call, like: tuple[Reading, list[tuple]] | None = None
+) -> tuple[Segment, float, list[tuple]]:
+    """(the region that was checked for this complete call, its error, the trace's log). like: what was read of a module that is
+    like this one, and its trace's log: of this one the same is compared, without gradients. Raises Unreadable."""
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
-    blocks = read_blocks(module, leaves_of(form.counting(*call)))
+    blocks = read_blocks(module, leaves_of(form.counting(*call))) if like is None else {}
     with unmoved(module), random_parameters(module):
         vary_choices(module)
         call = args, kwargs = mapped(wide, call)
         flat = leaves_of(form.counting(*call))
         module.train()  # shows where dropout is
-        if is_experts(module) or parts_of(module) is not None:
+        if like is not None:
+            reading, log = like
+            if log and trace(module, call, flat).log != log:
+                raise Unreadable("another trace")
+        elif is_experts(module) or parts_of(module) is not None:
             with torch.no_grad():
-                apart = apart_in(module, call)
+                apart, log = apart_in(module, call), []
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
-            experts, log = is_experts(module), []
-            reading = read_experts(module, flat) if experts else read_block(module, call, flat, read_call)
+            reading = read_experts(module, flat) if is_experts(module) else read_block(module, call, flat)
         else:
-            traced = trace(module, call, flat)
-            steps = Steps(module)
-
-            def is_softmax(one: Tensor) -> bool:  # with a dropout or without: attention's probabilities
-                return steps.strip(traced.node(one), []).is_function("softmax")
-
-            y, result = result_of(traced.result, flat, is_softmax)
+            traced, steps = trace(module, call, flat), Steps(module)
+            # another result that is a softmax, with a dropout or without, is attention's probabilities
+            y, result = result_of(
+                traced.result, flat, lambda one: steps.strip(traced.node(one), []).is_function("softmax")
+            )
             reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(templates([reading.arguments, reading.choices], Computed)):
                 resolve(module, reading, followed(form, reading, traced, call))
             with contextlib.suppress(Exception):  # a dtype that this forward does not take
                 apart = apart and trace(module, call, flat, torch.bfloat16).apart
         module.eval()
+        if like is None:
+            reading.result, reading.apart = result, next(iter(apart), "")
         try:
-            segment, error = check_numerics(form, reading, result, call)
+            segment, error = check_numerics(form, reading, call, like is None)
         except Unreadable:
             if not (blocks or reading.op == "moe_block"):
                 raise
             # two scores of a random token may be one up to rounding: then other tokens decide
-            segment, error = check_numerics(form, reading, result, call)
-        form.reads = all_reads(form.reads, reads_of(module, call))
-    segment.apart = next(iter(apart), "")
+            segment, error = check_numerics(form, reading, call, like is None)
+        if like is None:
+            form.reads = all_reads(form.reads, reads_of(module, call))
     return segment, error, log
 
 
@@ -132,14 +133,12 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
         parts = parts_of(block) if path else None
         if parts is None:
             continue
-        experts = block.get_submodule(parts.experts)
-        d = experts.get_parameter(experts_layout(experts)["gate_up_weight"]).shape[-1]
+        d = block.get_parameter(parts.router_weight).shape[-1]
         try:
             like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            segment = attempt(form, form.complete(*call))[0]
-            found[path] = Reading(segment.op, segment.template, segment.x, logits_of=segment.logits_of)
+            found[path] = attempt(form, form.complete(*call))[0].reading
         except Unreadable as why:
             found[path] = why
         except Exception as error:  # on random inputs a forward may raise anything
@@ -147,23 +146,23 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
     return found
 
 
-class Check:
-    """Compares a region with the forward that it replaces, called with the same values.
+class RegionCheck(Check):
+    """Compares a region with the forward that it replaces.
 
-    call: one of the module, complete; flat: its values that count, once `randomize` was called with random inputs and masks;
-    masks: the places of the masks among them.
+    call: one of the module, complete; flat: its values that count, with random inputs and masks unless they are to stay; masks:
+    the places of the masks among them.
     """
 
-    def __init__(self, form: Form, segment: Segment, call: Call):
-        self.form, self.module, self.segment, self.call = form, form.module, segment, call
+    def __init__(self, form: Form, reading: Reading, call: Call, randomizes: bool = True):
+        self.form, self.module, self.call = form, form.module, call
+        self.segment = segment = Segment(form.module, reading)
         self.flat = leaves_of(form.counting(*call))
         self.masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
-
-    def randomize(self) -> None:
-        segment = self.segment
-        flat = [varied(value, segment.excludes) if i in self.masks else value for i, value in enumerate(self.flat)]
-        random = {*segment.inputs, *(i for i in segment.conditions if is_floating(flat[i]))}
-        self.flat = [torch.randn_like(value) if i in random else value for i, value in enumerate(flat)]
+        for i, value in enumerate(self.flat) if randomizes else ():
+            if i in segment.inputs or (i in segment.conditions and is_floating(value)):
+                self.flat[i] = torch.randn_like(value)
+            elif i in self.masks:
+                self.flat[i] = varied(value, segment.excludes)
 
     def original(self, flat: list[Any]) -> Tensor:
         args, kwargs = self.form.call_of(flat, *self.call)
@@ -173,53 +172,20 @@ class Check:
     def ours(self, flat: list[Any]) -> Tensor:
         return self.segment.y(flat, "full")
 
-    def error(self, flat: list[Any]) -> float:
-        """The relative error of the result."""
-        with torch.no_grad():
-            return difference([self.ours(flat)], [self.original(flat)])
-
-    def error_in_float64(self, trained: list[int]) -> float:
-        """That of results and gradients. In float32 sums over many tokens, such as a key bias has, differ by more."""
-        flat = [value.double() if is_floating(value) else value for value in self.flat]
-        try:
-            with in_float64(self.module):
-                parameters = [p for p in self.module.parameters() if p.requires_grad]
-                return difference(*(results(run, flat, trained, parameters) for run in (self.ours, self.original)))
-        except Exception:  # a forward may take no float64
-            return math.inf
-
-    def elsewhere(self) -> None:
-        """Compares in training mode, for larger calls, and for what a trace would show. Raises Unreadable."""
+    def elsewhere(self) -> Iterator[tuple[str, list[Any]]]:
+        """Yields calls in training mode, larger calls, and those of what a trace would show. Some forwards have a window or a
+        scale that depends on sizes, and an example of one sample does not tell a batch from a sequence."""
         segment, flat = self.segment, self.flat
         if not any(p.value for p in templates(segment.template, Probability)):  # some forwards differ in training alone
             self.module.train()
-            self.other("training", flat)
+            yield "with training", flat
             self.module.eval()
         with rescaled(self.module, segment.template) as any_scale:
             if any_scale:
-                self.other("another scale", flat)
-        for what, values in self.enlarged():
-            self.other(what, values)
+                yield "with another scale", flat
+        yield from self.enlarged()
         if segment.op in ("moe_mlp", "moe_block"):  # which are not traced
-            for what, values in routed(segment, flat):
-                self.other(what, values)
-
-    def other(self, what: str, flat: list[Any]) -> None:
-        """Raises Unreadable unless both still agree in what they return. Some forwards have a window or a scale that depends on
-        sizes, and an example of one sample does not tell a batch from a sequence."""
-        with torch.no_grad():
-            try:
-                with seeded():  # of what something computed samples
-                    theirs = self.original(flat)
-            except Exception:  # a size that the module does not take, or arguments that were enlarged wrongly
-                return
-            try:
-                with seeded():
-                    error = difference([self.ours(flat)], [theirs])
-            except (ValueError, TypeError, RuntimeError) as refusal:
-                raise Unreadable(f"with {what} the op refuses it: {refusal}") from None
-        if error > TOLERANCE:
-            raise Unreadable(f"with {what} the numbers differ by {error:.1e}")
+            yield from routed(segment, flat)
 
     def enlarged(self) -> Iterator[tuple[str, list[Any]]]:
         """Yields the arguments of calls with twice as many tokens of each input, and with two samples in place of one, or twice
@@ -241,13 +207,14 @@ class Check:
 
         for length in dict.fromkeys(flat[i].shape[-2] for i in inputs):
             what = (
-                "another length"
+                "with another length"
                 if length > 1
-                else "more tokens than the example's one (give an example of at least two)"
+                else "with more tokens than the example's one (give an example of at least two)"
             )
-            yield what, [twice(value, i, length) for i, value in enumerate(flat)]
+            longer = [twice(value, i, length) for i, value in enumerate(flat)]
+            yield what, longer
             if conditions:
-                yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
+                yield what, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
         if x.dim() < 3:
             return
         computes = self.segment.computes
@@ -257,34 +224,35 @@ class Check:
                 i: [torch.randn_like(flat[i]) if i in inputs else flat[i].flip(0) for _ in range(1, times)]
                 for i in more
             }
-            yield "another batch", [torch.cat((v, *others[i])) if i in others else v for i, v in enumerate(flat)]
+            yield "with another batch", [torch.cat((v, *others[i])) if i in others else v for i, v in enumerate(flat)]
 
 
-def check_numerics(form: Form, reading: Reading, result: tuple | None, call: Call) -> tuple[Segment, float]:
-    module = form.module
-    check = Check(form, Segment(module, reading.op, reading.arguments, reading.x), call)
-    check.randomize()
-    flat, inputs = check.flat, check.segment.inputs
-    others = {*check.segment.biases, *check.segment.conditions}.difference(inputs, check.segment.constants)
-    trained = [*inputs, *(i for i in sorted(others) if is_floating(flat[i]))]
+def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) -> tuple[Segment, float]:
+    """(the first of the reading's candidates that agrees with the forward, its error). Raises Unreadable."""
+    module, check = form.module, RegionCheck(form, reading, call)
+    flat, segment, best = check.flat, check.segment, math.inf
+    others = {*segment.biases, *segment.conditions}.difference(segment.inputs, segment.constants)
+    trained = [*segment.inputs, *(i for i in sorted(others) if is_floating(flat[i]))]
     parameters = [p for p in module.parameters() if p.requires_grad]
-    theirs, best = results(check.original, flat, trained, parameters), math.inf
+    theirs = results(check.original, flat, trained if gradients else None, parameters)
     reason = f"the numbers of {reading.op} are not finite"
-    for arguments in reading.candidates():
-        check.segment = Segment(module, reading.op, arguments, reading.x, logits_of=reading.logits_of)
+    for one in reading.candidates():
+        check.segment = Segment(module, one)
         try:
-            with torch.no_grad():  # most choices show in the output
-                error = difference([check.ours(flat)], theirs[:1])
-            if error <= TOLERANCE:
+            error = difference(results(check.ours, flat, None), theirs[:1])  # most choices show in the output
+            if error <= TOLERANCE and gradients:
                 error = difference(results(check.ours, flat, trained, parameters), theirs)
+                # in float32 sums over many tokens, such as a key bias has, differ by more
                 if TOLERANCE < error < ROUNDING:
-                    error = min(error, check.error_in_float64(trained))
+                    with contextlib.suppress(Exception), in_float64(module):  # a forward may take none
+                        wider = [value.double() if is_floating(value) else value for value in flat]
+                        own = [p for p in module.parameters() if p.requires_grad]
+                        error = min(error, check.error(wider, trained, own))
         except (ValueError, TypeError, RuntimeError) as refusal:
             reason = f"ckptkern.{reading.op} refuses it: {refusal}"
             continue
         if error <= TOLERANCE:
-            check.elsewhere()
-            check.segment.result = result
+            check.require(check.elsewhere())
             return check.segment, error
         best = min(best, error)
     raise Unreadable(reason if best == math.inf else f"the numbers of {reading.op} differ by {best:.1e}")
@@ -309,13 +277,11 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
         variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
     args, kwargs = call
-    by_place = places[: len(args)]  # of a forward with *args, whose arguments stay where they are
-
-    def changed(masks: dict[str, Tensor | None]) -> Call:
-        values = (masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
-        return tuple(values), kwargs | {name: mask for name, mask in masks.items() if name not in by_place}
-
-    return [changed(masks) for masks in variants]
+    by_place, found = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
+    for masks in variants:
+        values = tuple(masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
+        found.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
+    return found
 
 
 def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
@@ -331,16 +297,14 @@ def check_own_dtype(form: Form, segment: Segment, call: Call) -> None:
     module = form.module
     if all(p.dtype.itemsize >= 4 for p in module.parameters()):
         return
-    check = Check(form, segment, call)
+    check = RegionCheck(form, segment.reading, call, randomizes=False)
     for size in (1, 16):  # also where such a forward would clamp
         x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
-        with unmoved(module), torch.no_grad(), autocast_like(module, x):
+        with unmoved(module), autocast_like(module, x):
             module.eval()
-            theirs, ours = check.original(check.flat), check.ours(check.flat)
-        if segment.routes:  # where a score rounds otherwise, a token goes to another expert
-            ours, theirs = nearest_rows(ours, theirs)
-        if (error := difference([ours.float()], [theirs.float()])) > 0.05:
-            raise Unreadable(f"in {theirs.dtype} the numbers differ by {error:.1e}")
+            calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
+            # where a score rounds otherwise, a token goes to another expert
+            check.require(calls, 0.05, nearest_rows if segment.routes else None)
 
 
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,39 +314,18 @@ def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     return ours[nearest], theirs[nearest]
 
 
-def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
-    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
-    form, first = Form(module, calls), checked.fused
-    form.fixed, form.reads = dict(first.form.fixed), first.form.reads
-    segments = {
-        pattern: Segment(module, one.op, one.template, one.x, one.result, one.caches, one.logits_of, one.apart)
-        for pattern, one in first.segments.items()
-        if one is not None
-    }
-    call = form.complete(*calls[checked.which])
-    segment = segments[form.pattern(*call)]
-    call, _ = without_caches(form, call)
-    with unmoved(module), random_parameters(module):
-        vary_choices(module)
-        check = Check(form, segment, mapped(wide, call))
-        example = check.flat
-        check.randomize()
-        module.train()
-        if checked.log and trace(module, check.call, example).log != checked.log:
-            raise Unreadable("another trace")
-        module.eval()
-        error = check.error(check.flat)
-        if error > TOLERANCE:
-            raise Unreadable(f"the numbers of {segment.op} differ by {error:.1e}")
-        check.elsewhere()
-    check_own_dtype(form, segment, call)
-    return Fused(form, segments, watch_of(form, segments), recompute), error, call
+class Checked(NamedTuple):
+    """A fused module, with which others are compared.
 
+    calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
+    """
 
-def watch_of(form: Form, segments: dict[tuple, Segment]) -> Watch:
-    module = form.module
-    live = {one for s in segments.values() for one in live_attributes(module, s.template)}
-    return Watch(module, form.reads, live, {s.logits_of for s in segments.values() if s.logits_of})
+    name: str
+    module: nn.Module
+    calls: list[tuple]
+    fused: Fused
+    log: list[tuple]
+    which: int
 
 
 class Attempt(NamedTuple):
@@ -395,6 +338,27 @@ class Attempt(NamedTuple):
     log: list[tuple]
 
 
+def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
+    """The attempt of a complete call, also in the module's own dtype. Raises Unreadable."""
+    call, caches = without_caches(form, asked)
+    segment, error, log = attempt(form, call, like)
+    check_own_dtype(form, segment, call)
+    segment.caches = caches
+    return Attempt(asked, call, segment, error, log)
+
+
+def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
+    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
+    form, first = Form(module, calls), checked.fused
+    form.fixed, form.reads = dict(first.form.fixed), first.form.reads
+    segments = {
+        pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
+    }
+    call = form.complete(*calls[checked.which])
+    found = tried(form, call, (segments[form.pattern(*call)].reading, checked.log))
+    return Fused(form, segments, recompute), found.error, found.call
+
+
 def fuse(
     name: str, module: nn.Module, calls: list[Call], recompute: str, checked: list[Checked]
 ) -> tuple[Fused, float, Call]:
@@ -405,7 +369,9 @@ def fuse(
     inner = list(module.modules())[1:]
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in (module, *inner)):
         raise Unreadable("it contains a BatchNorm, whose buffers a second forward would update")
-    if any(map(is_stack, inner)):  # is not traced, which would take a call of the whole model
+    lists = [m for m in inner if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
+    # a model's layers are not traced, which would take a call of the whole model
+    if any(len(set(map(type, m))) == 1 and not any(map(is_leaf, m)) for m in lists):
         raise Unreadable("it holds several layers of one class")
     if not (runs_class_forward(module) and all(map(untouched, inner))):
         raise Unreadable("it contains hooks, or a forward that is not its class's")
@@ -417,7 +383,9 @@ def fuse(
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for other in checked:
         with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then checked by itself
-            if other.is_like(name, module, calls):
+            same_call = call_kinds(calls) == other.calls and same_inside(name, module, other.name, other.module)
+            buffers = zip(module.buffers(), other.module.buffers(), strict=True)
+            if same_call and all(x is y or torch.equal(x, y) for x, y in buffers):
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
     which = 0  # the first call that was checked
@@ -426,11 +394,7 @@ def fuse(
         asked = form.complete(*call)
         pattern = form.pattern(*asked)
         if pattern not in attempts:
-            taken, caches = without_caches(form, asked)
-            segment, error, log = attempt(form, taken)
-            check_own_dtype(form, segment, taken)
-            segment.caches = caches
-            attempts[pattern] = Attempt(asked, taken, segment, error, log)
+            attempts[pattern] = tried(form, asked)
 
     for i, call in enumerate(calls):
         which = which if attempts else i
@@ -451,9 +415,12 @@ def fuse(
             for call in mask_variants(module, like, inputs):
                 with contextlib.suppress(Exception):  # a mask that this module does not take
                     add(*call)
-    form.ignore([one.call for one in attempts.values()])
+    ignored = form.keywords
+    for _, call, *_ in attempts.values():
+        ignored = not_looked_at(module, call, [name for name in ignored if name in call[1]])
+    form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
     segments = {form.pattern(*one.asked): one.segment for one in attempts.values()}
-    fused = Fused(form, segments, watch_of(form, segments), recompute)
+    fused = Fused(form, segments, recompute)
     checked.append(Checked(name, module, call_kinds(calls), fused, first.log, which))
     return fused, max(one.error for one in attempts.values()), first.call
 

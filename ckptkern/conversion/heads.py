@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,17 +35,17 @@ from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
-from .check import TOLERANCE, difference, random_parameters, results, rms, wide
+from .check import TOLERANCE, Check, difference, random_parameters, rms, wide
 from .computed import Inputs
 from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
+from .recorder import saved_bytes
 from .report import AGAIN, Row
-from .saved import saved_bytes
 from .sharding import class_of, stays_gathered
-from .tokens import NEVER, after, callers, is_loss, loss_arguments
-from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
+from .tokens import NEVER, LMHead, after, callers, is_loss, loss_arguments
+from .trace import Call, Unreadable, is_floating, is_leaf, switched_off, tensors_in, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -59,8 +58,8 @@ NO_LOSS = "the example's call has no F.cross_entropy of it: with labels, the hea
 
 
 class Ran(TorchFunctionMode):
-    """Notes what the example's call runs: the modules, the tensors that functions take, and the numbers of classes of every
-    F.cross_entropy and F.nll_loss."""
+    """Notes what the example's call runs: the modules, by `note`, the tensors that functions take, and the numbers of classes
+    of every F.cross_entropy and F.nll_loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,21 +70,13 @@ class Ran(TorchFunctionMode):
         self.counts = False  # does any of the losses' targets?
         self.of_module = False  # does nn.CrossEntropyLoss call one? Dynamo takes that for a function of tensors
 
-    def __enter__(self):
-        self.hook = register_module_forward_pre_hook(self.note)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        self.hook.remove()
-        return super().__exit__(*error)
-
     def note(self, module: nn.Module, args: tuple) -> None:
         is_compiled = isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in module._modules
         self.modules.update(module.modules() if is_compiled else (module,))  # whose inner calls are not seen
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.taken.update(id(one) for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
+        self.taken.update(map(id, tensors_in((args, kwargs))))
         if is_loss(function):
             given = loss_arguments(args, kwargs)
             logits, target = given["input"], given["target"]
@@ -116,17 +107,11 @@ def scalars(output: Any) -> list[Tensor]:
     return [one for one in leaves if is_floating(one) and one.dim() == 0]
 
 
-def base_linear(module: nn.Module) -> nn.Module | None:
-    """The linear layer that an adapter is around; None for other modules."""
-    base = module._modules.get("base_layer")
-    return base if base is not None and is_linear(base) else None
-
-
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
     numbers; None for other modules."""
-    base = base_linear(module)
-    if base is None or len(base.weight) not in classes or base.weight.is_meta:
+    base = module._modules.get("base_layer")
+    if base is None or not is_linear(base) or len(base.weight) not in classes or base.weight.is_meta:
         return None
     if not (dense(base) and all(map(untouched, module.modules()))):
         return None
@@ -141,7 +126,7 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
             template = {"lora": layer.update}
             with torch.no_grad(), rescaled(module, template):
                 lora = LoRA(*arguments_getter(module, template)(Inputs([x], False, 0, x))["lora"])
-                matmul = Matmul(x, base.weight, base.bias, lora=lora)
+                matmul = Matmul(x, LMHead(base.weight, base.bias), lora=lora)
                 error = difference([matmul.values()], [type(module).forward(module, x)])
     except Unreadable:
         return None
@@ -164,7 +149,7 @@ class Head(Forward):
         super().__init__(module, recompute)
         self.kind, self.linear, self.arguments, self.watch = type(module), module, None, None
         if template is not None:
-            self.linear, self.arguments = base_linear(module), arguments_getter(module, template)
+            self.linear, self.arguments = module.base_layer, arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
             self.watch = Watch(module, reads_of(module, ((x,), {})), live_attributes(module, template))
         self.log: list[Wanted] | None = None  # during the example's call
@@ -180,12 +165,11 @@ class Head(Forward):
         lora = self.update(args)
         if why := self.why_not(args, kwargs, lora):
             return self.unfused(lambda: why, args, kwargs)
-        mode = mode_of(OP, None, self.recompute)
+        weight, bias = self.linear.weight, self.linear.bias
+        head = LMHead(weight, bias, mode_of(OP, None, self.recompute), self.workspace)
         if compiling:
-            weight = self.linear.weight
-            version = torch.ops.ckptkern.version_of(weight.detach())
-            return TracedLogits(args[0], weight, self.linear.bias, version, mode, self.workspace)
-        matmul = Matmul(args[0], self.linear.weight, self.linear.bias, mode, self.log, self.workspace, lora)
+            return TracedLogits(args[0], head, torch.ops.ckptkern.version_of(weight.detach()))
+        matmul = Matmul(args[0], head, self.log, lora)
         if self.log is None:
             self.count("fused")
             matmul.on_values = self.made_for
@@ -263,21 +247,19 @@ class Norm(Forward):
             or not any(map(requires_grad, (*args, *self.module.parameters(recurse=False))))
         ):
             return self.original(*args, **kwargs)
-        if why := self.why_not(args, kwargs):
+        why = ""
+        if len(args) != 1 or kwargs:
+            why = "it is called with more than its input"
+        elif others := kinds_of((*args, *self.module.parameters(recurse=False))):
+            why = f"its input or weight is a {others}"
+        elif args[0].dim() < 2:
+            why = "its input has no dimension of tokens"
+        elif hooked(self.module):
+            why = "it has a hook"
+        if why:
             return self.unfused(lambda: f"{why}. {AGAIN}", args, kwargs)
         self.count("fused")
         return run_in_chunks(self.module, self.original, args[0], self.workspace)
-
-    def why_not(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        """Why it cannot run in chunks; "" if it can."""
-        if len(args) != 1 or kwargs:
-            return "it is called with more than its input"
-        tensors = (*args, *self.module.parameters(recurse=False))
-        if others := kinds_of(tensors):
-            return f"its input or weight is a {others}"
-        if args[0].dim() < 2:
-            return "its input has no dimension of tokens"
-        return "it has a hook" if hooked(self.module) else ""
 
 
 def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tuple[Row, Forward] | None:
@@ -287,7 +269,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     try:
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
-        row.saved_before, row.saved_after = (saved_bytes(module, run, (x,), {}, x) for run in runs)
+        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {}), x) for run in runs)
     except Exception:  # what convert need not replace stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
@@ -310,9 +292,11 @@ class Chain(NamedTuple):
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""
-        matmul = self.matmul.of(flat, mode or "full")
-        values = matmul.values() if mode is None else matmul.logits()
-        return after(self.steps, values)
+        own = self.matmul.lora
+        count = len(flat) - 2 * (own is not None)
+        lora = None if own is None else LoRA(*flat[count:], own.scale)  # without dropout
+        matmul = Matmul(flat[0], LMHead(*flat[1:count])._replace(mode=mode or "full"), lora=lora)
+        return after(self.steps, matmul.values() if mode is None else matmul.logits())
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
@@ -323,22 +307,18 @@ class Chain(NamedTuple):
             one *= one.shape[1] ** -0.5
         return made
 
-    def error(self) -> float:
-        """The largest relative error of the loss and its gradients."""
+    def compared(self, mode: str) -> tuple[float, int, int]:
+        """Returns (the largest relative error of the loss and its gradients, bytes that are saved for backward besides
+        parameters and targets without us, and with us)."""
         flat = self.example(wide)
-        places, lazy = list(range(len(flat))), functools.partial(self.loss, mode="full")
-        theirs, ours = (results(run, flat, places, []) for run in (self.loss, lazy))
-        return difference(ours, theirs)
-
-    def saved(self, mode: str) -> list[int]:
-        """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
-        flat, bytes_, last = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
-        given = [one for one in last.others if type(one) is Tensor]
+        error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
+        flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
+        given = [one for one in self.steps[-1].others if type(one) is Tensor]
         for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 self.loss(flat, lazy)
             bytes_.append(saved.bytes)
-        return bytes_
+        return error, *bytes_
 
 
 class Heads:
@@ -375,18 +355,13 @@ class Heads:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
                 norms.append((module, upcast(module)(args[0]), y.detach()))
 
-        hooks = [m.register_forward_hook(note, with_kwargs=True) for m in list(self.model.modules()) if may_be_norm(m)]
-        try:
+        with seeded(), unmoved(self.model), torch.no_grad():  # which takes hooks and forwards back, too
+            for m in filter(may_be_norm, list(self.model.modules())):
+                m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with seeded(), unmoved(self.model), torch.no_grad():
-                self.model.eval()
-                returned = scalars(self.model(*args, **kwargs))
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for head in heads.values():
-                head.unbind()
+            self.model.eval()
+            returned = scalars(self.model(*args, **kwargs))
         read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
         wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
@@ -423,12 +398,12 @@ class Heads:
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_replaced else row, None
         mode = mode_of(OP, None, recompute)
-        row.error = max(chain.error() for chain in chains.values())
-        saved = [chain.saved(mode) for chain in chains.values()]
+        errors, before, after = zip(*(chain.compared(mode) for chain in chains.values()), strict=True)
+        row.error = max(errors)
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None
-        row.saved_before, row.saved_after = map(sum, zip(*saved, strict=True))
+        row.saved_before, row.saved_after = sum(before), sum(after)
         if row.saved_after >= row.saved_before:
             row.reason = f"{OP} saves no less"
             return row, None
@@ -510,23 +485,20 @@ def token_log_probs(
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     cap = None if final_logit_softcapping is None else final_logit_softcapping / temperature
     scale = logit_scale / temperature
-
-    def statistics(factor: float = 1.0, **options: Any):
-        return ops.linear_cross_entropy(
-            hidden,
-            weight,
-            targets,
-            linear_bias=bias,
-            reduction="none",
-            ignore_index=NEVER,
-            logit_scale=factor * scale,
-            softcap=None if cap is None else factor * cap,
-            workspace=workspace,
-            **options,
-        )
-
+    statistics = functools.partial(
+        ops.linear_cross_entropy,
+        hidden,
+        weight,
+        targets,
+        linear_bias=bias,
+        reduction="none",
+        ignore_index=NEVER,
+        workspace=workspace,
+    )
     wants_squares, wants_mean = "log_sum_sq_probs" in outputs, "mean_logits" in outputs
     found = statistics(
+        logit_scale=scale,
+        softcap=cap,
         return_log_probs=True,
         return_entropy="entropy" in outputs,
         return_accuracy="is_top1" in outputs,
@@ -534,7 +506,10 @@ def token_log_probs(
         label_smoothing=float(wants_mean),  # the loss is then lse - the mean logit
     )
     with torch.no_grad():  # sum p^2 = sum exp(2 z - 2 lse)
-        squared = statistics(2.0, return_lse=True).lse - 2 * found.lse if wants_squares else None
+        squared = None
+        if wants_squares:
+            twice = statistics(logit_scale=2 * scale, softcap=None if cap is None else 2 * cap, return_lse=True)
+            squared = twice.lse - 2 * found.lse
         mean = found.lse - found.loss if wants_mean else None
     top = found.accuracy.bool() if found.accuracy is not None else None
     return found.log_probs, found.entropy, squared, mean, top

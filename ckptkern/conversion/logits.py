@@ -9,7 +9,6 @@ are computed once with their graph, or without one for a read of what detach() r
 from __future__ import annotations
 
 import itertools
-import math
 import types
 import weakref
 from collections import OrderedDict
@@ -27,21 +26,17 @@ from ..memory import placeholders
 from ..ops.dispatch.choices import cast_input
 from ..ops.sublayer.dropout import draw_state, dropout_arguments
 from ..ops.sublayer.lora import LoRA, LowRank, ReplayedLoRA, update_dtype
-from ..subclasses import PLAIN
-from .reading import ADD, DIVIDE, MULTIPLY
 from .sharding import announces_backward, shards_of, unshard
 from .tokens import (
     COPIES,
-    LOGITS,
-    NEGATE,
     PARTS,
-    SCALES,
     VIEWS,
     Formula,
+    LMHead,
     Tokens,
     after,
     asks_for_copy,
-    form_after,
+    formula_after,
     is_loss,
     loss,
     product,
@@ -53,18 +48,14 @@ from .trace import is_in_place, leaves_of, mapped
 
 # What Logits answer without values: every attribute of a tensor that does not show them.
 SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
-GETTERS = [
-    name
-    for name, one in vars(torch._C.TensorBase).items()
-    if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
-]
+GETTERS = {name: one for name, one in vars(torch._C.TensorBase).items() if isinstance(one, types.GetSetDescriptorType)}
 METHODS = (
     "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
     "is_neg", "is_signed", "ndimension", "nelement", "numel", "size",
 )  # fmt: skip
 DESCRIBING = frozenset(
     (
-        *(getattr(Tensor, name).__get__ for name in GETTERS),
+        *(one.__get__ for name, one in GETTERS.items() if name not in SHOWN),
         *(getattr(Tensor, name) for name in METHODS),
         torch.is_floating_point,
         torch.is_complex,
@@ -123,22 +114,6 @@ class Step(NamedTuple):
     def clones(self) -> bool:
         return self.name == "clone" or bool(self.kwargs.get("copy"))
 
-    @property
-    def cause(self) -> str:
-        """Why logits are computed for it, and the remedy."""
-        of = getattr(self.function, "__self__", None)
-        name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else self.name
-        return (
-            f"{name} reads its logits, which are then computed and saved for backward. Take the loss by F.cross_entropy, "
-            "F.nll_loss, or log_softmax(-1) with gather, sum or mean, and metrics of logits.detach()"
-        )
-
-    @property
-    def wants_gradient(self) -> bool:
-        """Does it ask for the gradient of logits?"""
-        inputs = self.kwargs.get("inputs", self.args[1:2])
-        return self.function is Tensor.retain_grad or (self.function is torch.autograd.grad and bool(logits_in(inputs)))
-
     def of(self, values: Callable[[Logits], Any]) -> Any:
         """The function's result of these in place of logits."""
         args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, (self.args, self.kwargs))
@@ -152,42 +127,21 @@ class Step(NamedTuple):
         """What else is among its arguments."""
         return [one for one in leaves_of((self.args, self.kwargs)) if not isinstance(one, Logits)]
 
-    def number(self) -> float | None:
-        """What it multiplies logits by."""
-        others = self.others
-        if self.name in NEGATE:
-            return None if others or self.kwargs else -1.0
-        if len(others) != 1 or self.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
-            return None
-        if self.name in MULTIPLY:
-            return float(others[0])
-        return 1 / others[0] if self.name in DIVIDE and others[0] and isinstance(self.args[0], Logits) else None
-
 
 class Matmul:
-    """One call of a linear layer: x [..., d], weight [V, d], bias [V] or None, and its low-rank update, if it has one.
+    """One call of a linear layer: x [..., d], its parameters, and its low-rank update, if it has one.
 
-    mode, workspace: of its loss. log: None, or a list that gets each step that wanted the loss or values, with its Logits, and
+    log: None, or a list that gets each step that wanted the loss or values, with its Logits, and
     whether linear_cross_entropy covers it; then logits are followed without gradients, too.
     """
 
-    def __init__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        mode: str = "full",
-        log: list[Wanted] | None = None,
-        workspace: int | str | None = None,
-        lora: LoRA | None = None,
-    ):
-        self.x, self.weight, self.bias = cast_input("convert", x, weight), weight, bias
+    def __init__(self, x: Tensor, head: LMHead, log: list[Wanted] | None = None, lora: LoRA | None = None):
+        self.x, self.head, self.log = cast_input("convert", x, head.weight), head, log
         self.lora: ReplayedLoRA | None = None
         if lora is not None:
             # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
-        self.mode, self.log, self.workspace = mode, log, workspace
         self.precision = state.Precision()
         self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
         self.has_loss = False
@@ -201,14 +155,7 @@ class Matmul:
     @property
     def tensors(self) -> list[Tensor]:
         update = () if self.lora is None else self.lora[:2]
-        return [one for one in (self.x, self.weight, self.bias, *update) if one is not None]
-
-    def of(self, tensors: list[Tensor], mode: str = "full") -> Matmul:
-        """The same call of other tensors, without dropout."""
-        count = 2 + (self.bias is not None)
-        lora = None if self.lora is None else LoRA(*tensors[count:], self.lora.scale)
-        x, weight, bias = *tensors[:count], *[None] * (3 - count)
-        return Matmul(x, weight, bias, mode, lora=lora)
+        return [one for one in (self.x, *self.head[:2], *update) if one is not None]
 
     def check(self) -> None:
         """Raises RuntimeError unless x and the parameters are what they were."""
@@ -230,7 +177,7 @@ class Matmul:
     def gather(self) -> None:
         """Gathers parameters again that fully_shard has resharded since, as backward would: for a result with a gradient, which
         all ranks compute."""
-        if self.before_backward and not self.weight.untyped_storage().nbytes():
+        if self.before_backward and not self.head.weight.untyped_storage().nbytes():
             unshard(self.before_backward)
             pairs = list(zip(self.marks, self.tensors, strict=True))
             self.marks[1:] = [(version, one.data_ptr()) for (version, _), one in pairs[1:]]
@@ -257,16 +204,15 @@ class Matmul:
         return after(steps, y)
 
     def say(self, step: Step) -> None:
-        """Says why values are computed with a graph, once."""
+        """Says why values are computed with a graph, and the remedy, once."""
         if self.on_values is not None:
-            self.on_values(step.cause)
+            of = getattr(step.function, "__self__", None)
+            name = of.__name__ if isinstance(of, types.GetSetDescriptorType) else step.name
+            self.on_values(
+                f"{name} reads its logits, which are then computed and saved for backward. Take the loss by F.cross_entropy, "
+                "F.nll_loss, or log_softmax(-1) with gather, sum or mean, and metrics of logits.detach()"
+            )
             self.on_values = None
-
-    def shared(self) -> Tensor:
-        """The logits, computed from aliases of the tensors. A gradient for these ends there: one for a tied weight itself would
-        go on through x to the embedding, which the outer backward does once more."""
-        self.aliases = [one.view_as(one) for one in self.tensors]
-        return self.announced(self.values((), self.aliases))
 
     def show(self) -> None:
         """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
@@ -277,7 +223,7 @@ class Matmul:
             self.is_shown = True
 
     def logits(self) -> Logits:
-        V = len(self.weight)
+        V = len(self.head.weight)
         with placeholders():
             tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
         return _LazyLogits.apply({"matmul": self, "tokens": tokens}, *self.tensors)
@@ -358,7 +304,14 @@ class Logits(Tensor):
         """Those of the matmul, which are made once, after the steps."""
         if not self.made:
             with torch.inference_mode(False), torch.enable_grad():
-                made = self.matmul.shared() if self.source is None else self.steps[-1](self.source.values())
+                if self.source is None:
+                    # a gradient for aliases of the tensors ends there: one for a tied weight itself would go on through x to
+                    # the embedding, which the outer backward does once more
+                    matmul = self.matmul
+                    matmul.aliases = [one.view_as(one) for one in matmul.tensors]
+                    made = matmul.announced(matmul.values((), matmul.aliases))
+                else:
+                    made = self.steps[-1](self.source.values())
                 self.made.append(made.detach() if self.detached else made)
         return self.made[0]
 
@@ -380,7 +333,10 @@ class Logits(Tensor):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **step.kwargs)
-        if matmul.has_loss and step.wants_gradient:
+        wants_gradient = function is Tensor.retain_grad or (
+            function is torch.autograd.grad and bool(logits_in(step.kwargs.get("inputs", args[1:2])))
+        )
+        if matmul.has_loss and wants_gradient:
             raise RuntimeError(
                 f"ckptkern.convert: {step.name} needs the gradient of logits whose loss was taken, which is not computed. "
                 "Convert with exclude= for this layer"
@@ -438,35 +394,15 @@ class Logits(Tensor):
         return matmul.announced(found)
 
     def followed(self, step: Step) -> Logits | None:
-        formula = self.formula
-        # in the example's call a head is to see what is no loss: there log_softmax alone
-        if (self.matmul.log is None or step.name == "log_softmax") and (found := form_after(step, self)) is not None:
-            form, dtype = found
+        """What they are after a step of views, or of each element, or over the classes; None if it is none of these."""
+        # in the example's call a head is to see what is no loss: of the functions over the classes there log_softmax alone
+        if (self.matmul.log is not None and step.name in ("detach", "exp", "softmax")) or asks_for_copy(step, self):
+            return None
+        formula, tokens = self.formula, self.tokens.after(step) if step.name in VIEWS | COPIES else None
+        if tokens is None and (found := formula_after(step, self)) is not None:
+            formula, dtype = found
             tokens = self.tokens.copied(self.shape, dtype)
-            return None if tokens is None else self.next(step, tokens, formula._replace(form=form))
-        if (
-            (formula.form != LOGITS and step.name not in VIEWS | COPIES | SCALES)
-            or (step.name == "detach" and self.matmul.log is not None)
-            or asks_for_copy(step, self)
-        ):
-            return None
-        tokens = self.with_added(step) if step.name in ADD else self.tokens.after(step)
-        if tokens is None:
-            return None
-        if step.name in ADD:
-            (added,) = step.others
-            added = added.detach().reshape(-1) / formula.scale
-            formula = formula._replace(added=added if formula.added is None else formula.added + added)
-        elif step.name == "tanh":
-            if formula.cap is not None or len(step.args) != 1 or step.kwargs:
-                return None
-            formula = formula._replace(cap=1.0)
-        elif step.name in SCALES:
-            number = None if step.is_in_place else step.number()
-            if number is None:
-                return None
-            formula = formula.times(number)
-        return self.next(step, tokens, formula)
+        return None if tokens is None else self.next(step, tokens, formula)
 
     def next(self, step: Step, tokens: Tokens, formula: Formula, detached: bool | None = None) -> Logits:
         """What they are after this step."""
@@ -501,41 +437,16 @@ class Logits(Tensor):
             return None
         if step.name == "unbind":
             return tuple(self.select(dim, i) for i in range(len(found)))
-        sizes = [one.shape[dim] for one in found]
+        ends = itertools.accumulate(one.shape[dim] for one in found)
         return tuple(
-            self.narrow(dim, end - size, size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)
+            self.narrow(dim, end - one.shape[dim], one.shape[dim]) for end, one in zip(ends, found, strict=True)
         )
-
-    def with_added(self, step: Step) -> Tokens | None:
-        """The tokens after a number for each class was added, which gets no gradient, such as BART's buffer."""
-        one, V = next(iter(step.others), None), self.tokens.classes
-        if (
-            len(step.others) == 1
-            and isinstance(one, Tensor)
-            and type(one) in PLAIN
-            and not one.requires_grad
-            and one.shape[-1:] == (V,)
-            and one.numel() == V
-            and one.dim() <= self.dim()
-            and one.device == self.device
-            and one.dtype in (self.dtype, torch.promote_types(self.dtype, torch.float32))
-            and self.tokens.others() == list(range(self.dim() - 1))
-            and self.formula.cap is None
-            and self.formula.scale
-            and not step.is_in_place
-        ):
-            return self.tokens.copied(self.shape, one.dtype)
-        return None
 
     @property
     def class_dim(self) -> int | None:
         """The dimension of the classes; None if a token's are in several."""
         others = self.tokens.others()
         return None if others is None else next(i for i in range(self.dim()) if i not in others)
-
-    @property
-    def keeps_smoothed(self) -> bool:
-        return torch.is_grad_enabled() and not self.detached
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
         """ops.linear_cross_entropy of them and targets of their tokens, in any shape; None if it is not of these."""
@@ -546,4 +457,4 @@ class Logits(Tensor):
         rows = rows if rows.dim() > 1 else rows[None]
         target = target.reshape(rows.shape[:-1])
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
-            return self.formula.cross_entropy(matmul, rows, target, lora=matmul.lora, **options)
+            return self.formula.cross_entropy(matmul.head, rows, target, lora=matmul.lora, **options)

@@ -36,7 +36,7 @@ def causal_attention(
     dropout_p: float,
     scale: float | None,
     window: int | None,
-    is_causal: bool = True,
+    is_causal: bool,
 ) -> Tensor:
     """o [B, H, S, D] of causal attention; mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
     among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
@@ -70,7 +70,6 @@ def attention_forward(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     S, padding, ours, window = query.shape[2], None, False, options.get("sliding_window")
-    how = options.get("dropout", 0.0), options.get("scaling")
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if attention_mask is None:
@@ -84,20 +83,19 @@ def attention_forward(
                 f"{NAME}: attention with sinks takes neither softcap, nor position_bias, nor a paged cache, and returns no "
                 f"weights; call model.set_attn_implementation({WITH_SINKS!r})"
             )
+        causal = ours or (attention_mask is None and causal and S > 1)
         if not ours:  # a mask that says all, or none
-            causal = attention_mask is None and causal and S > 1
-            out = causal_attention(query, key, value, attention_mask, s_aux, *how, None, causal)
-            return out.transpose(1, 2).contiguous(), None
+            padding, window = attention_mask, None
     elif ours and (unusual or in_context_parallel()):
         # the mask [B or 1, 1, S, S] that says the same
         rows = torch.arange(S, device=query.device)
         behind = rows[:, None] - rows
         seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         attention_mask, ours = seen[None, None] if padding is None else padding & seen, False
-    if not ours:
+    if s_aux is None and not ours:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    out = causal_attention(query, key, value, padding, s_aux, *how, window)
-    return out.transpose(1, 2).contiguous(), None
+    how = options.get("dropout", 0.0), options.get("scaling"), window, causal or ours
+    return causal_attention(query, key, value, padding, s_aux, *how).transpose(1, 2).contiguous(), None
 
 
 def mask_function(

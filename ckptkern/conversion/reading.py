@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ..nn.activations import recognised
 from ..nn.layer import Dropout
-from .check import results
+from .check import TOLERANCE, Check
 from .trace import Node, Unreadable, recomputed
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps
@@ -66,46 +66,53 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-def _outcome(function: Callable, *args: Tensor) -> Tensor | None:
-    """The function's result; None if it raises or returns something else."""
+def _outcome(leaf: nn.Module, x: Tensor) -> Tensor | None:
+    """The leaf's result; None if it raises or returns something else."""
     try:
         with torch.no_grad():
-            result = function(*args)
+            result = leaf(x)
     except Exception:  # a guess calls someone else's leaf with a tensor of our choice, which may raise anything
         return None
     return result if isinstance(result, Tensor) else None
 
 
-def agrees(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
-    """Returns whether a leaf computes like(x) in training and in evaluation, with the same gradients."""
-    was, parameters = leaf.training, list(_parameters(leaf).values())
-    try:
-        for leaf.training in (True, False):
-            ours, theirs = (results(lambda flat, run=run: run(*flat), [x], [0], parameters) for run in (leaf, like))
-            for a, b in zip(ours, theirs, strict=True):
-                if a is not b and (a is None or b is None or not same(a, b)):
-                    return False
-    except Exception:  # someone's leaf may raise anything, such as where a graph is missing
-        return False
-    finally:
-        leaf.training = was
-    return True
+def check_of(leaf: nn.Module, like: Callable[[Tensor], Tensor]) -> Check:
+    return Check(lambda flat: leaf(*flat), lambda flat: like(*flat))
 
 
-def agrees_in_16_bits(leaf: nn.Module, like: Callable[..., Tensor], x: Tensor) -> bool:
+def first_like(leaf: nn.Module, x: Tensor, ways: Iterable[tuple[Callable[[Tensor], Tensor], Any]]) -> Any:
+    """What comes with the first of these functions that the leaf computes of x, and in training and in evaluation of its first
+    rows, with the same gradients; None if it computes none."""
+    y, was, parameters = _outcome(leaf, x), leaf.training, list(_parameters(leaf).values())
+    for like, found in ways if y is not None else ():
+        if not same(y, like(x)):
+            continue
+        try:
+            for leaf.training in (True, False):
+                if check_of(leaf, like).error([x[:3]], [0], parameters) > TOLERANCE:
+                    break
+            else:
+                return found
+        except Exception:  # someone's leaf may raise anything, such as where a graph is missing
+            continue
+        finally:
+            leaf.training = was
+    return None
+
+
+def agrees_in_16_bits(leaf: nn.Module, like: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     """Does it compute like(x) up to rounding in bfloat16, and under autocast? What it does not take does not count."""
     own, kind = _parameters(leaf), x.device.type
     narrow = {name: nn.Parameter(p.to(torch.bfloat16)) for name, p in own.items()}
     for parameters, autocast in ((narrow, False), (own, is_autocast_available(kind))):
         leaf._parameters.update(parameters)
-        given = x if autocast else x.to(torch.bfloat16)
         try:
-            with torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=autocast):
-                ours, theirs = _outcome(leaf, given), like(given).double()
+            with torch.autocast(kind, torch.bfloat16, enabled=autocast):
+                check_of(leaf, like).require([("", [x if autocast else x.to(torch.bfloat16)])], LIKE_ROUNDING)
+        except Unreadable:
+            return False
         finally:
             leaf._parameters.update(own)
-        if ours is not None and not float((ours.double() - theirs).norm() / theirs.norm()) <= LIKE_ROUNDING:
-            return False
     return True
 
 
@@ -195,15 +202,6 @@ class Steps:
         """Stochastic depth: whole samples of x [B, ...] dropped, the others scaled by 1/(1 - p)."""
         return self.once("drop_path", node, _find_drop_path)
 
-    def factor(self, node: Node) -> Weight | float | None:
-        """The factor of x * factor: a vector of the features, or a number."""
-        if node.is_function("mul", "__mul__", "__rmul__", "mul_", "__imul__"):
-            if len(node.inputs) == 1:
-                return float(node.numbers[0]) if len(node.numbers) == 1 else None
-            vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
-            return Weight(vectors[0].source) if len(vectors) == 1 else None
-        return self.once("scale", node, _find_scale)
-
     # -- what lies between leaves
 
     def strip(self, node: Node, dropouts: list[Probability] | None = None) -> Node:
@@ -282,9 +280,7 @@ class Steps:
             raise Unreadable("two dropouts in a row")
         return live[0] if live else 0.0
 
-    def norm_arguments(self, node: Node | None, name: str = "norm") -> dict[str, Any]:
-        if node is None:
-            return {}
+    def norm_arguments(self, node: Node, name: str = "norm") -> dict[str, Any]:
         kind, weight, bias, eps = self.norm(node)
         return {name: kind, f"{name}_weight": weight, f"{name}_bias": bias, f"{name}_eps": eps}
 
@@ -298,22 +294,20 @@ def _find_linear(path: str, leaf: nn.Module, node: Node) -> tuple[Weight, Weight
     weight, bias = own.get("weight"), own.get("bias")
     if weight is None or weight.dim() != 2 or own.keys() - {"weight", "bias"}:
         return None
-    for form, w in (("", weight), ("t", weight.t())):
-        x = torch.randn(3, w.shape[1], dtype=w.dtype, device=w.device)
-        y = _outcome(leaf, x)
-        if y is not None and same(y, F.linear(x, w, bias)) and (is_linear(leaf) or _acts_linear(leaf, form, x)):
-            return Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), len(w)
+    for form, (n, k) in (("", weight.shape), ("t", weight.shape[::-1])):
+        found = Weight(f"{path}.weight", form), None if bias is None else Weight(f"{path}.bias"), n
+        if is_linear(leaf):
+            return found
+        # a forward of its own may quantise in some modes or dtypes alone
+        like, x = functools.partial(_linear, leaf, form), torch.randn(3, k, dtype=weight.dtype, device=weight.device)
+        if first_like(leaf, x, [(like, found)]) and agrees_in_16_bits(leaf, like, x):
+            return found
     return None
 
 
-def _acts_linear(leaf: nn.Module, form: str, x: Tensor) -> bool:
-    """Is a forward of its own that of a linear layer in each mode and dtype? One may quantise in some of these alone."""
-
-    def like(x: Tensor) -> Tensor:
-        weight = leaf._parameters["weight"]
-        return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
-
-    return agrees(leaf, like, x) and agrees_in_16_bits(leaf, like, x)
+def _linear(leaf: nn.Module, form: str, x: Tensor) -> Tensor:
+    weight = leaf._parameters["weight"]
+    return F.linear(x, weight.t() if form else weight, leaf._parameters.get("bias"))
 
 
 def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
@@ -327,20 +321,15 @@ def _find_norm(path: str, leaf: nn.Module, node: Node) -> Norm | None:
     # rows of about the size of sqrt(eps), too, where another eps shows
     x = torch.randn(6, features, dtype=tensor.dtype, device=tensor.device) + 0.5
     x = x * torch.tensor([1.0, 1.0, 1.0, 1e-2, 3e-3, 1e-3]).to(x)[:, None]
-    y = _outcome(leaf, x)
-    if y is None or y.shape != x.shape:
-        return None
+    ways = []
     for eps in dict.fromkeys((*epsilons, 1e-5, 1e-6, 1e-12, DEFAULT_EPS)):
-        for names in itertools.permutations((None, None, *own), 2):
-            weight, bias = (own.get(name) for name in names)
-            if len(own) != (weight is not None) + (bias is not None):
-                continue
-            for kind, form in itertools.product(("layer", "rms"), ("",) if weight is None else ("", "+1")):
-                like = functools.partial(_normed, kind, weight, form, bias, eps)
-                if same(y, like(x)) and agrees(leaf, like, x[:3]):
-                    names = [name and f"{path}.{name}" for name in names]
-                    return Norm(kind, names[0] and Weight(names[0], form), names[1] and Weight(names[1]), eps)
-    return None
+        for weight, bias in itertools.permutations((None, None, *own), 2):
+            if len(own) == (weight is not None) + (bias is not None):
+                for kind, form in itertools.product(("layer", "rms"), ("",) if weight is None else ("", "+1")):
+                    like = functools.partial(_normed, kind, own.get(weight), form, own.get(bias), eps)
+                    named = weight and Weight(f"{path}.{weight}", form), bias and Weight(f"{path}.{bias}")
+                    ways.append((like, Norm(kind, *named, eps)))
+    return first_like(leaf, x, ways)
 
 
 def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, eps: float, x: Tensor) -> Tensor:
@@ -370,15 +359,14 @@ def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
     return function(*args, **kwargs)
 
 
-def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
+def find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
     own = _parameters(leaf)
     if len(own) != 1:
         return None
     ((name, weight),) = own.items()
     x = torch.randn(3, 2, node.shape[-1], dtype=weight.dtype, device=weight.device)
-    y = _outcome(leaf, x) if weight.shape == node.shape[-1:] else None
-    found = y is not None and same(y, x * weight) and agrees(leaf, lambda x: x * weight, x)
-    return Weight(f"{path}.{name}") if found else None
+    ways = [(lambda x: x * weight, Weight(f"{path}.{name}"))]
+    return first_like(leaf, x, ways) if weight.shape == node.shape[-1:] else None
 
 
 def _find_drop_path(path: str, leaf: nn.Module, node: Node) -> Probability | None:
@@ -483,9 +471,13 @@ class Layer(NamedTuple):
         bias, update = self.bias and Rows(self.bias, part, count), self.update and self.update.rows(part, count)
         return Layer(Rows(self.weight, part, count), bias, self.out_features // count, self.input, update)
 
-    def named(self, name: str) -> dict[str, Any]:
-        """Its weight and bias as arguments of an op."""
-        return {f"{name}_weight": self.weight, f"{name}_bias": self.bias}
+
+def layers_as(**layers: Layer) -> dict[str, Any]:
+    """Weights, biases and low-rank updates of these layers as arguments of an op."""
+    found = {}
+    for name, layer in layers.items():
+        found |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
+    return found | updates(**layers)
 
 
 def updates(**layers: Layer) -> dict[str, Any]:
@@ -494,32 +486,39 @@ def updates(**layers: Layer) -> dict[str, Any]:
     return {"lora": found} if found else {}
 
 
+# For each open question the changes of arguments that answer it, by the names of the arguments: "a.b" is b of the argument a.
+Choices = list[list[dict[str, Any]]]
+
+
 @dataclass
 class Reading:
     """A fused op with its arguments: constants, Weight, Rows, Argument, Probability; x: the argument that is its input.
 
-    logits_of: the path of an MoE's router whose first result is the logits, "" if there is none. choices: for each open
-    question the changes of `arguments` that answer it, by the path of the argument.
+    logits_of: the path of an MoE's router whose first result is the logits, whose hooks are given them; "" if there is none.
+    result: how the output lies in what forward returns. apart: a function that forward leaves out of autocast, and the op would
+    not.
     """
 
     op: str
     arguments: dict[str, Any]
     x: int
-    choices: list[list[dict[tuple[str, ...], Any]]] = field(default_factory=list)
+    choices: Choices = field(default_factory=list)
     logits_of: str = ""
+    result: tuple | None = None
+    apart: str = ""
 
-    def candidates(self) -> Iterator[dict[str, Any]]:
+    def candidates(self) -> Iterator[Reading]:
+        """Yields the reading with each way to answer all open questions."""
         for answers in itertools.product(*self.choices):
             arguments = self.arguments
-            for answer in answers:
-                for path, value in answer.items():
-                    arguments = _changed(arguments, path, value)
-            yield arguments
+            for path, value in (item for answer in answers for item in answer.items()):
+                arguments = _changed(arguments, path, value)
+            yield replace(self, arguments=arguments, choices=[])
 
 
-def _changed(arguments: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    name, *rest = path
-    return arguments | {name: _changed(arguments[name], tuple(rest), value) if rest else value}
+def _changed(arguments: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    name, _, rest = path.partition(".")
+    return arguments | {name: _changed(arguments[name], rest, value) if rest else value}
 
 
 @dataclass
@@ -528,9 +527,19 @@ class Part:
 
     arguments: dict[str, Any]
     input: Node
-    choices: list[list[dict[str, Any]]] = field(default_factory=list)
+    choices: Choices = field(default_factory=list)
     logits_of: str = ""
 
-    def at(self, *prefix: str) -> list[list[dict[tuple[str, ...], Any]]]:
-        """The choices, with the paths of their arguments in an op."""
-        return [[{(*prefix, name): value for name, value in one.items()} for one in choice] for choice in self.choices]
+    def reading(self, op: str) -> Reading:
+        return Reading(op, self.arguments, self.input.source, self.choices, self.logits_of)
+
+
+def prefixed(template: Any, path: str) -> Any:
+    """A template of a submodule's parameters as one of its parent's."""
+    if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
+        return template._replace(path=f"{path}.{template.path}" if template.path else path)
+    if isinstance(template, (Rows, OfExperts, Update)):
+        return type(template)(*(prefixed(one, path) for one in template))
+    if isinstance(template, dict):
+        return {name: prefixed(value, path) for name, value in template.items()}
+    return template

@@ -9,9 +9,10 @@ The peak of a step is counted above what is there when it begins: parameters, bu
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .protection import gradients_unmoved, seeded, unmoved
-from .trace import Call, leaves_of, mapped
+from .sharding import holds_sharded, is_sharded
+from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
 Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
 Saved = dict[StorageWeakRef, int]  # bytes of storages
@@ -75,11 +77,12 @@ class Called(NamedTuple):
 
 class Step(TorchDispatchMode):
     """Records what runs inside as one training step: bytes that are allocated (`bytes` now, `peak`), what stands at the peak,
-    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows."""
+    flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
+    alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
 
-    def __init__(self, backs: bool = True):
+    def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
-        self.backs, self.backward, self.has_output = backs, False, False
+        self.backs, self.holds, self.backward, self.has_output = backs, backs or holds, False, False
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.at_peak: list[Alive] = []
         self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
@@ -156,8 +159,8 @@ class Step(TorchDispatchMode):
             self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
             self.count += 1
             self.name(i, "in", (args, kwargs))
-            for tensor in leaves_of((args, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(end_backward)
             self.cut(i, name)
 
@@ -167,10 +170,8 @@ class Step(TorchDispatchMode):
             self.name(i, "out", output)
             self.cut()
             self.done.add(i)
-            for tensor in leaves_of(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(begin_backward)
-                    break
+            for tensor in [one for one in tensors_in(output) if one.requires_grad][:1]:
+                tensor.register_hook(begin_backward)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
@@ -194,11 +195,6 @@ class Step(TorchDispatchMode):
         done = frozenset(self.done - {self.region})
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
-
-    def end_forward(self) -> None:
-        self.cut()
-        self.backward, self.ops_of_forward = True, len(self.heights)
-        self.timeline.mark("backward")
 
     def see_allocator(self) -> None:
         """Raises stretches and the peak to what they are in the timeline, which has what kernels of libraries take."""
@@ -249,7 +245,7 @@ def as_input(tensor: Tensor) -> Tensor:
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
-    tensors = [*model.parameters(), *(one for one in leaves_of(call) if isinstance(one, Tensor))]
+    tensors = [*model.parameters(), *tensors_in(call)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -274,11 +270,10 @@ def step_of(
     before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
     step = step or Step()
-    inputs = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]
-    leaves = [one for one in (*model.parameters(), *inputs) if one.requires_grad and one.is_leaf]
+    leaves = [one for one in (*model.parameters(), *tensors_in((args, kwargs))) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for context in (seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves)):
             stack.enter_context(context)
         set_gradients(leaves, before)
@@ -293,11 +288,13 @@ def step_of(
         stack.enter_context(bodies_seen())
         stack.enter_context(step)
         begin = time.perf_counter()
-        with memory.counting(step.save, hold=step.backs):
+        with memory.counting(step.save, hold=step.holds):
             output = model(*args, **kwargs)  # a training loop holds it while backward runs
             step.has_output = True
             value = (loss or loss_of)(output) if step.backs or loss else None
-        step.end_forward()
+        step.cut()
+        step.backward, step.ops_of_forward = True, len(step.heights)
+        step.timeline.mark("backward")
         if step.backs:
             step.loss = value.detach()
             value.backward()
@@ -327,7 +324,7 @@ def differentiated(output: Any) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss]
     leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    tensors = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [one for one in leaves if is_floating(one)]
     tensors = [one for one in tensors if one.requires_grad] or tensors
     return [one for one in tensors if one.dim() == 0] or tensors
 
@@ -357,3 +354,42 @@ def loss_of(
     if value is None or not value.requires_grad:
         raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
     return value
+
+
+def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
+    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
+    wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
+    args, kwargs = mapped(lambda one: wanted if one is x else one, call)
+    with unmoved(module), torch.enable_grad():
+        module.train()
+        with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
+            run(*args, **kwargs)
+    return saved.bytes
+
+
+def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
+    """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+    if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
+        return None
+    x = next(filter(is_floating, leaves_of(call)), None) if x is None else x
+    with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
+        return saved_bytes(module, run, call, x)
+    return None
+
+
+def step_of_all(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor]
+) -> tuple[int | None, int | None]:
+    """Returns the bytes that a training step of the model saves for backward, besides parameters, and those of its peak; None
+    for what cannot be measured. there: as in `step_of`."""
+    if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
+        return None, None  # a forward that no backward follows would leave their state open
+    # the reducer of DistributedDataParallel would wait for ranks that do not convert
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    forward, peak = Step(backs=False), None  # of which nothing is held: the model may not fit before it is converted
+    # whatever its forward makes of it in training
+    with contextlib.suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step_of(model, args, kwargs, there=there, step=forward)
+        peak = step_of(model, args, kwargs, there=there, profiles=False).peak
+    return (forward.saved if forward.has_output else None), peak

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from .. import ops
 from ..memory import placeholders
 from ..subclasses import PLAIN
-from .reading import DIVIDE, MULTIPLY
-from .trace import leaves_of
+from .reading import ADD, DIVIDE, MULTIPLY
+from .trace import is_in_place, leaves_of
 
 # Functions that leave each token's logits whole: those that show some of them, and those that may copy all in their order.
 VIEWS = frozenset(
@@ -48,10 +48,10 @@ VIEWS = frozenset(
     )
 )
 PARTS = {"chunk": 2, "split": 2, "unbind": 1}  # the place of `dim`
-COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
 CASTS = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))  # to a dtype or a device
+COPIES = frozenset(("clone", "contiguous", "flatten", "reshape", *CASTS))
 NEGATE = ("neg", "__neg__", "negative")
-SCALES = frozenset((*MULTIPLY, *DIVIDE, *NEGATE))
+SCALES = frozenset(name for name in (*MULTIPLY, *DIVIDE, *NEGATE) if not is_in_place(name))
 
 
 class Tokens(NamedTuple):
@@ -97,14 +97,16 @@ class Tokens(NamedTuple):
     def after(self, step: Any) -> Tokens | None:
         """Those of step's result; None if it is not followed."""
         before = self.placeholder
-        if step.name in SCALES or step.name == "tanh":
-            return self.copied(before.shape, before.dtype)
         if step.name == "__getitem__" and isinstance(step.args[1], Tensor):
             return self.masked(step.args[1])
-        if step.name not in VIEWS | COPIES or any(hasattr(one, "__array__") for one in step.others):
+        if any(hasattr(one, "__array__") for one in step.others):
             return None
         try:
-            seen = _to(step, before, self.rows.device) if step.name == "to" else step(before)
+            if step.name == "to":
+                device, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
+                seen = before.to(dtype or before.dtype) if device in (None, self.rows.device) else None
+            else:
+                seen = step(before)
         except Exception:  # the function's own error, which it raises again for values
             return None
         if not isinstance(seen, Tensor) or not (
@@ -122,8 +124,11 @@ class Tokens(NamedTuple):
         one, other = self.placeholder, others.placeholder
         if one.shape != other.shape or not self.others() == others.others() == list(range(one.dim() - 1)):
             return False
-        placed = one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
-        return (placed and _same(self.rows, others.rows)) or _same(self.shown(), others.shown())
+        pairs = [(self.shown(), others.shown())]
+        if one.stride() == other.stride() and one.storage_offset() == other.storage_offset():
+            pairs.append((self.rows, others.rows))
+        # the same elements of one memory
+        return any((a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride()) for a, b in pairs)
 
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
@@ -140,17 +145,6 @@ class Tokens(NamedTuple):
             return None
         rows = self.shown().reshape(*one.shape[:-1], self.rows.shape[-1])[mask]
         return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
-
-
-def _to(step: Any, placeholder: Tensor, device: torch.device) -> Tensor | None:
-    """Tensor.to of a tensor on this device; None for another device."""
-    wanted, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
-    return placeholder.to(dtype or placeholder.dtype) if wanted in (None, device) else None
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Are they the same elements of one memory?"""
-    return (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
 
 
 def share(one: Any, other: Tensor) -> bool:
@@ -232,19 +226,29 @@ def read_apart(step: Any, given: list[Any]) -> Any:
 LOGITS, LOG_PROBS, PROBS, P_LOG_P, P_LOGITS = "z", "log p", "p", "p log p", "p z"
 AFTER = {("log_softmax", LOGITS): LOG_PROBS, ("softmax", LOGITS): PROBS, ("exp", LOG_PROBS): PROBS}
 MULTIPLIED = {frozenset((PROBS, LOG_PROBS)): P_LOG_P, frozenset((PROBS, LOGITS)): P_LOGITS}
+OF_F = ("input", "dim", "_stacklevel", "dtype")  # of F.softmax and F.log_softmax; of others of their names:
 NAMES = {
     "gather": ("input", "dim", "index", "sparse_grad"),
     "sum": ("input", "dim", "keepdim", "dtype"),
     "mean": ("input", "dim", "keepdim", "dtype"),
     "logsumexp": ("input", "dim", "keepdim"),
     "argmax": ("input", "dim", "keepdim"),
-    "log_softmax": ("input", "dim", "_stacklevel", "dtype"),
-    "softmax": ("input", "dim", "_stacklevel", "dtype"),
+    "log_softmax": ("input", "dim", "dtype"),
+    "softmax": ("input", "dim", "dtype"),
 }
 # The arguments of F.cross_entropy, in their order. Those of F.nll_loss are the first of them.
 LOSS_ARGUMENTS = (
     "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
 )  # fmt: skip
+
+
+class LMHead(NamedTuple):
+    """A linear layer's parameters, and the mode and the workspace of its loss."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    mode: str = "full"
+    workspace: int | str | None = None
 
 
 class Formula(NamedTuple):
@@ -262,26 +266,25 @@ class Formula(NamedTuple):
             return self._replace(factor=self.factor * number)
         return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
 
-    def cross_entropy(self, layer: Any, rows: Tensor, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take. layer: has the parameters,
-        and the mode and the workspace of its loss."""
-        cap, bias, added = self.cap, layer.bias, self.added
+    def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options: Any) -> Any:
+        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take."""
+        cap, bias, added = self.cap, head.bias, self.added
         if cap is not None and cap <= 0:
             return None
         return ops.linear_cross_entropy(
             rows,
-            layer.weight,
+            head.weight,
             target,
             linear_bias=bias if added is None else added if bias is None else bias + added,
             logit_scale=self.scale if cap is None else self.scale * cap,
             softcap=cap,
-            recompute=layer.mode,
-            workspace=layer.workspace,
+            recompute=head.mode,
+            workspace=head.workspace,
             **options,
         )
 
 
-# What linear_cross_entropy returns for a function of each, and how it is computed of that.
+# What linear_cross_entropy returns for a function of each, and how it is computed of that; "" of its loss alone.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
     ("gather", LOG_PROBS): (("log_probs",), lambda found: found.log_probs),
@@ -289,18 +292,16 @@ STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("sum", P_LOG_P): (("entropy",), lambda found: -found.entropy),
     ("sum", P_LOGITS): (("lse", "entropy"), lambda found: found.lse - found.entropy),
     **{("argmax", form): (("accuracy",), lambda found: found.arg_max) for form in (LOGITS, LOG_PROBS, PROBS)},
+    **{(name, LOG_PROBS): ((), lambda loss: loss) for name in ("mean", "sum")},
 }
-# Of log-probabilities over all classes: minus their mean is the loss whose target is spread over them all, times:
-SPREAD = {"sum": lambda classes: -classes, "mean": lambda classes: -1}
-METHOD_ORDER = ("input", "dim", "dtype")  # of softmax and log_softmax of torch and Tensor
 NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are errors, as gather's are
 
 
 def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
     """The arguments by name of a function over the classes; None for another call."""
     names = NAMES[step.name]
-    if "_stacklevel" in names and not (step.function is F.softmax or step.function is F.log_softmax):
-        names = METHOD_ORDER
+    if step.function is F.softmax or step.function is F.log_softmax:
+        names = OF_F
     found = dict(zip(names, step.args, strict=False)) | {
         "input" if k == "self" else k: v for k, v in step.kwargs.items()
     }
@@ -318,20 +319,69 @@ def lead_of(logits: Any) -> tuple[int, ...]:
     return tuple(size for i, size in enumerate(logits.shape) if i != logits.class_dim)
 
 
-def form_after(step: Any, logits: Tensor) -> tuple[str, torch.dtype] | None:
-    """Which function of the logits the result is, over their classes, and its dtype, under autocast too; None if it is none of
-    these."""
-    form = AFTER.get((step.name, logits.formula.form))
+def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
+    """The formula of the step's result, a function of each element or over the classes, and its dtype, under autocast too; None
+    if it is none of these."""
+    formula, options = logits.formula, {}
+    form = AFTER.get((step.name, formula.form))
+    if step.name in SCALES:
+        number = number_of(step, logits)
+        return None if number is None else (formula.times(number), logits.dtype)
+    if step.name == "tanh":
+        is_capped = formula.form != LOGITS or formula.cap is not None or len(step.args) != 1 or step.kwargs
+        return None if is_capped else (formula._replace(cap=1.0), logits.dtype)
+    if step.name in ADD:
+        added = added_by(step, logits)
+        if added is None:
+            return None
+        values = added.detach().reshape(-1) / formula.scale
+        return formula._replace(added=values if formula.added is None else formula.added + values), added.dtype
     if form is None:
         return None
     if step.name == "exp":
-        whole = len(step.args) == 1 and not step.kwargs and logits.formula.factor == 1
-        return (form, dtype_of(step.function, logits)) if whole else None
-    arguments = given(step, logits)
-    if arguments is None:
+        if len(step.args) != 1 or step.kwargs or formula.factor != 1:
+            return None
+    elif (arguments := given(step, logits)) is None:
         return None
-    chosen = {} if arguments.get("dtype") is None else {"dtype": arguments["dtype"]}
-    return form, dtype_of(step.function, logits, dim=-1, **chosen)
+    else:
+        options = {"dim": -1} | ({"dtype": arguments["dtype"]} if arguments.get("dtype") is not None else {})
+    return formula._replace(form=form), dtype_of(step.function, logits, **options)
+
+
+def added_by(step: Any, logits: Any) -> Tensor | None:
+    """The number for each class that the step adds, which gets no gradient, such as BART's buffer; None if it does something
+    else."""
+    one, n = next(iter(step.others), None), logits.dim()
+    if (
+        len(step.others) == 1
+        and isinstance(one, Tensor)
+        and type(one) in PLAIN
+        and not one.requires_grad
+        and one.shape[-1:] == logits.shape[-1:]
+        and one.numel() == one.shape[-1]
+        and one.dim() <= n
+        and one.device == logits.device
+        and one.dtype in (logits.dtype, torch.promote_types(logits.dtype, torch.float32))
+        and logits.class_dim == n - 1
+        and logits.formula.cap is None
+        and logits.formula.form == LOGITS
+        and logits.formula.scale
+        and not step.is_in_place
+    ):
+        return one
+    return None
+
+
+def number_of(step: Any, logits: Any) -> float | None:
+    """What the step multiplies logits by; None if it does something else."""
+    others = [one for one in step.args if one is not logits]
+    if step.name in NEGATE:
+        return None if others or step.kwargs else -1.0
+    if len(others) != 1 or step.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
+        return None
+    if step.name in MULTIPLY:
+        return float(others[0])
+    return 1 / others[0] if others[0] and step.args[0] is logits else None
 
 
 def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:
@@ -366,15 +416,15 @@ def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
     """The function's result without logits; None if it is none of these, or not over all classes of a token."""
-    form, factor = logits.formula[-2:]
-    spread = SPREAD.get(step.name) if form == LOG_PROBS else None
-    if spread is None and (step.name, form) not in STATISTICS:
-        return None
-    arguments = given(step, logits)
-    if arguments is None or (step.name == "argmax" and factor != 1):
+    name, (form, factor) = step.name, logits.formula[-2:]
+    if (
+        (name, form) not in STATISTICS
+        or (arguments := given(step, logits)) is None
+        or (name == "argmax" and factor != 1)
+    ):
         return None
     dim, index, dtype, lead = logits.class_dim, arguments.get("index"), arguments.get("dtype"), lead_of(logits)
-    if step.name == "gather" and (
+    if name == "gather" and (
         type(index) not in PLAIN
         or index.dtype != torch.int64
         or index.device != logits.device
@@ -384,29 +434,31 @@ def statistic(step: Any, logits: Any) -> Tensor | None:
         return None
     if dtype is not None and dtype not in (logits.dtype, torch.float32):  # a float64 sum of float32 would be rounded
         return None
-    target = index.squeeze(dim) if step.name == "gather" else torch.zeros(lead, dtype=torch.int64, device=logits.device)
-    options: dict[str, Any] = {"reduction": "none", "ignore_index": NEVER}
-    if spread is not None:  # of the loss of a target that is spread over all classes
-        keeps = logits.smoothed is not None and torch.is_grad_enabled()
-        result = logits.smoothed if keeps else logits.cross_entropy(target, label_smoothing=1.0, **options)
-    else:
-        # gather of log-probabilities computes both in one pass over the head's matmul, for a sum of the same tensor that
-        # follows, as in label smoothing
-        both = step.name == "gather" and form == LOG_PROBS and logits.keeps_smoothed
-        returned, of = STATISTICS[step.name, form]
-        options |= {f"return_{one}": True for one in returned} | ({"label_smoothing": 1.0} if both else {})
-        result = logits.cross_entropy(target, **options)
-        if both and result is not None:
-            logits.smoothed = result.loss
-        result = None if result is None else of(result)
-    if result is None:
+    returned, of = STATISTICS[name, form]
+    # minus the mean of log-probabilities over all classes is the loss whose target is spread over them all. A gather of them
+    # computes both in one pass over the head's matmul, for a sum of the same tensor that follows, as in label smoothing
+    both = name == "gather" and form == LOG_PROBS and isinstance(logits, Tensor)  # not under torch.compile
+    both = both and torch.is_grad_enabled() and not logits.detached
+    found = None if returned or not torch.is_grad_enabled() else logits.smoothed
+    if found is None:
+        found = logits.cross_entropy(
+            index.squeeze(dim) if name == "gather" else torch.zeros(lead, dtype=torch.int64, device=logits.device),
+            reduction="none",
+            ignore_index=NEVER,
+            label_smoothing=0.0 if returned and not both else 1.0,
+            **{f"return_{one}": True for one in returned},
+        )
+    if found is None:
         return None
-    if step.name != "argmax":  # a new tensor, which may be changed in place
-        factor = factor if spread is None else factor * spread(logits.tokens.classes)
-        dtype = dtype or (logits.dtype if step.name == "gather" else dtype_of(step.function, logits, dim=-1))
+    if both:
+        logits.smoothed = found.loss
+    result = of(found)
+    if name != "argmax":  # a new tensor, which may be changed in place
+        factor *= 1 if returned else {"sum": -logits.tokens.classes, "mean": -1}[name]
+        dtype = dtype or (logits.dtype if name == "gather" else dtype_of(step.function, logits, dim=-1))
         result = (result * factor).to(dtype)
     result = result.reshape(lead)
-    return result.unsqueeze(dim) if arguments.get("keepdim", False) or step.name == "gather" else result
+    return result.unsqueeze(dim) if arguments.get("keepdim", False) or name == "gather" else result
 
 
 def is_loss(function: Callable) -> bool:

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,17 +139,6 @@ class Unreadable(Exception):
 Call = tuple[tuple, dict[str, Any]]  # args, kwargs
 
 
-class Outer(NamedTuple):
-    """A call of a module that is no leaf, which returned a tensor. args, kwargs, output, at, apart: as of a Node."""
-
-    path: str
-    args: tuple
-    kwargs: dict[str, Any]
-    output: int
-    at: int
-    apart: bool
-
-
 @dataclass(eq=False)
 class Node:
     """A tensor of the call, by what made it.
@@ -163,9 +152,9 @@ class Node:
 
     args, kwargs: those of the call that made it, with a Node for every tensor. inputs: these Nodes in order.
     output: its place among the call's results. at: the call's place among all calls. function: what "function" names. calls: of
-    modules that returned it too, the inner ones first. written: of a tensor that was changed through a view of it, its node
-    before, and the view's after. apart: did the module switch autocast off around it? trained: has it a gradient? Rotary
-    tables, which are computed of positions, have none.
+    modules that are no leaves and returned it too, the inner ones first. written: of a tensor that was changed through a view
+    of it, its node before, and the view's after. apart: did the module switch autocast off around it? trained: has it a
+    gradient? Rotary tables, which are computed of positions, have none.
     """
 
     kind: str
@@ -176,7 +165,7 @@ class Node:
     output: int = 0
     at: int = -1
     function: Callable | None = None
-    calls: list[Outer] = field(default_factory=list)
+    calls: list[Node] = field(default_factory=list)
     written: tuple[Node, Node] | None = None
     apart: bool = False
     trained: bool = False
@@ -225,6 +214,10 @@ def leaves_of(values: Any) -> list[Any]:
     return [values]
 
 
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+
+
 def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
     """The same nesting with other leaves."""
     if type(values) in (tuple, list):
@@ -257,11 +250,16 @@ def is_in_place(name: str) -> bool:
     )
 
 
-class _Tracer(Watched):
+class Trace(Watched):
+    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
+    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
+
     def __init__(self, module: nn.Module, flat: list[Any], autocast: torch.dtype):
         super().__init__(module, autocast)
-        self.module = module
+        self.module, self.result = module, None
         self.paths = {id(m): path for path, m in module.named_modules()}
+        self.inner = {m for m in module.modules() if m is not module}
+        self.leaves = {m for m in self.inner if is_leaf(m) or parts_of(m) is not None}
         self.alive: list[object] = []  # so that no id is given twice
         self.inside: list[nn.Module] = []  # leaf modules that are running
         self.nodes: dict[int, Node] = {}
@@ -303,10 +301,8 @@ class _Tracer(Watched):
         )
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                node = Node(
-                    kind, source, result.shape, args, kwargs, i, at, function, [], None, self.is_apart(result), trained
-                )
-                self.nodes[id(result)] = node
+                self.nodes[id(result)] = node = Node(kind, source, result.shape, args, kwargs, i, at, function)
+                node.apart, node.trained = self.is_apart(result), trained
                 self.alive.append(result)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -319,7 +315,7 @@ class _Tracer(Watched):
         if self.inside:
             trained = bool(list(self.inside[-1].parameters()))
         else:
-            trained = any(isinstance(one, Tensor) and self.node(one).trained for one in leaves_of((args, kwargs)))
+            trained = any(self.node(one).trained for one in tensors_in((args, kwargs)))
         if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
             self.apart.append(name)
         if not self.inside:
@@ -343,31 +339,23 @@ class _Tracer(Watched):
                 self.nodes[id(other)] = now
         return found
 
-    def after(self, leaf: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
-        self.inside.pop()
-        given = {id(value) for value in leaves_of((args, kwargs))}
-        if not self.inside and id(result) not in given:  # an identity leaves no node
-            self.record("module", self.paths[id(leaf)], args, kwargs, result)
-
-    def after_outer(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+    def after(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object) -> None:
+        """Notes what a module returned: a leaf's is a node, but for an identity; others' nodes were made inside."""
+        of_leaf = module in self.leaves
+        if of_leaf:
+            self.inside.pop()
         if self.inside:
             return
-        given, (at, args, kwargs) = {id(value) for value in leaves_of((args, kwargs))}, self.counted(args, kwargs)
+        path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
+        if of_leaf:
+            if id(result) not in given:
+                self.record("module", path, args, kwargs, result)
+            return
+        at, args, kwargs = self.counted(args, kwargs)
         for i, one in enumerate(tree_leaves(result)):
             if isinstance(one, Tensor) and id(one) not in given:
-                self.node(one).calls.append(Outer(self.paths[id(module)], args, kwargs, i, at, self.is_apart(one)))
-
-
-@dataclass
-class Trace:
-    """One call of a module: what it returned, the node of every tensor in it, what was called, each call's arguments that are
-    no tensors, and the functions that it keeps out of autocast, besides those of what has no gradient."""
-
-    result: object
-    node: Callable[[Tensor], Node]
-    log: list[tuple]
-    calls: list[list[Any]]
-    apart: list[str]
+                outer = Node("module", path, one.shape, args, kwargs, i, at, apart=self.is_apart(one))
+                self.node(one).calls.append(outer)
 
 
 def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast: torch.dtype = torch.float32) -> Trace:
@@ -377,19 +365,14 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     Raises Unreadable for a forward that reads tensors on the host, or changes its arguments or plain attributes of its modules.
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
-    tracer, before, drawn = _Tracer(module, flat, autocast), settings(module), random.getstate()  # of Python's own
+    tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
     given = [value for value in flat if isinstance(value, Tensor) and not value.is_inference()]
     versions = [one._version for one in given]
-    hooks = []
-    for inner in {m for m in module.modules() if m is not module}:
-        if not (is_leaf(inner) or parts_of(inner) is not None):
-            hooks.append(inner.register_forward_hook(tracer.after_outer, with_kwargs=True))
-            continue
-        hooks.append(inner.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)))
-        hooks.append(inner.register_forward_hook(tracer.after, with_kwargs=True))
+    hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
+    hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
         with switched_on(module, autocast), tracer, torch.no_grad(), collecting_nothing():
-            result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
+            tracer.result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:
             hook.remove()
@@ -399,4 +382,4 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
         raise Unreadable("forward changes attributes of its modules")
     if random.getstate() != drawn:
         raise Unreadable("forward samples Python's random numbers")
-    return Trace(result, tracer.node, tracer.log, tracer.calls, tracer.apart)
+    return tracer

@@ -20,6 +20,7 @@ from .cross_entropy import (
     cross_entropy_fwd,
     cross_entropy_saved_bwd,
     slice_count,
+    target_columns,
     upcast_matmul,
 )
 from .distillation import Divergence, Model, divergence_bwd, divergence_fwd
@@ -30,7 +31,6 @@ from .elementwise import (
     act,
     act_bwd,
     act_fwd,
-    act_grad_of,
     column_sum,
     dropout,
     reference_dropout,

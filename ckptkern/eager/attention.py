@@ -12,26 +12,31 @@ import torch
 from torch import Tensor
 
 from .attention_core import (
+    ROWS,
     AttentionCore,
+    Block,
     attention_keep,
     attention_scores,
+    block_bytes,
     by_group,
     by_head,
     by_rows,
     capped_scores,
     each_sequence,
-    empty_heads,
+    forward_by_blocks,
     is_packed,
     masked_scores,
+    query_blocks,
     rows_and_columns,
     sink_share,
+    sum_by_blocks,
     weighted_sum,
+    whole,
     wide,
     wide_dtype,
 )
 from .elementwise import where_keep
 from .fused_attention import flash_bwd, flash_fwd, flash_on_cpu, fused_attn_bwd, fused_attn_fwd
-from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_blocks, whole
 
 FLOATS = 6  # that are alive for each score in backward, the most
 
@@ -39,7 +44,7 @@ FLOATS = 6  # that are alive for each score in backward, the most
 def _score_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """All at once where scores fit, else blocks of queries."""
     (B, H, Sq, D), (_, H_kv, Sk, _) = q.shape, k.shape
-    if core.workspace is None or 0 in (*q.shape, *k.shape):
+    if 0 in (*q.shape, *k.shape):
         return [whole(q, k)]
     budget, size = block_bytes(q, core), wide_dtype(q).itemsize
     upcast = 0 if q.dtype == wide_dtype(q) else 4 * size  # k, v, and the sums of their gradients
@@ -54,28 +59,12 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     if core.fused:
         o, lse = fused_attn_fwd(q, k, v, core)
     elif is_packed(q, core):
-        if do is None:
-            o, lse = each_sequence(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v))
-            return o, lse, None
-        return each_sequence(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v))
+        return each_sequence(lambda q, do, k, v, own: attn_fwd(q, k, v, own, do=do), core, (q, do), (k, v))
     elif flash_on_cpu(q, k, core):
         o, lse = flash_fwd(q, k, v, core)
     else:
-        o, lse = _scores_fwd(q, k, v, core)
+        o, lse = forward_by_blocks(_block_fwd, _score_blocks(q, k, core), q, k, v, core)
     return o, lse, None if do is None else attn_delta(o, do, core)
-
-
-def _scores_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) by scores."""
-    blocks = _score_blocks(q, k, core)
-    if len(blocks) == 1:
-        return _block_fwd(q, k, v, core)
-    o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))
-    for block in blocks:
-        out, sums = _block_fwd(block.of_queries(q), block.of_keys(k), block.of_keys(v), block.core(core, q))
-        block.of_queries(o).copy_(out)
-        block.of_queries(lse).copy_(sums)
-    return o, lse
 
 
 def _block_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
@@ -149,15 +138,17 @@ def attn_grads(
     outs: tensors that dq, dk and dv are written to; torch's own kernels may make new ones instead. dmask_shape: of the mask
     that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several masks.
     """
-    of_scores = dmask_shape is not None or need_dslopes
+    of_scores, needs = dmask_shape is not None or need_dslopes, {"need_dq": need_dq, "need_dkv": need_dkv}
     if core.fused:
         made = fused_attn_bwd(q, k, v, do, o, lse, core)
     elif is_packed(q, core):
-
-        def one(q, do, o, lse, k, v, own):
-            return attn_grads(q, k, v, do, o, lse, own, need_dq=need_dq, need_dkv=need_dkv)[:3]
-
-        made = each_sequence(one, core, (q, do, o, lse), (k, v), key_results=2)
+        made = each_sequence(
+            lambda q, do, o, lse, k, v, own: attn_grads(q, k, v, do, o, lse, own, **needs)[:3],
+            core,
+            (q, do, o, lse),
+            (k, v),
+            key_results=2,
+        )
     # Where lse has lost log(sum) to rounding, probabilities, which flash attention's backward takes from it, are wrong by a
     # factor: with large scores, and in a row that sees nothing but columns that a large finite number hides.
     elif not of_scores and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
@@ -165,57 +156,54 @@ def attn_grads(
     else:
         delta = attn_delta(o, do, core) if delta is None else delta
         return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, dmask_shape, need_dslopes, outs)
-    needs = need_dq, need_dkv, need_dkv
-    return *(grad if need else None for grad, need in zip(made, needs, strict=True)), None, None
+    dq, dk, dv = made if need_dkv else (made[0], None, None)
+    return dq if need_dq else None, dk, dv, None, None
 
 
 def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmask_shape, need_dslopes, outs) -> tuple:
     """`attn_grads` by scores, block by block."""
-    blocks = _score_blocks(q, k, core)
     dq, dk, dv = (
         (torch.empty_like(x) if out is None else out) if need else None
         for x, out, need in zip((q, k, v), outs, (need_dq, need_dkv, need_dkv), strict=True)
     )
     dmask = None if dmask_shape is None else q.new_zeros(dmask_shape, dtype=wide_dtype(q))
     dslopes = torch.zeros_like(core.slopes) if need_dslopes else None
-    for chunk in by_keys(blocks):
-        with KeySums(chunk[0], *((dk, dv) if need_dkv else ())) as sums:
-            for block in chunk:
-                of_block = block.core(core, q)
-                q_part, do_part = block.of_queries(q), block.of_queries(do)
-                k_part, v_part = block.of_keys(k), block.of_keys(v)
-                dropped, ds, uncapped = _score_gradients(
-                    q_part, k_part, v_part, do_part, block.of_queries(delta), of_block
-                )
-                if dmask is not None:
-                    place = block.of_scores(dmask)
-                    place += ds.sum_to_size(place.shape)
-                if dslopes is not None:
-                    i, j = rows_and_columns(q_part, k_part, of_block)
-                    place = block.of_slopes(dslopes)
-                    place -= (ds * (i - j).abs()).sum((-1, -2)).sum_to_size(place.shape)
-                H_kv = k_part.shape[1]
-                if need_dq:
-                    block.of_queries(dq).copy_(weighted_sum(uncapped, wide(k_part)).mul_(core.scale))
-                if need_dkv:
-                    sums.add(
-                        block,
-                        torch.matmul(by_group(uncapped, H_kv).transpose(-1, -2), by_group(wide(q_part), H_kv)).mul_(
-                            core.scale
-                        ),
-                        torch.matmul(by_group(dropped, H_kv).transpose(-1, -2), by_group(wide(do_part), H_kv)),
-                    )
+
+    def of_block(block: Block) -> tuple[Tensor, ...]:
+        of_block, q_part, do_part = block.core(core, q), block.of_queries(q), block.of_queries(do)
+        k_part, v_part = block.of_keys(k), block.of_keys(v)
+        dropped, ds, uncapped = _score_gradients(q_part, k_part, v_part, do_part, block.of_queries(delta), of_block)
+        if dmask is not None:
+            place = block.of_scores(dmask)
+            place += ds.sum_to_size(place.shape)
+        if dslopes is not None:
+            i, j = rows_and_columns(q_part, k_part, of_block)
+            place = block.of_slopes(dslopes)
+            place -= (ds * (i - j).abs()).sum((-1, -2)).sum_to_size(place.shape)
+        if need_dq:
+            block.of_queries(dq).copy_(weighted_sum(uncapped, wide(k_part)).mul_(core.scale))
+        if not need_dkv:
+            return ()
+        H_kv = k_part.shape[1]
+        of_k = torch.matmul(by_group(uncapped, H_kv).transpose(-1, -2), by_group(wide(q_part), H_kv))
+        of_v = torch.matmul(by_group(dropped, H_kv).transpose(-1, -2), by_group(wide(do_part), H_kv))
+        return of_k.mul_(core.scale), of_v
+
+    sum_by_blocks(of_block, _score_blocks(q, k, core), (dk, dv) if need_dkv else ())
     return dq, dk, dv, dmask, dslopes
 
 
 def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
     """(dq, dk, dv) from lse and delta, written into the given tensors or into new ones."""
     if is_packed(q, core):
-
-        def one(q, do, lse, delta, k, v, own):
-            return attn_bwd(q, k, v, do, lse, delta, own, need_dq=need_dq, need_dkv=need_dkv)
-
-        made = each_sequence(one, core, (q, do, lse, delta), (k, v), key_results=2)
+        needs = {"need_dq": need_dq, "need_dkv": need_dkv}
+        made = each_sequence(
+            lambda q, do, lse, delta, k, v, own: attn_bwd(q, k, v, do, lse, delta, own, **needs),
+            core,
+            (q, do, lse, delta),
+            (k, v),
+            key_results=2,
+        )
         outs = zip(made, (dq, dk, dv), strict=True)
         return tuple(value if value is None or out is None else out.copy_(value) for value, out in outs)
     return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, None, False, (dq, dk, dv))[:3]

@@ -6,7 +6,6 @@ A chunk's logits are made in the wide type, float32 (float64 for float64), from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -50,23 +49,23 @@ def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool 
     return out.copy_(torch.mm(a, b))
 
 
-def uncapped_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> Tensor:
-    """scale (x w^T + b) [M, V] in the wide type; in the memory of `out`, if that has it."""
-    u = upcast_matmul(x, w.t(), out=out if out is not None and out.dtype == wide_of(x.dtype) else None)
+def head_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(u, z) [M, V] in the wide type: u = scale (x w^T + b), and z = softcap tanh(u / softcap), which is u itself without a
+    softcap, in the memory of `out` then, if that has the type."""
+    fits = not head.softcap and out is not None and out.dtype == wide_of(x.dtype)
+    u = upcast_matmul(x, w.t(), out=out if fits else None)
     if b is not None:
         u += b
-    return u if head.scale == 1.0 else u.mul_(head.scale)
+    if head.scale != 1.0:
+        u.mul_(head.scale)
+    return u, (u / head.softcap).tanh_().mul_(head.softcap) if head.softcap else u
 
 
-def capped(u: Tensor, head: Head) -> Tensor:
-    return (u / head.softcap).tanh_().mul_(head.softcap) if head.softcap else u
-
-
-def target_columns(target: Tensor, head: Head, width: int) -> tuple[Tensor, Tensor]:
-    """(column [M, 1], is it among these `width` columns [M, 1])."""
-    column = (target - head.first)[:, None]
-    here = (target != head.ignore_index)[:, None] & (column >= 0) & (column < width)
-    return column.masked_fill(~here, 0), here
+def target_columns(targets: Tensor, head: Head, width: int) -> tuple[Tensor, Tensor]:
+    """(columns, are they among these `width`?) of k targets of each token, all [M, k]."""
+    columns = targets - head.first
+    here = (targets != head.ignore_index) & (columns >= 0) & (columns < width)
+    return columns.masked_fill(~here, 0), here
 
 
 def slice_count(x: Tensor, entries: int) -> int:
@@ -77,9 +76,8 @@ def slice_count(x: Tensor, entries: int) -> int:
 def cross_entropy_fwd(
     x, w, b, target, class_weight, head, *, weighted=False, keep=False, entropy=False, arg_max=False, logits=False
 ):
-    u = uncapped_logits(x, w, b, head)
-    z, V = capped(u, head), w.shape[0]
-    column, here = target_columns(target, head, V)
+    (u, z), V = head_logits(x, w, b, head), w.shape[0]
+    column, here = target_columns(target[:, None], head, V)
     wz = of_largest = largest = None
     z_t = torch.where(here, z.gather(1, column), 0).squeeze(1) if V else z.new_zeros(len(x))
     top = z.amax(1) if V else z.new_full((len(x),), -math.inf)
@@ -112,7 +110,7 @@ def times_log(p: Tensor, log_p: Tensor) -> Tensor:
 def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db):
     """out = dz (`TokenGradients`) of probabilities p, which it overwrites; returns the sum of its rows. log_p, if the gradients
     need it, is overwritten too."""
-    column, here = target_columns(target, head, out.shape[1])
+    column, here = target_columns(target[:, None], head, out.shape[1])
     if gradients.p_log_p is None:
         dz = p.mul_(gradients.p[:, None])
     else:
@@ -122,29 +120,28 @@ def _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
     if gradients.wz is not None:
         even = gradients.wz[:, None]
         dz += even if class_weight is None else even * class_weight
-    return write_gradient(dz, u, head.softcap, head.scale, lambda: target == head.ignore_index, out, db)
+    return write_gradient(dz, u, head.softcap, head.scale, target == head.ignore_index, out, db)
 
 
 def write_gradient(
-    dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Callable[[], Tensor] | None, out: Tensor, db: bool
+    dz: Tensor, u: Tensor, softcap: float, scale: float, ignored: Tensor | None, out: Tensor, db: bool
 ) -> Tensor | None:
     """Writes to `out`, from the gradient dz of logits, that of the logits before softcap and scale, and zeros for ignored
-    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten. ignored: gives these after the slope, whose
-    temporaries are gone then."""
+    tokens; returns the sum of its rows. dz, which may be `out`, is overwritten."""
     if softcap:
         dz.mul_((u / softcap).tanh_().square_().neg_().add_(1))
     if scale != 1.0:
         dz.mul_(scale)
     if ignored is not None:
-        dz.masked_fill_(ignored()[:, None], 0)
+        dz.masked_fill_(ignored[:, None], 0)
     if dz is not out:
         out.copy_(dz)
     return dz.sum(0) if db else None
 
 
 def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, *, db=False):
-    u = uncapped_logits(x, w, b, head, None if head.softcap else out)
-    log_p = capped(u, head).sub_(lse[:, None])
+    u, z = head_logits(x, w, b, head, out)
+    log_p = z.sub_(lse[:, None])
     p = log_p.exp_() if gradients.p_log_p is None else log_p.exp()
     return _write_gradient(p, log_p, u, target, class_weight, gradients, head, out, db)
 
@@ -152,10 +149,10 @@ def cross_entropy_bwd(x, w, b, target, class_weight, lse, gradients, head, out, 
 def cross_entropy_saved_bwd(saved, parts, z_t, start, target, class_weight, lse, gradients, head, out, *, db=False):
     u = saved.to(lse.dtype, copy=saved is not out)
     if head.softcap:
-        p = capped(u, head).sub_(lse[:, None]).exp_()
+        p = (u / head.softcap).tanh_().mul_(head.softcap).sub_(lse[:, None]).exp_()
     else:
         p = u.mul_((parts[0] - lse).exp_()[:, None] / HEADROOM)
-    column, here = target_columns(target, head, out.shape[1])
+    column, here = target_columns(target[:, None], head, out.shape[1])
     if out.shape[1]:
         p.scatter_(1, column, torch.where(here, (z_t - lse).exp()[:, None], p.gather(1, column)))
     log_p = None if gradients.p_log_p is None else p.clamp_min(torch.finfo(p.dtype).tiny).log_()

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cross_entropy import Head, capped, target_columns, uncapped_logits, write_gradient
+from .cross_entropy import Head, head_logits, target_columns, write_gradient
 from .elementwise import wide_of
 
 
@@ -46,23 +46,21 @@ class Divergence(NamedTuple):
     student_kl: Tensor | None
 
 
-def normalizer_of(z: Tensor) -> Tensor:
-    """Returns the two parts of each row's logsumexp [M, 2]: the largest logit and log sum exp(z - largest)."""
-    largest = z.amax(1, keepdim=True)
-    return torch.cat([largest, (z - largest).exp_().sum(1, keepdim=True).log_()], 1)
-
-
-def log_probabilities(z: Tensor, model: Model, normalizer: Tensor) -> Tensor:
-    """z - logsumexp(z), in the memory of z; as good as -inf where a bias says -inf, but 0 times the sum of a few is 0."""
+def log_probabilities(z: Tensor, model: Model, normalizer: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(z - logsumexp(z), in the memory of z; the two parts of each row's logsumexp [M, 2], the largest logit and log sum
+    exp(z - largest)). As good as -inf where a bias says -inf, but 0 times the sum of a few is 0."""
+    if normalizer is None:
+        largest = z.amax(1, keepdim=True)
+        normalizer = torch.cat([largest, (z - largest).exp_().sum(1, keepdim=True).log_()], 1)
     log_p = z.sub_(normalizer[:, :1]).sub_(normalizer[:, 1:])
-    return log_p if model.b is None else log_p.clamp_(min=torch.finfo(z.dtype).min / 4)
+    return log_p if model.b is None else log_p.clamp_(min=torch.finfo(z.dtype).min / 4), normalizer
 
 
 def teachers_logits(teacher: Model, dtype: torch.dtype) -> Tensor:
     """Returns the teacher's logits in the student's wide type."""
     if wide_of(teacher.x.dtype) != dtype:  # one of the two is float64
         teacher = teacher._replace(x=teacher.x.to(dtype), w=teacher.w.to(dtype))
-    return capped(uncapped_logits(*teacher), teacher.head)
+    return head_logits(*teacher)[1]
 
 
 def above_mixture(ratio: Tensor, share: float, other: float) -> Tensor:
@@ -75,15 +73,12 @@ def above_mixture(ratio: Tensor, share: float, other: float) -> Tensor:
 
 
 def divergence_fwd(student: Model, teacher: Model, beta: float) -> Divergence:
-    z = capped(uncapped_logits(*student), student.head)
+    z = head_logits(*student)[1]
     if not z.shape[1]:
         nothing, two = z.new_zeros(len(z)), z.new_zeros(len(z), 2)
         return Divergence(nothing, two, two.clone(), *((nothing.long(), two.clone()) if beta else (None, None)))
-    normalizer = normalizer_of(z)
-    log_q = log_probabilities(z, student, normalizer)
-    t = teachers_logits(teacher, z.dtype)
-    teacher_normalizer = normalizer_of(t)
-    log_p = log_probabilities(t, teacher, teacher_normalizer)
+    log_q, normalizer = log_probabilities(z, student)
+    log_p, teacher_normalizer = log_probabilities(teachers_logits(teacher, z.dtype), teacher)
     if beta == 0:
         p = log_p.exp()
         return Divergence(p.mul_(log_p.sub_(log_q)).sum(1), normalizer, teacher_normalizer, None, None)
@@ -115,17 +110,17 @@ def divergence_bwd(
 ) -> Tensor | None:
     """out = the gradient of D times dy [M] for the logits before scale and softcap; returns the sum of its rows, if `db`."""
     head = student.head
-    u = uncapped_logits(*student, None if head.softcap else out)
-    log_q = log_probabilities(capped(u, head), student, of.normalizer)
-    log_p = log_probabilities(teachers_logits(teacher, u.dtype), teacher, of.teacher_normalizer)
+    u, z = head_logits(*student, out)
+    log_q, _ = log_probabilities(z, student, of.normalizer)
+    log_p, _ = log_probabilities(teachers_logits(teacher, u.dtype), teacher, of.teacher_normalizer)
     if beta == 0:
         dz = log_q.exp_().sub_(log_p.exp_())
     else:
         of_q = above_mixture(torch.sub(log_q, log_p, out=log_p), 1 - beta, beta)
         above_likeliest = of_q.sub_(of.student_kl[:, :1])
         # exactly 0 of that class, though a matmul of other shapes than forward's may have rounded its logit otherwise
-        column, here = target_columns(of.likeliest, head, out.shape[1])
+        column, here = target_columns(of.likeliest[:, None], head, out.shape[1])
         above_likeliest.scatter_(1, column, torch.where(here, 0, above_likeliest.gather(1, column)))
         dz = log_q.exp_().mul_(above_likeliest.sub_(of.student_kl[:, 1:]))
     dz.mul_((dy * (share_of_student(beta) * head.scale))[:, None])
-    return write_gradient(dz, u, head.softcap, 1.0, None if ignored is None else lambda: ignored, out, db)
+    return write_gradient(dz, u, head.softcap, 1.0, ignored, out, db)

@@ -102,11 +102,6 @@ def act(z: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].act(z)
 
 
-def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """dy * act'(z). May be dy itself (identity)."""
-    return ACTIVATIONS[activation].grad(dy, z)
-
-
 def where_keep(x: Tensor, keep: Tensor) -> Tensor:
     """x where keep, else 0. A CPU has no vectors for torch.where with a bool; relu's gradient takes a quarter of its time."""
     return torch.ops.aten.threshold_backward(x, keep.to(x.dtype), 0)
@@ -138,8 +133,10 @@ def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
     return total if total is None or wanted is True or total.dtype == wanted else total.to(wanted)
 
 
-def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor:
-    """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded."""
+def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
+    """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded; False: none."""
+    if not wanted:
+        return None
     if dy.dtype is wanted and wanted.itemsize >= 4:
         return dy.sum(0)
     if dy.dtype.itemsize >= 4:
@@ -155,10 +152,6 @@ def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor:
     return rounded(total, wanted)
 
 
-def column_sum_if(dz: Tensor, wanted: bool | torch.dtype) -> Tensor | None:
-    return column_sum(dz, wanted) if wanted else None
-
-
 def act_fwd(z, u, activation):
     return act(z, activation) if u is None else act(z, activation) * u
 
@@ -168,8 +161,8 @@ def relu_bits(h):
 
 
 def act_bwd(dy, saved, activation, *, bits=False, db=False):
-    dz = where_keep(dy, unpack_bits(saved, dy.shape[1])) if bits else act_grad_of(dy, saved, activation)
-    return dz, column_sum_if(dz, db)
+    dz = where_keep(dy, unpack_bits(saved, dy.shape[1])) if bits else ACTIVATIONS[activation].grad(dy, saved)
+    return dz, column_sum(dz, db)
 
 
 def reference_dropout(h: Tensor, dropout_: Dropout, row_base: int = 0) -> Tensor:

@@ -15,8 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_core import AttentionCore, empty_heads, heads_layout, rows_and_columns, wide_dtype
-from .query_blocks import ROWS, Block, KeySums, block_bytes, by_keys, query_blocks, whole
+from .attention_core import (
+    ROWS,
+    AttentionCore,
+    Block,
+    block_bytes,
+    empty_heads,
+    forward_by_blocks,
+    heads_layout,
+    is_whole,
+    query_blocks,
+    rows_and_columns,
+    sum_by_blocks,
+    whole,
+    wide_dtype,
+)
 
 _aten = torch.ops.aten
 
@@ -30,12 +43,13 @@ BIAS_ROW = 16  # elements that a bias's rows are filled up to in memory, as torc
 class FusedAttention(NamedTuple):
     """One of torch's own attention kernels, without dropout.
 
-    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. k and v may have fewer heads
-    than q. Which cores it computes: `ops.attention.core.kernel_order`.
+    forward: q, k, v, core -> o, lse [B, H, Sq]. backward: do, q, k, v, o, lse, core -> dq, dk, dv. groups: may k and v have
+    fewer heads than q? Otherwise these are repeated. Which cores it computes: `ops.attention.core.kernel_order`.
     """
 
     forward: Callable[..., tuple]
     backward: Callable[..., tuple]
+    groups: bool
 
 
 def _as_tokens(x: Tensor) -> Tensor:
@@ -194,7 +208,6 @@ LSE_ROWS = 32  # what the memory-efficient kernel fills lse up to, with inf
 
 
 def _efficient_fwd(q, k, v, core):
-    k, v = (_heads(x, q.shape[1]) for x in (k, v))
     bias = _filled_bias(q, k, core, q.shape[1])
     o, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, _is_causal(core), scale=core.scale
@@ -204,16 +217,15 @@ def _efficient_fwd(q, k, v, core):
 
 def _efficient_bwd(do, q, k, v, o, lse, core):
     """Gives o and do as [B, S, H, D] in memory, which the kernel takes them for."""
-    all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
     bias = _filled_bias(q, k, core, q.shape[1])
     lse, missing = _of_rows_with_gradients(lse, core), -q.shape[2] % LSE_ROWS
     lse = F.pad(lse, (0, missing), value=math.inf) if missing else lse
     no_dropout = lse.new_empty((), dtype=torch.int64)
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+    return _aten._scaled_dot_product_efficient_attention_backward(
         heads_layout(do),
         q,
-        all_k,
-        all_v,
+        k,
+        v,
         bias,
         heads_layout(o),
         lse,
@@ -223,31 +235,25 @@ def _efficient_bwd(do, q, k, v, o, lse, core):
         [True, True, True, False],
         _is_causal(core),
         scale=core.scale,
-    )
-    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+    )[:3]
 
 
 def _cpu_fwd(q, k, v, core):
-    k, v = (_heads(x, q.shape[1]) for x in (k, v))
-    causal = core.window[1] is not None
-    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=core.scale)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, core.window[1] is not None, scale=core.scale)
 
 
 def _cpu_bwd(do, q, k, v, o, lse, core):
-    all_k, all_v = (_heads(x, q.shape[1]) for x in (k, v))
-    causal = core.window[1] is not None
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, all_k, all_v, o, lse, 0.0, causal, scale=core.scale
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, core.window[1] is not None, scale=core.scale
     )
-    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
 
 
 FUSED = {
-    "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd),
-    "flash": FusedAttention(_flash_fwd, _flash_bwd),
-    "efficient": FusedAttention(_efficient_fwd, _efficient_bwd),
+    "cudnn": FusedAttention(_cudnn_fwd, _cudnn_bwd, groups=True),
+    "flash": FusedAttention(_flash_fwd, _flash_bwd, groups=True),
+    "efficient": FusedAttention(_efficient_fwd, _efficient_bwd, groups=False),
     # of tensors on the meta device, where only what is allocated counts
-    "cpu": FusedAttention(_cpu_fwd, _cpu_bwd),
+    "cpu": FusedAttention(_cpu_fwd, _cpu_bwd, groups=False),
 }
 
 
@@ -267,14 +273,21 @@ def as_readable(x: Tensor) -> Tensor:
 
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) by the kernel that `core.fused` names."""
+    kernel = FUSED[core.fused]
     q, k, v = map(as_readable, (q, k, v))
-    return FUSED[core.fused].forward(q, k, v, core)
+    if not kernel.groups:
+        k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    return kernel.forward(q, k, v, core)
 
 
 def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) by the kernel that `core.fused` names, which reads o instead of delta."""
+    kernel, H_kv = FUSED[core.fused], k.shape[1]
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
-    return FUSED[core.fused].backward(do, q, k, v, o, lse, core)
+    if not kernel.groups:
+        k, v = (_heads(x, q.shape[1]) for x in (k, v))
+    dq, dk, dv = kernel.backward(do, q, k, v, o, lse, core)
+    return dq, summed_by_group(dk, H_kv), summed_by_group(dv, H_kv)
 
 
 def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
@@ -305,29 +318,29 @@ def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return seen.to(dtype).reciprocal_().neg_().add_(1)
 
 
-def _bias(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
-    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window unless it is causal."""
+def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
+    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window, if it is not causal."""
     mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
     if mask is not None:
         parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
     if core.slopes is not None:
         dtype = wide_dtype(q)
         parts.append((i - j).abs().to(dtype) * -core.slopes.to(dtype)[:, :, None, None])
-    if core.window != (None, None) and not _causal(core):
+    if windowed:
         seen = j >= (i - left if left is not None else 0)
         parts.append(_hidden(seen if right is None else seen & (j <= i + right), q.dtype)[None, None])
-    if not parts:
-        return None
     bias = functools.reduce(torch.add, parts)
     return bias if _is_bias(bias, q) else bias.to(wide_dtype(q)).contiguous()
 
 
-def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
+def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
     the workspace."""
     (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
     group, size, mask = H // H_kv, q.element_size(), core.mask
     windowed = (left, right) != (None, None) and not _causal(core)
+    if group == 1 and mask is None and core.slopes is None and not windowed:
+        return [whole(q, k)]
     shapes = [] if mask is None else [mask.shape]
     shapes += [] if core.slopes is None else [(core.slopes.shape[0], H, Sq, Sk)]
     shapes += [(1, 1, Sq, Sk)] if windowed else []
@@ -351,8 +364,8 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
     if windowed and core.workspace is not None:  # fewer rows see fewer columns
         rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
     if rows >= Sq and cost(B, H_kv, Sq) <= budget:
-        return iter((whole(q, k),))
-    return query_blocks(q, k, core, cost, budget, rows, one_each)
+        return [whole(q, k)]
+    return list(query_blocks(q, k, core, cost, budget, rows, one_each))
 
 
 def _heads(x: Tensor, H: int) -> Tensor:
@@ -365,69 +378,54 @@ def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
     return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
 
 
-def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore, block: Block) -> tuple[tuple, dict]:
-    """(q, k, v of a block, the kernel's other arguments)."""
-    q, k, v = block.of_queries(q), block.of_keys(k), block.of_keys(v)
-    H = q.shape[1]
-    q, k, v = map(as_readable, (q, _heads(k, H), _heads(v, H)))
-    return (q, k, v), {"is_causal": _causal(core), "attn_mask": _bias(q, k, core), "scale": core.scale}
+def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
+    """(q, k, v, the kernel's other arguments)."""
+    H, causal = q.shape[1], _causal(core)
+    windowed = core.window != (None, None) and not causal
+    heads = map(as_readable, (q, k, v) if k.shape[1] == H else (q, _heads(k, H), _heads(v, H)))
+    biased = windowed or core.mask is not None or core.slopes is not None
+    bias = _bias(q, k, core, windowed) if biased else None
+    return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
 
 
-def _is_whole(blocks: list[Block], k: Tensor) -> bool:
-    return len(blocks) == 1 and blocks[0].columns == slice(0, k.shape[2])
+def _flash_block(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    if not k.shape[2]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
+    heads, options = _flash_arguments(q, k, v, core)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
 
 
 def flash_fwd(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
-    blocks = list(_flash_blocks(q, k, core))
-    o = lse = None
-    if not _is_whole(blocks, k):
-        o, lse = empty_heads(q).zero_(), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
-    for block in blocks:
-        if block.columns.start == block.columns.stop:
-            continue
-        heads, options = _flash_arguments(q, k, v, block.core(core, q), block)
-        out, sums = _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
-        if o is None:
-            return out, sums.contiguous()  # aten lays it out as [B, S, H]
-        block.of_queries(o).copy_(out)
-        block.of_queries(lse).copy_(sums)
-    return o, lse
+    o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
+    return o, lse.contiguous()  # aten lays it out as [B, S, H]
 
 
-def flash_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    core: AttentionCore,
-    outs: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
+    heads, options = _flash_arguments(q, k, v, core)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        as_readable(do), *heads, as_readable(o), lse, 0.0, **options
+    )
+    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+
+
+def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | None, ...]) -> tuple:
     """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
-    blocks = list(_flash_blocks(q, k, core))
-
-    def gradients(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        heads, options = _flash_arguments(q, k, v, block.core(core, q), block)
-        do_part, o_part = (as_readable(block.of_queries(x)) for x in (do, o))
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do_part, *heads, o_part, block.of_queries(lse), 0.0, **options
-        )
-        kv_heads = block.of_keys(k).shape[1]
-        return dq, summed_by_group(dk, kv_heads), summed_by_group(dv, kv_heads)
-
-    if _is_whole(blocks, k):
-        return gradients(blocks[0])
+    blocks = _flash_blocks(q, k, core)
+    if is_whole(blocks, k):
+        return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))
     dq = empty_heads(q) if outs[0] is None else outs[0]
     dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
-    for chunk in by_keys(blocks):
-        with KeySums(chunk[0], dk, dv) as sums:
-            for block in chunk:
-                if block.columns.start == block.columns.stop:
-                    block.of_queries(dq).zero_()
-                    continue
-                part, *of_keys = gradients(block)
-                block.of_queries(dq).copy_(part)
-                sums.add(block, *of_keys)
+
+    def of_block(block: Block) -> tuple[Tensor, Tensor]:
+        q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
+        keys = block.of_keys(k)
+        if not keys.shape[2]:
+            place.zero_()
+            return keys, keys
+        part, *of_keys = _flash_grads(q_part, keys, block.of_keys(v), *others, block.core(core, q))
+        place.copy_(part)
+        return of_keys
+
+    sum_by_blocks(of_block, blocks, (dk, dv))
     return dq, dk, dv

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..results import HiddenGradient, LinearForward
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, act_bwd, apply_dropout, column_sum_if, relu_bits
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act_bwd, apply_dropout, column_sum, relu_bits
 
 
 @functools.cache
@@ -47,7 +47,8 @@ def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) ->
 
 def linear_fwd(x, w, b, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_z=False, save_bits=False):
     z = linear(x, w, b)
-    h = apply_dropout(act(z, activation), dropout, row_base)
+    h = ACTIVATIONS[activation].act(z)
+    h = h if dropout[0] is None else apply_dropout(h, dropout, row_base)
     return LinearForward(h, z if save_z else None, relu_bits(z) if save_bits else None)
 
 
@@ -60,15 +61,15 @@ def hidden_grad(dh, z, activation, *, save_h=False, db=False, over=False, h_over
     function = ACTIVATIONS[activation]
     dz = function.grad(dh, z)
     dz = dz.clone() if dz is dh else dz
-    return HiddenGradient(dz, function.act(z) if save_h else None, column_sum_if(dz, db))
+    return HiddenGradient(dz, function.act(z) if save_h else None, column_sum(dz, db))
 
 
 def act_grad(
     dy, w, z, activation, precision, *, dropout=NO_DROPOUT, row_base=0, save_h=False, h_over_z=False, db=False
 ):
-    function = ACTIVATIONS[activation]
-    dz = function.grad_(apply_dropout(mm(dy, w), dropout, row_base), z)
-    h = None
+    function, dh, h, drops = ACTIVATIONS[activation], mm(dy, w), None, dropout[0] is not None
+    dz = function.grad_(apply_dropout(dh, dropout, row_base) if drops else dh, z)
     if save_h:
-        h = apply_dropout(function.act_(z) if h_over_z else function.act(z), dropout, row_base)
-    return HiddenGradient(dz, h, column_sum_if(dz, db))
+        h = function.act_(z) if h_over_z else function.act(z)
+        h = apply_dropout(h, dropout, row_base) if drops else h
+    return HiddenGradient(dz, h, column_sum(dz, db))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..results import GatedForward, GatedGradient
-from .elementwise import ACTIVATIONS, NO_DROPOUT, act, apply_dropout, column_sum_if
+from .elementwise import ACTIVATIONS, NO_DROPOUT, act, apply_dropout, column_sum
 from .linear import act_grad, linear, mm
 
 
@@ -78,4 +78,4 @@ def _gated_grads(dh, g, u, activation, dropout, row_base, save_h, dbg, dbu, *, o
     h = apply_dropout(a * u, dropout, row_base) if save_h else None
     du = dh * a if a is g else a.mul_(dh)
     dg = ACTIVATIONS[activation].grad_(dh.mul_(u) if over else dh * u, g)
-    return GatedGradient(dg, du, h, column_sum_if(dg, dbg), column_sum_if(du, dbu))
+    return GatedGradient(dg, du, h, column_sum(dg, dbg), column_sum(du, dbu))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.attention.arguments import diagonal_of
 from ..ops.attention.core import check_whole_sequence
-from ..ops.attention.masks import diagonal_of
 from ..ops.dispatch.choices import autocast_dtype
 from ..ops.dispatch.shard import ranks_of_rows
 from ..subclasses import PLAIN, own_dispatch

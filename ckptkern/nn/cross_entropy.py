@@ -11,9 +11,8 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from .. import eager, ops
 from ..errors import ShapeError
-from ..ops.cross_entropy.checks import check_scalars, check_top_k
-from ..ops.cross_entropy.logits import results_of_logits, scaled_and_capped
-from ..ops.cross_entropy.loss import CrossEntropyOutput, output, reduced
+from ..ops.cross_entropy.loss import CrossEntropyOutput, check_scalars, check_top_k, reduced
+from ..ops.cross_entropy.statistics import results_of_logits, scaled_and_capped
 from ..ops.dispatch.checks import check_choice, check_flags
 from .layer import Layer
 from .unmodified import composed, unmodified
@@ -110,7 +109,8 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         own = OWN | own
         check_scalars(self.label_smoothing, own["logit_scale"], own["softcap"], own["z_loss"])
         check_flags(NAME, **{name: own[name] for name in OWN if name.startswith("return_")})
-        check_top_k(own["top_k"], self.num_classes)
+        if own["top_k"] is not None:
+            check_top_k(own["top_k"], self.num_classes)
         super().set_options(recompute, workspace, **own, options=None)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor | CrossEntropyOutput:
@@ -133,8 +133,8 @@ class LinearCrossEntropyLoss(Layer, TORCH_CLASS or _WeightedLoss):
         beside = {"lse_squared": True, "arg_max": self.return_accuracy, "top_k": self.top_k}
         names = ("loss", *returned, *(name for name, wanted in beside.items() if wanted))
         results = results_of_logits(z, target, self.weight, ignored, self.label_smoothing, names, self.top_k or 0)
-        loss = reduced(results, target, self.weight, self.reduction, ignored, self.z_loss)
-        return output(loss, results, target, self.reduction, ignored) if returned or self.top_k else loss
+        is_alone = not (returned or self.top_k)
+        return reduced(results, target, self.weight, self.reduction, ignored, self.z_loss, is_alone)
 
 
 def tied(weight: torch.nn.Parameter, shape: tuple[int, int], bias: bool) -> torch.nn.Linear:

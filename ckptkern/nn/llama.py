@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.attention.masks import diagonal_of, merged_mask
+from ..ops.attention.arguments import diagonal_of
+from ..ops.attention.core import merged_mask
 from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
 from ..ops.dispatch.checks import check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation

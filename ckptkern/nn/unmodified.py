@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..ops.dispatch.choices import choose_mode, log_composed
+from ..ops.dispatch.choices import choose_mode, log_once
 from ..ops.dispatch.shard import ACTIVE, refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
@@ -85,7 +85,7 @@ def dense(module: torch.nn.Module) -> bool:
     operations of its own."""
     kind = own_dispatch(module._parameters.values())
     if kind is not None:
-        log_composed(kind)
+        log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
     return kind is None and strided(module) and "parametrizations" not in module._modules
 
 

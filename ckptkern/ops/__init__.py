@@ -9,10 +9,9 @@ from .dispatch.choices import backend, workspace
 from .distillation.loss import linear_distillation, linear_topk_distillation
 from .experts import grouped_gated_mlp, moe_mlp
 from .mlp.block import mlp_block
-from .mlp.gated_mlp import gated_mlp
 from .mlp.linear_act import linear_act
 from .mlp.linear_stack import linear_stack
-from .mlp.mlp import mlp
+from .mlp.mlp import gated_mlp, mlp
 from .moe.block import moe_block
 from .registration.delayed import delay_weight_gradients, split_backward
 from .registration.gradients import accumulate_in_place

@@ -16,10 +16,18 @@ from .dispatch.checks import check_input, check_options, check_tensor
 from .dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from .registration.delayed import Sum
 from .registration.functions import build
-from .registration.gradients import BiasGrad, by_chunks, main_grad_of, token_chunks
-from .registration.needs import flags, needed
-from .registration.op import Op
-from .registration.rows import beside_frozen, cast_parameter, rows_2d, unflattened
+from .registration.gradients import BiasGrad, main_grad_of
+from .registration.op import (
+    Op,
+    beside_frozen,
+    by_chunks,
+    cast_parameter,
+    flags,
+    needed,
+    rows_2d,
+    token_chunks,
+    unflattened,
+)
 from .sublayer.lora import LoRA, gather_lora, grouped_low_rank, names_of
 
 INDEX = 1
@@ -366,7 +374,7 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 
 
 def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace):
-    updates, numbers = gather_lora(op, x, lora, {"gate_up": ("gate_up", w), "down": ("down", wd)}, LAYERS)
+    updates, numbers = gather_lora(op, x, lora, {"gate_up": w, "down": wd})
     x = cast_input(op, x, w, b, wd, bd)
     options = ExpertsOptions(
         activation=activation,

@@ -27,7 +27,7 @@ from .attention.block import across as attention_across
 from .dispatch.choices import autocast_off, choose_backend
 from .mlp.block import across as mlp_across
 from .mlp.block import gather as gather_mlp
-from .registration.rows import cast_parameter
+from .registration.op import cast_parameter
 from .sublayer.dropout import replayed_dropout
 from .sublayer.residual import drawn, has_trailing_norm, reference_output
 

@@ -15,9 +15,8 @@ from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import AttentionBlock, attention_block
 from .attention.core_sublayer import CoreOp, CoreSublayer
-from .attention.latent import LatentAttentionBlock, latent_attention_block
-from .attention.latent_arguments import gather_latent
-from .attention.latent_tensors import LatentOptions, LatentTensors
+from .attention.latent import LatentAttentionBlock, gather_latent, latent_attention_block
+from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
 from .dispatch.checks import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
@@ -26,9 +25,7 @@ from .mlp.block import gather as gather_mlp
 from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
 from .registration.functions import build
-from .registration.needs import in_order, needed_names
-from .registration.rows import rows_2d, unflattened
-from .sublayer.op import SublayerOp
+from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
 from .sublayer.residual import drawn, reads_branch
 
 AnyOptions = AttentionOptions | LatentOptions
@@ -40,25 +37,6 @@ def options_of(attention: type[CoreOp], last: type[SublayerOp]) -> type:
     one is cross-attention; mlp: of the last sublayer; parallel: do all sublayers read x?"""
     fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
     return NamedTuple("LayerOptions", list(fields.items()))
-
-
-class LayerNeeds(NamedTuple):
-    """What each sublayer's backward forms. A sublayer whose input is not x returns that input's gradient if anything before it
-    needs one."""
-
-    attention: list[int]
-    mlp: int
-
-    @classmethod
-    def of(cls, needs: int, o: Any, A: int) -> LayerNeeds:
-        """A: tensors of each attention sublayer among the op's."""
-        of_attention, before = [], needs & 1
-        for i in range(len(o.attention)):
-            own = needs >> 1 + i * A & (1 << A) - 1
-            of_attention.append(own << 1 | before)
-            before |= own != 0
-        of_mlp = needs >> 1 + len(of_attention) * A
-        return cls(of_attention, of_mlp << 1 | (needs & 1 if o.parallel else int(before)))
 
 
 def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
@@ -116,7 +94,13 @@ class TransformerLayer(SublayerOp):
     def backward(cls, dy, tensors, saved, o, needs):
         kind, last = cls.attention.Tensors, cls.last
         x, attentions, t_last = cls.sublayers(tensors, o)
-        of_attention, of_last = LayerNeeds.of(needs, o, len(kind._fields))
+        # what each backward forms; the gradient of an input that is not x, if anything before it needs one
+        A, of_attention, before = len(kind._fields), [], needs & 1
+        for i in range(len(attentions)):
+            own = needs >> 1 + i * A & (1 << A) - 1
+            of_attention.append(own << 1 | before)
+            before |= own != 0
+        of_last = needs >> 1 + len(attentions) * A << 1 | (needs & 1 if o.parallel else before)
         parts = [{name: saved.pop(f"{name}{i}") for name in cls.saved_of(one, o)} for i, one in enumerate(o.attention)]
         mid, cores = cls.recomputed(x, attentions, parts, o, of_attention)
         grads = last.gradients(rows_2d(dy), mid, t_last, o.mlp, saved, of_last) if of_last else {}
@@ -163,7 +147,7 @@ class TransformerLayer(SublayerOp):
                 mid = x
             elif mid is None:
                 if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
-                    core = sublayer.attend(save_raw=sublayer.group_count == 1)
+                    core = sublayer.attend(save_raw=sublayer.division.groups == 1)
                 f = sublayer.branch(core)
                 mid = unflattened(sublayer.output(f), x)
                 f = f if reads_branch(one, needed_names(type(t), own)) else None
@@ -171,15 +155,11 @@ class TransformerLayer(SublayerOp):
             cores.append((sublayer, core, f))
         return mid, cores
 
-    @classmethod
-    def more_results(cls, o):
-        return cls.last.more_results(o.mlp)
-
 
 class TransformerMoELayer(TransformerLayer):
     name = "transformer_moe_layer"
     Options = options_of(AttentionBlock, MoEBlock)
-    last = MoEBlock
+    last, more_results = MoEBlock, MoEBlock.more_results
     constants, decisions = constants_of_layer(AttentionBlock, MoEBlock), MoEBlock.decisions
 
 
@@ -363,9 +343,8 @@ def transformer_layer(
         )
     tensors = [tensor for t, o in sublayers for tensor in drawn(t, o, x, training)]
     of_attention = tuple(o for _, o in sublayers)
-    if not latent:
-        lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
-        of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
+    lora_dtype = functools.reduce(torch.promote_types, (o.lora_dtype for o in of_attention))
+    of_attention = tuple(o._replace(lora_dtype=lora_dtype) for o in of_attention)
     Options, apply = LAYERS[latent, routes]
     options = Options(attention=of_attention, mlp=om, parallel=parallel)
     return apply(options, x, *tensors, *drawn(tm, om, x, training))

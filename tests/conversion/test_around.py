@@ -7,7 +7,17 @@ import itertools
 
 import pytest
 import torch
-from conversion.steps import assert_same, assert_same_steps, by_deepcopy, by_pickle, pair, saved, step, variant
+from conversion.steps import (
+    assert_same,
+    assert_same_steps,
+    by_deepcopy,
+    by_pickle,
+    compiled,
+    pair,
+    saved,
+    step,
+    variant,
+)
 from support.architectures import (
     WIDTH,
     Choosing,
@@ -290,5 +300,4 @@ def test_what_may_not_be_converted_is_no_checkpoint():
 @pytest.mark.slow
 def test_a_compiled_checkpoint():
     ours, theirs, _ = converted()
-    torch._dynamo.reset()
-    assert_same_steps(torch.compile(ours, backend="aot_eager"), theirs, ids())
+    assert_same_steps(compiled(ours), theirs, ids())

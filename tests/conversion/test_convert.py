@@ -10,7 +10,7 @@ import zipfile
 
 import pytest
 import torch
-from conversion.steps import assert_same_steps, calls_of, pair, saved, variant
+from conversion.steps import assert_same_steps, calls_of, compiled, pair, saved, variant
 from support import architectures
 from support.architectures import (
     ARCHITECTURES,
@@ -407,7 +407,8 @@ def test_torchs_own_layers_become_drop_ins():
     ours, theirs, conversion = pair(model, workspace="1MiB")
     assert fused_of(conversion) == ["ckptkern.nn.TransformerEncoderLayer"] * 2
     assert "workspace='1MiB'" in ours.layers[0].extra_repr()
-    assert_same_steps(ours, theirs, tokens())
+    for run in (ours, compiled(ours)):
+        assert_same_steps(run, theirs, tokens())
     x = tokens().requires_grad_()
     before, after = saved(theirs, x), saved(ours, x)
     assert after < before / 3

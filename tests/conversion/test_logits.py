@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import ckptkern
 from ckptkern.conversion.logits import Logits, Matmul
+from ckptkern.conversion.tokens import LMHead
 from ckptkern.memory import peak_memory
 
 LABELS = ids(1)
@@ -165,7 +166,7 @@ def test_arg_max_and_lse(grad):
 def test_dtypes_are_torchs(function, autocast):
     x, w = torch.randn(4, WIDTH).bfloat16(), torch.randn(V, WIDTH).bfloat16().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logits = Matmul(x, w, None).logits()
+        logits = Matmul(x, LMHead(w)).logits()
         found = [function(z, dim=-1) for z in (logits, F.linear(x, w))]
         found = [one.gather(-1, torch.arange(4)[:, None]) if one.dim() > 1 else one for one in found]
     assert not logits.made
@@ -192,7 +193,7 @@ def test_the_bytes_of_a_preference_loss():
     x, w = torch.randn(512, 8, requires_grad=True), torch.randn(8192, 8, requires_grad=True)
     index, mask = torch.randint(8192, (512,)), torch.arange(512) % 4 != 0
     with peak_memory("cpu") as peak:
-        logits = Matmul(x, w, None, workspace="8MiB").logits()[mask]
+        logits = Matmul(x, LMHead(w, workspace="8MiB")).logits()[mask]
         with torch.no_grad():
             trl_entropy(logits)
         trl_narrow(logits[None], index[mask][None]).sum().backward()
@@ -230,7 +231,7 @@ def test_losses_of_a_low_rank_update():
     x, w = torch.randn(4, WIDTH), torch.randn(V, WIDTH)
     a, b = torch.randn(2, WIDTH).requires_grad_(), torch.randn(V, 2).requires_grad_()
     found = []
-    for z in (Matmul(x, w, None, lora=ckptkern.LoRA(a, b, 0.5)).logits(), F.linear(x, w + 0.5 * b @ a)):
+    for z in (Matmul(x, LMHead(w), lora=ckptkern.LoRA(a, b, 0.5)).logits(), F.linear(x, w + 0.5 * b @ a)):
         loss = sum(weighted(one(z[None], LABELS[:1, :4])) for one in (*SMOOTHED, nll))
         assert not isinstance(z, Logits) or not (z.made or z.matmul.aliases)
         found.append([loss.detach(), *torch.autograd.grad(loss, [a, b])])
@@ -370,7 +371,7 @@ def test_logits_are_the_linear_layers():
 
 def test_metadata_asks_for_no_values():
     x, w = torch.randn(B, S, WIDTH), torch.randn(V, WIDTH)
-    logits, want = Matmul(x, w, None).logits(), F.linear(x, w)
+    logits, want = Matmul(x, LMHead(w)).logits(), F.linear(x, w)
     hash(logits), logits.numel(), logits.element_size(), logits.layout
     assert logits.flatten(0, 1).view(3, 6, V)[1].shape == (6, V)
     assert not logits.made
@@ -431,7 +432,7 @@ def test_gradients_that_are_never_formed_are_refused():
     for one in (loss, log_probs.sum()):
         with pytest.raises(RuntimeError, match="grad needs the gradient of logits"):
             torch.autograd.grad(one, logits, allow_unused=True)
-    torch.autograd.grad(logits.sum(), logits.matmul.weight)
+    torch.autograd.grad(logits.sum(), logits.matmul.head.weight)
 
 
 @pytest.mark.parametrize("when", ["an optimizer's step", "freed", "replaced"])

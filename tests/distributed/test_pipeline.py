@@ -122,7 +122,7 @@ def test_stages(rank, n, schedule, kind, p):
         )
         for i, part in parts.items()
     ]
-    bodies, direct, recompute = [], functions.direct_backward, checkpoint.Segment.recompute
+    bodies, direct, recompute = [], functions.run_backward, checkpoint.Segment.recompute
 
     def counted(*args):
         bodies.append(args[0].name)
@@ -132,7 +132,7 @@ def test_stages(rank, n, schedule, kind, p):
         bodies.append("recompute")
         recompute(self, key)
 
-    functions.direct_backward, checkpoint.Segment.recompute = counted, recomputed
+    functions.run_backward, checkpoint.Segment.recompute = counted, recomputed
     run = SCHEDULES[schedule](stages if each > 1 else stages[0], micros, loss_fn=loss_of)
     optimizers = [optimizer_of(nn.ModuleList(unfused)), optimizer_of(nn.ModuleList(parts.values()))]
     for step in range(STEPS):

@@ -91,14 +91,14 @@ CONVERSION = [
     Fault(
         "arguments: a low-rank update that is switched off is added",
         "ckptkern/conversion/arguments.py",
-        "off = [name for name, layer in self.switches.items() if «getattr(layer, SWITCH)»]",
+        "if «getattr(layer, SWITCH)»: del found[name]",
         "False",
         ("tests/conversion/test_training_loops.py -k 'adapters and Llama'",),
     ),
     Fault(
         "arguments: dropout goes on in evaluation",
         "ckptkern/conversion/arguments.py",
-        "return getattr(self.module, self.attribute) «if self.module.training else 0.0»",
+        "return getattr(module, attribute) «if module.training else 0.0»",
         "",
         ("tests/conversion/test_convert.py",),
     ),
@@ -125,8 +125,8 @@ CONVERSION = [
     ),
     Fault(
         "check: another length is not compared",
-        "ckptkern/conversion/fuse.py",
-        'if error > «TOLERANCE»: raise Unreadable(f"with {what} the numbers',
+        "ckptkern/conversion/check.py",
+        "difference([wide(ours)], [wide(theirs)])) > «tolerance»: raise Unreadable",
         "math.inf",
         ("tests/conversion/test_near_misses.py", "tests/conversion/test_convert.py"),
     ),
@@ -139,16 +139,16 @@ CONVERSION = [
     ),
     Fault(
         "head: a bias that is added after a scale is scaled",
-        "ckptkern/conversion/logits.py",
-        "added = added.detach().reshape(-1) «/ formula.scale»",
+        "ckptkern/conversion/tokens.py",
+        "values = added.detach().reshape(-1) «/ formula.scale»",
         "",
         ("tests/conversion/test_heads.py", "tests/conversion/test_logits.py"),
     ),
     Fault(
         "head: a sum of log-probabilities forgets the number they are multiplied by",
         "ckptkern/conversion/tokens.py",
-        "factor = factor if spread is None else «factor *» spread(logits.tokens.classes)",
-        "",
+        "factor «*=» 1 if returned else {",
+        "=",
         ("tests/conversion/test_logits.py",),
     ),
     Fault(
@@ -175,8 +175,8 @@ CONVERSION = [
     Fault(
         "protection: NumPy's random state is not given back",
         "ckptkern/conversion/protection.py",
-        "«numpy.set_state(numpys)»",
-        "pass",
+        "drawn: list[Any] = [*generators(), random._inst, «*([] if numpy is None else [numpy.mtrand._rand])»]",
+        "",
         ("tests/conversion/test_no_trace.py",),
     ),
     Fault(

@@ -122,28 +122,28 @@ OPS = [
     ),
     Fault(
         "attention: the output gate's gradient has the other factor",
-        "ckptkern/ops/attention/backward.py",
+        "ckptkern/ops/attention/sublayer.py",
         "return (made * torch.sigmoid(«-gate»)).to(gate.dtype)",
         "gate",
         (values("[attention_block-gate"),),
     ),
     Fault(
         "attention: a norm before a gate gets no gradient through it",
-        "ckptkern/ops/attention/backward.py",
-        'or «not {"x", *OF_NORM}.isdisjoint(inner)»',
-        '"x" in inner',
+        "ckptkern/ops/attention/sublayer.py",
+        '"g": linear_operands(«"h"», gate) if gate else {},',
+        '"x"',
         (cost("[attention_block"),),
     ),
     Fault(
         "attention: all three core gradients whatever is trained",
-        "ckptkern/ops/attention/backward.py",
-        "return «bool(behind_q & inner), bool(inner - behind_q)»",
-        "True, True",
+        "ckptkern/ops/attention/core_sublayer.py",
+        "        if «not formed.isdisjoint(operands)»:",
+        "name in quantities",
         (cost("[attention_block"),),
     ),
     Fault(
         "attention: all groups of heads drop the same scores",
-        "ckptkern/ops/attention/groups.py",
+        "ckptkern/ops/attention/core_sublayer.py",
         "core = core._replace(plane_base=core.plane_base «+ index * H»,",
         "",
         (
@@ -153,9 +153,9 @@ OPS = [
     ),
     Fault(
         "attention: every group writes the first columns of the output weight's gradient",
-        "ckptkern/ops/attention/backward.py",
-        "place = slice(None), slice(«self.index * self.width, (self.index + 1) * self.width»)",
-        "0, self.width",
+        "ckptkern/ops/attention/core_sublayer.py",
+        "part.places[name] = (slice(None),) * dim + (slice(«index * n, (index + 1) * n»),)",
+        "0, n",
         (values("[attention_block-none"),),
     ),
     Fault(
@@ -167,7 +167,7 @@ OPS = [
     ),
     Fault(
         "attention: a window one row short of all is none",
-        "ckptkern/ops/attention/masks.py",
+        "ckptkern/ops/attention/arguments.py",
         "surely(left >= rows - «1»)",
         "2",
         (
@@ -178,7 +178,7 @@ OPS = [
     Fault(
         "latent attention: 16-bit sums over groups of heads",
         "ckptkern/ops/attention/latent_sublayer.py",
-        "qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], «group.count > 1»",
+        "qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], «self.count > 1»",
         "False",
         (
             f"{PRECISION} -k 'grow and [latent'",
@@ -215,30 +215,30 @@ OPS = [
     ),
     Fault(
         "experts: an expert without rows has the gradient that torch's kernel leaves it",
-        "ckptkern/ops/dispatch/grouped.py",
+        "ckptkern/ops/dispatch/implementations.py",
         "«dw.masked_fill_((groups.offs[1:] == groups.offs[:-1])[:, None, None], 0)»",
         "pass",
         ("tests/ops/test_grouped.py",),
     ),
     Fault(
         "experts: gradients beside a recomputed [g | u] are not written over it",
-        "ckptkern/ops/dispatch/grouped.py",
-        "**wanted, over_gu=«True»",
+        "ckptkern/ops/dispatch/implementations.py",
+        "s, groups, activation, **wanted, over_gu=«True»",
         "False",
         ("tests/ops/test_grouped.py -k workspace",),
     ),
     Fault(
         "loss: class weights of the first chunk for all",
         "ckptkern/ops/cross_entropy/op.py",
-        "grads.needs_bias, slice(«o.vocab_start + start, o.vocab_start + stop»)",
+        "here = slice(«o.vocab_start + start, o.vocab_start + stop»)",
         "o.vocab_start, o.vocab_start + stop - start",
         (values("[linear_cross_entropy-weight"),),
     ),
     Fault(
         "loss: an entropy's gradient leaves out the entropy",
         "ckptkern/ops/cross_entropy/statistics.py",
-        "negative(dy.log_probs)«, negative(of_entropy)»",
-        "",
+        "«of_p.append(-(dy.entropy * entropy))»",
+        "pass",
         (values("[linear_cross_entropy-return_entropy"),),
     ),
     Fault(
@@ -299,7 +299,7 @@ OPS = [
     ),
     Fault(
         "needs: a partial backward forms all gradients",
-        "ckptkern/ops/registration/needs.py",
+        "ckptkern/ops/registration/op.py",
         "edges = «None if torch.compiler.is_compiling() else state.asked()»",
         "None",
         (cost("[mlp-", "[mlp]"),),

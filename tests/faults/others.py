@@ -253,7 +253,7 @@ EAGER = [
     ),
     Fault(
         "eager: blocks of heads drop the same scores",
-        "ckptkern/eager/query_blocks.py",
+        "ckptkern/eager/attention_core.py",
         "plane_base=core.plane_base + self.samples.start * planes «+ self.heads.start»",
         "",
         ("tests/ops/test_properties.py -k 'pairs_of_options and [scaled_dot_product_attention-dropout'",),
@@ -270,7 +270,7 @@ EAGER = [
 FROZEN = [
     Fault(
         "frozen: the two values of a byte are swapped",
-        "ckptkern/frozen/kinds.py",
+        "ckptkern/frozen.py",
         "torch.stack((«own & 15, own >> 4»), -1)",
         "own >> 4, own & 15",
         ("tests/frozen/test_kinds.py",),

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ckptkern import Frozen
-from ckptkern.frozen import kinds
+from ckptkern import frozen as kinds
 from ckptkern.memory import peak_memory
 
 F8, U8 = torch.float8_e4m3fn, torch.uint8
@@ -99,7 +99,7 @@ def test_what_is_transient_is_counted(name, monkeypatch):
     for dtype in (torch.bfloat16, torch.float32):
         with peak_memory("cpu") as peak:
             frozen.dequantize(dtype)
-        transient = kinds.transient_bytes(frozen.layout_, dtype)
+        transient = kinds.transient_bytes(frozen.layout_)
         beside = peak.bytes - frozen.numel() * dtype.itemsize
         assert 0 <= beside <= transient <= 3 * beside + frozen.numel()
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.ops.attention import arguments, latent_tensors, sdpa
+from ckptkern.ops.attention import arguments, latent_sublayer, sdpa
 from ckptkern.ops.attention import core as attention_core
 from ckptkern.ops.attention.arguments import gather
 from ckptkern.ops.attention.block import AttentionBlock
-from ckptkern.ops.attention.groups import bytes_of_heads
+from ckptkern.ops.attention.tensors import bytes_of_heads
 from ckptkern.ops.dispatch.choices import primitives
 from ckptkern.ops.transformer_layer import ATTENTION_ARGUMENTS
 
@@ -271,10 +271,11 @@ def test_what_flash_attention_allocates_itself_is_counted(kv_heads, keys):
 
 def test_what_flash_attention_allocates_itself_is_counted_beside_latents():
     """Latent attention has as many heads of k and v as of q."""
-    sizes = latent_tensors.LatentSizes(H=4, nope=16, rope=8, v=16, q_rank=0, kv_rank=32)
+    sizes = latent_sublayer.LatentSizes(H=4, nope=16, rope=8, v=16, q_rank=0, kv_rank=32)
     o = SimpleNamespace(dtype=torch.bfloat16, backend="triton", recompute="full", dropout_p=0.0, softcap=0.0)
     flash, cudnn = (
-        latent_tensors._bytes_of_heads(128, sizes, SimpleNamespace(**vars(o), fused=one)) for one in ("flash", "cudnn")
+        latent_sublayer.bytes_of_latent_heads(128, sizes, SimpleNamespace(**vars(o), fused=one))
+        for one in ("flash", "cudnn")
     )
     assert flash - cudnn == 128 * 4 * 24 * 4
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ckptkern
 from ckptkern.ops.dispatch import choices
 from ckptkern.ops.mlp.branch import MLPBranch
-from ckptkern.ops.registration.codec import values_of
+from ckptkern.ops.registration.library import values_of
 from ckptkern.ops.transformer_layer import TransformerLayer
 
 

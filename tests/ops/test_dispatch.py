@@ -22,7 +22,7 @@ import ckptkern
 from ckptkern import eager
 from ckptkern.memory import peak_memory
 from ckptkern.ops.dispatch import choices
-from ckptkern.ops.registration import codec
+from ckptkern.ops.registration import library
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NN = ckptkern.nn
@@ -160,7 +160,7 @@ def workspaces(name: str, **more) -> set[int]:
     """Returns the workspaces, in bytes, with which an op's call runs."""
     call = call_of(name, **more)
     (_, (_, *lists)), _ = calls_of(call)
-    return {*codec.values_of(codec.unpack(codec.layout_of(call.entry.op.Options), lists), "workspace")} - {None}
+    return {*library.values_of(library.unpack(library.layout_of(call.entry.op.Options), lists), "workspace")} - {None}
 
 
 @pytest.mark.parametrize("name", [name for name in OF_OPS if "workspace" in OF_OPS[name].parameters])

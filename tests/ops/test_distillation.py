@@ -175,12 +175,12 @@ def test_large_logits_with_options_and_in_16_bits(more, beta):
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_logits_that_backward_rounds_otherwise(monkeypatch, beta):
     """As a library may, in matmuls of a part of the vocabulary: they add in another order here."""
-    in_order = distillation.uncapped_logits
+    in_order = distillation.head_logits
 
     def logits(x, w, *more):
         return in_order(x, w, *more) if len(w) == CLASSES else in_order(x.flip(1), w.flip(1), *more)
 
-    monkeypatch.setattr(distillation, "uncapped_logits", logits)
+    monkeypatch.setattr(distillation, "head_logits", logits)
     for kind in ("sure student", "opposed"):
         check_distillation(kind, 24, beta=beta, workspace=1)
 

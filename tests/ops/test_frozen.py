@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ckptkern
 from ckptkern import Frozen
-from ckptkern.frozen import kinds
+from ckptkern import frozen as kinds
 from ckptkern.memory import peak_memory, saved_tensors
 from ckptkern.ops.dispatch import choices
 

@@ -25,7 +25,7 @@ def test_a_library_recomputes_before_it_waits(monkeypatch):
     monkeypatch.setattr(implementations.Kernels, "linear", staticmethod(recompute))
     dy, x, w1, w2 = (torch.randn(shape) for shape in ((6, 3), (6, 3), (8, 3), (3, 8)))
     late = Late(dy.shape, dy.dtype, dy.device, lambda: calls.append("arrival") or dy)
-    o = MLP.Options("gelu", 0.0, "full", "library", "ieee", 2**20, 0)
+    o = MLP.Options(False, "gelu", 0.0, "full", "library", "ieee", 2**20, 0)
     found = MLP.backward(late, (x, w1, None, w2, None, None), {}, o, 0b1011)
     assert calls == ["recompute", "arrival"]
     exact = MLP.backward(dy, (x, w1, None, w2, None, None), {}, o._replace(backend="eager"), 0b1011)

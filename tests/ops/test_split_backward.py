@@ -143,8 +143,8 @@ def test_all_regions_share_one_workspace():
 def test_the_second_pass_runs_no_body(monkeypatch):
     """What torch's zero-bubble schedules do: the second pass begins at the region's node, with the tensors the first had."""
     x, weights, _, call = mlp()
-    y, got, bodies, direct = call(), [], [], functions.direct_backward
-    monkeypatch.setattr(functions, "direct_backward", lambda op, *rest: bodies.append(op.name) or direct(op, *rest))
+    y, got, bodies, direct = call(), [], [], functions.run_backward
+    monkeypatch.setattr(functions, "run_backward", lambda op, *rest: bodies.append(op.name) or direct(op, *rest))
     handle = y.grad_fn.register_prehook(got.append)
     (dx,) = grad(y.sin().sum(), x, retain_graph=True)
     handle.remove()

@@ -276,5 +276,5 @@ class NoSync(Watch):
 
 def with_copies(monkeypatch: pytest.MonkeyPatch, copies: bool) -> None:
     """Lets a CPU multiply every 16-bit type through float32 copies, or none, whatever this processor multiplies."""
-    for module in ("eager.linear", "ops.registration.gradients"):
+    for module in ("eager.linear", "ops.registration.gradients", "ops.mlp.branch"):
         monkeypatch.setattr(sys.modules[f"ckptkern.{module}"], "upcasts", lambda dtype: copies and dtype.itemsize == 2)

@@ -39,10 +39,9 @@ from ckptkern.ops.distillation.loss import linear_distillation, linear_topk_dist
 from ckptkern.ops.distillation.op import LinearDistillation
 from ckptkern.ops.experts import Experts, grouped_gated_mlp, moe_mlp
 from ckptkern.ops.mlp.block import MLPBlock
-from ckptkern.ops.mlp.gated_mlp import GatedMLP
 from ckptkern.ops.mlp.linear_act import LinearAct
 from ckptkern.ops.mlp.linear_stack import LinearStack
-from ckptkern.ops.mlp.mlp import MLP
+from ckptkern.ops.mlp.mlp import MLP, GatedMLP
 from ckptkern.ops.moe.block import MoEBlock, moe_block
 from ckptkern.ops.registration.op import Op
 from ckptkern.ops.sublayer.dropout import Dropout, dropout

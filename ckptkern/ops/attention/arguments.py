@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,26 +16,19 @@ from ..dispatch.checks import (
     check_input,
     check_mode,
     check_number,
+    check_positive,
     check_probability,
     check_softcap,
     check_tensor,
     check_weight,
+    is_number,
 )
-from ..dispatch.choices import (
-    choose_backend,
-    choose_mode,
-    choose_workspace,
-    compute_dtype,
-    head_dim_not_covered,
-    matmul_precision,
-)
+from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered, surely
 from ..dispatch.shard import ACTIVE
-from ..sublayer.lora import gather_lora, update_dtype
+from ..sublayer.lora import gather_lora
 from ..sublayer.residual import NORMS, around
 from .context import check_context
 from .core import check_sinks, check_whole_sequence, fused_core
-from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
-from .rotary import check_rotary
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
 
@@ -50,10 +44,8 @@ def one_or_three(op: str, name: str, given) -> tuple:
 QKV_LAYOUTS = ("qkv", "heads")
 
 
-def check_key_value(op: str, x: Tensor, key_value: Tensor | None, **self_attention_only) -> None:
+def check_key_value(op: str, x: Tensor, key_value: Tensor, **self_attention_only) -> None:
     """self_attention_only: arguments that have no meaning for rows of two kinds, by name."""
-    if key_value is None:
-        return
     check_tensor(op, "key_value", key_value, x)
     if key_value.dim() != x.dim() or key_value.shape[:-2] != x.shape[:-2]:
         raise ShapeError(
@@ -108,9 +100,7 @@ def check_projections(
 
 def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, in_query: bool, H: int, D: int) -> None:
     if weight is None:
-        if bias is not None:
-            raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
-        return
+        raise ValueError(f"{op}: gate_bias needs gate_weight, which is None")
     if in_query:
         raise ValueError(f"{op}: gate_weight does not go with gate_in_query, where q's weight has the gate's rows")
     check_weight(op, "gate_weight", weight, bias, x, x.shape[-1], "input")
@@ -121,11 +111,8 @@ def check_gate(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, i
         )
 
 
-def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
+def check_qk_norm(op: str, x: Tensor, qk_norm, D: int, H: int, H_kv: int) -> tuple[Tensor | None, ...]:
     """The weights of q and k, and their biases."""
-    check_choice(op, "qk_norm_kind", kind, NORMS)
-    if qk_norm is None:
-        return (None,) * 4
     if not isinstance(qk_norm, (tuple, list)) or len(qk_norm) != 2:
         raise TypeError(f"{op}: qk_norm must be a pair of tensors, not {type(qk_norm).__name__}")
     if any(weight is None for weight in qk_norm):
@@ -149,10 +136,73 @@ def check_qk_norm(op: str, x: Tensor, qk_norm, kind: str, D: int, H: int, H_kv: 
     return q_norm, k_norm, q_bias, k_bias
 
 
-def check_padding(op: str, x: Tensor, key_padding_mask: Tensor | None, S: int) -> Tensor | None:
-    """[B, S] for S keys, or None."""
-    if key_padding_mask is None:
+def check_window(op: str, window_size: tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """(left, right), None for no bound."""
+    if window_size is None:
+        return None, None
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or any(not isinstance(side, int) or side < -1 for side in window_size):
+        raise ValueError(f"{op}: window_size must be (left, right), each -1 (no bound) or >= 0, not {window_size!r}")
+    left, right = window_size
+    return None if left == -1 else int(left), None if right == -1 else int(right)
+
+
+def left_bound(left: int | None, rows: int) -> int | None:
+    """The left bound of a window; None if it hides nothing from so many rows, for which no window is looked up."""
+    return None if left is not None and surely(left >= rows - 1) else left
+
+
+def diagonal_of(op: str, attn_mask: Tensor | None, Sq: int, Sk: int) -> int | None:
+    """If attn_mask is torch's CausalBias, the n such that row i sees the columns up to i + n; else None.
+
+    A CausalBias has uninitialised memory. As in torch, an upper-left or square one fits all lengths.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")  # not imported here, because it imports torch._dynamo
+    if module is None or not isinstance(attn_mask, module.CausalBias):
         return None
+    if not hasattr(attn_mask, "variant"):
+        raise TypeError(
+            f"{op}: attn_mask is the result of an operation on a CausalBias, so its diagonal is no longer known"
+        )
+    shape = attn_mask.seq_len_q, attn_mask.seq_len_kv
+    if attn_mask.variant == module.CausalVariant.UPPER_LEFT or shape[0] == shape[1]:
+        return 0
+    if shape != (Sq, Sk):
+        raise ValueError(f"{op}: attn_mask is causal_lower_right{shape}, but query has {Sq} rows and key {Sk}")
+    return Sk - Sq
+
+
+def within(right: int | None, diagonal: int | None) -> int | None:
+    """The tighter of two right bounds; None is no bound."""
+    return diagonal if right is None else right if diagonal is None else min(right, diagonal)
+
+
+def as_mask(op: str, attn_mask: Tensor, q: Tensor, Sk: int) -> Tensor:
+    """attn_mask as [B or 1, H or 1, Sq or 1, Sk or 1]."""
+    check_tensor(op, "attn_mask", attn_mask, q, floating=False)
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise DtypeError(f"{op}: attn_mask must be bool (True = keep) or floating point, not {attn_mask.dtype}")
+    if attn_mask.dtype == torch.float64 != q.dtype:
+        raise DtypeError(f"{op}: attn_mask is {attn_mask.dtype}, which needs inputs of that dtype, not {q.dtype}")
+    wanted = (q.shape[0], q.shape[1], q.shape[2], Sk)
+    shape = (1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape)
+    if attn_mask.dim() > 4 or any(size not in (1, want) for size, want in zip(shape, wanted, strict=True)):
+        raise ShapeError(f"{op}: attn_mask of shape {tuple(attn_mask.shape)} does not broadcast to {wanted}")
+    return attn_mask.reshape(shape)
+
+
+def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tensor:
+    """alibi_slopes as float32 [B or 1, H]."""
+    check_tensor(op, "alibi_slopes", alibi_slopes, x)
+    if alibi_slopes.shape not in ((H,), (1, H), (B, H)):
+        raise ShapeError(
+            f"{op}: alibi_slopes must be [H={H}] or [B={B}, H={H}], but has shape {tuple(alibi_slopes.shape)}"
+        )
+    return alibi_slopes.float().reshape(-1, H).contiguous()
+
+
+def check_padding(op: str, x: Tensor, key_padding_mask: Tensor, S: int) -> Tensor:
+    """[B, S] for S keys."""
     check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
     B, _ = batch_and_rows(x)
     padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
@@ -180,17 +230,15 @@ def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, 
     return *(*masks, None, None)[:2], diagonal
 
 
-def check_no_gradient(op: str, name: str, tensor: Tensor | None) -> None:
-    if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
 
 
 def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, masks: Sequence) -> int:
-    """The longest packed sequence; 0 where none are packed."""
+    """The longest packed sequence."""
     if cu_seqlens is None:
-        if max_seqlen is not None:
-            raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
-        return 0
+        raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
     check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
     if any(mask is not None for mask in masks):
         raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
@@ -206,16 +254,50 @@ def check_hidden(
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
     """(mask, padding or a second mask, left and right bound): what hides columns from H heads of x."""
     B, S = batch_and_rows(x)
-    padding = check_padding(op, x, key_padding_mask, S_k)
-    mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
+    mask = second = diagonal = padding = None
+    if key_padding_mask is not None:
+        padding = check_padding(op, x, key_padding_mask, S_k)
+    if attn_mask is not None:
+        mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
     if second is not None and padding is not None:
         raise ValueError(
             f"{op}: key_padding_mask does not go with a pair of masks; make it one of the pair, [B, 1, 1, S]"
         )
     padding = padding if second is None else second
-    check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
+    if padding is not None:
+        check_no_gradient(op, "key_padding_mask" if second is None else "the second attn_mask", padding)
     left, right = check_window(op, window_size)
     return mask, padding, left_bound(left, S), within(within(right, diagonal), 0 if is_causal else None)
+
+
+def check_rotary(
+    op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """(cos, sin, theta) of attention_block's `rotary`: two tables, or a number theta. own: the rows of this rank, of
+    which the tables may be, too."""
+    if is_number(rotary):
+        check_positive(op, "rotary", rotary)
+        if D % 2:
+            raise ShapeError(
+                f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}: change the number of "
+                "heads, pass tables of fewer dimensions, or rotate nothing (rotary=None; rope_theta=None of a layer)"
+            )
+        return None, None, float(rotary)
+    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+        raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")
+    cos, sin = rotary
+    for table in rotary:
+        check_tensor(op, "rotary", table, x)
+    R = cos.shape[-1]
+    S = own if own is not None and cos.dim() > 1 and cos.shape[-2] == own else S
+    if cos.shape != sin.shape or R % 2 or R > D or cos.shape[:-1] not in ((S,), (1, S), (B, S)):
+        raise ShapeError(
+            f"{op}: rotary must be (cos, sin) of shape [S={S}, R], [1, S={S}, R] or [B={B}, S={S}, R] with R even and at "
+            f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        raise ValueError(f"{op}: no gradient is formed for rotary")
+    return cos, sin, 0.0
 
 
 def check_scores(op: str, x: Tensor, recompute, dropout_p, scale, softcap, shapes: str, **flags: bool) -> float:
@@ -264,10 +346,6 @@ def gather(
     gate_in_query,
     dropout_p,
     lora,
-    residual,
-    training,
-    recompute,
-    workspace,
     **others,
 ) -> tuple[AttentionTensors, AttentionOptions]:
     """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
@@ -275,7 +353,7 @@ def gather(
     softcap = check_scores(
         op,
         x,
-        recompute,
+        others["recompute"],
         dropout_p,
         scale,
         softcap,
@@ -283,8 +361,6 @@ def gather(
         rotary_interleaved=rotary_interleaved,
         is_causal=is_causal,
         mask_is_exclusion=mask_is_exclusion,
-        residual=residual,
-        training=training,
         gate_in_query=gate_in_query,
     )
     check_number(op, "qk_norm_eps", qk_norm_eps)
@@ -297,27 +373,35 @@ def gather(
     if H % H_kv:
         raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
     layout = None if qkv_layout == "qkv" else qkv_layout
-    check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
+    if key_value is not None:
+        check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
     S_k = S if key_value is None else key_value.shape[-2]
     weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
-    check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
-    check_sinks(op, sinks, x, H)
+    if gate_weight is not None or gate_bias is not None:
+        check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
+    if sinks is not None:
+        check_sinks(op, sinks, x, H)
     check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
     if lora is not None and "qkv" in lora and key_value is not None:
         raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
-    layers = {name: (name[0], weight) for name, weight in zip(names, weights, strict=True)} | {"out": ("o", out_weight)}
-    lora_tensors, lora_numbers = gather_lora(op, x, lora, layers, LAYERS)
-    tensors, options = around(op, x, "out_weight", out_weight.shape[0], residual=residual, **others)
-    q_norm, k_norm, q_norm_bias, k_norm_bias = check_qk_norm(op, x, qk_norm, qk_norm_kind, D, H, H_kv)
-    cos, sin, theta = check_rotary(op, seen, rotary, B, S, D, None if context is None else x.shape[-2])
+    layers = dict(zip(names, weights, strict=True)) | {"out": out_weight}
+    updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
+    tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], updates, **others)
+    check_choice(op, "qk_norm_kind", qk_norm_kind, NORMS)
+    qk_norms = (None,) * 4 if qk_norm is None else check_qk_norm(op, x, qk_norm, D, H, H_kv)
+    own = None if context is None else x.shape[-2]
+    cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, seen, rotary, B, S, D, own)
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
-    slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, x, B, H)
-    check_no_gradient(op, "alibi_slopes", alibi_slopes)
-    max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding))
-    dtype = compute_dtype(op, x, *weights, out_weight, gate_weight, key_value)
-    probe, scale = x.new_empty(0, dtype=dtype), float(max(D, 1) ** -0.5 if scale is None else scale)
-    drops, reason = training and dropout_p > 0.0, head_dim_not_covered(D)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = as_slopes(op, alibi_slopes, x, B, H)
+        check_no_gradient(op, "alibi_slopes", alibi_slopes)
+    packs = cu_seqlens is not None or max_seqlen is not None
+    max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding)) if packs else 0
+    scale = float(max(D, 1) ** -0.5 if scale is None else scale)
+    drops, reason = others["training"] and dropout_p > 0.0, head_dim_not_covered(D)
     if context is not None:
         given = dict(
             key_value=key_value, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, alibi_slopes=slopes, attn_mask=mask
@@ -325,12 +409,11 @@ def gather(
         reason = check_context(op, context, x, H, H_kv, left, right, drops, **given) or reason
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
-    precision = matmul_precision(probe)
     fused = fused_core(
         backend,
         x,
-        dtype,
-        precision,
+        probe.dtype,
+        options["precision"],
         (B, H // n, S, D),
         (B, H_kv // n, S_k, D),
         left,
@@ -355,10 +438,7 @@ def gather(
         bv=bv,
         wo=out_weight,
         bo=out_bias,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        q_norm_bias=q_norm_bias,
-        k_norm_bias=k_norm_bias,
+        **dict(zip(("q_norm", "k_norm", "q_norm_bias", "k_norm_bias"), qk_norms, strict=True)),
         sinks=sinks,
         wg=gate_weight,
         bg=gate_bias,
@@ -368,7 +448,6 @@ def gather(
         padding=padding,
         slopes=slopes,
         cu=cu_seqlens,
-        **lora_tensors,
         **tensors,
     )
     o = AttentionOptions(
@@ -389,14 +468,8 @@ def gather(
         dropout_p=float(dropout_p),
         first_plane=0,
         planes=0,
-        recompute=choose_mode(recompute),
         backend=backend,
-        precision=precision,
-        workspace=choose_workspace(op, workspace, probe),
         fused=fused,
-        lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
-        dtype=dtype,
         context=context,
         **options,
     )

@@ -13,9 +13,9 @@ from ..registration.functions import build
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
-from .backward import AttentionSublayer
 from .core_sublayer import CoreOp, constants_of
 from .reference import attention_reference
+from .sublayer import AttentionSublayer
 from .tensors import AttentionOptions, AttentionTensors
 
 

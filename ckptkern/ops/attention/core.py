@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Sequence
 from types import ModuleType
@@ -55,8 +56,10 @@ class CoreOptions(NamedTuple):
     workspace: int | None = None
 
 
-def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
-    """The core as the launchers take it.
+def core_of(
+    t: CoreTensors, o: Any, max_q: IntLikeType, max_k: IntLikeType, workspace: int | None
+) -> eager.AttentionCore:
+    """The core as the launchers take it. o: the options that CoreOptions has, but those given here.
 
     A bool mask is viewed as int8 here, inside the ops, because torch 2.11's inductor cannot compile that view.
     """
@@ -71,14 +74,36 @@ def core_of(t: CoreTensors, o: CoreOptions) -> eager.AttentionCore:
         dropout=dropout_arguments(t.rng, o.dropout_p),
         cu_q=t.cu_q,
         cu_k=t.cu_k,
-        max_q=o.max_q,
-        max_k=o.max_k,
+        max_q=max_q,
+        max_k=max_k,
         fused=o.fused,
         softcap=o.softcap,
         plane_base=o.first_plane,
         planes=o.planes,
-        workspace=o.workspace,
+        workspace=workspace,
     )
+
+
+def merged_mask(mask: Tensor | None, padding: Tensor | None, mask_is_exclusion: bool = False) -> Tensor | None:
+    """The core's mask from attn_mask, broadcastable to [B, H, S, S], and key_padding_mask [B, S] (its True hides) or a second
+    attn_mask.
+
+    It is recomputed in backward. Saved are the masks that were given, which all layers of a model share.
+    """
+    pads = padding is not None and padding.dim() < 4
+    padding = torch.atleast_2d(padding)[:, None, None] if pads else padding
+    seen = added = None
+    for one, hides in ((mask, mask_is_exclusion), (padding, pads or mask_is_exclusion)):
+        if one is None:
+            continue
+        if one.is_floating_point():
+            added = one if added is None else added + one
+        else:
+            one = ~one if hides else one
+            seen = one if seen is None else seen & one
+    if added is not None:
+        return added if seen is None else added.masked_fill(~seen, -math.inf)
+    return seen
 
 
 # Where cuDNN's kernel is first, as it is in torch 2.11 (check_prefer_cudnn_attention), and for which heads.
@@ -260,9 +285,7 @@ def attention_grads(
     return dq, dk, dv, dmask, None
 
 
-def check_sinks(op: str, sinks: Tensor | None, x: Tensor, H: int) -> None:
-    if sinks is None:
-        return
+def check_sinks(op: str, sinks: Tensor, x: Tensor, H: int) -> None:
     check_tensor(op, "sinks", sinks, x)
     if sinks.shape != (H,):
         raise ShapeError(

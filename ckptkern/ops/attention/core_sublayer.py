@@ -1,24 +1,93 @@
-"""What a sublayer of attention and one of latent attention do alike around core attention, and their ops."""
+"""What a sublayer of attention and one of latent attention do alike around core attention, in forward and backward, and their
+ops. What a backward forms follows from a table of the sublayer's quantities (`Table`, `plan_of`)."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import eager
-from ..registration.gradients import PartGrads
-from ..sublayer.lora import names_of
-from ..sublayer.op import SublayerOp
-from ..sublayer.residual import AFTER_BRANCH, LAST, Sublayer, reads_branch
-from .core import CoreOptions, CoreTensors, core_of
-from .masks import merged_mask
+from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
+from ..registration.late import arrived, is_late
+from ..registration.op import SublayerOp, needed_names
+from ..sublayer.lora import LowRank, names_of
+from ..sublayer.residual import Sublayer
+from .core import CoreTensors, attend, attention_grads, core_of, merged_mask, sink_gradient
 from .rotary import positions_of, rotary_tables
-from .tensors import batch_and_rows
+from .tensors import Division, batch_and_rows
 
-OF_OUTPUT = frozenset(("wo", "bo", *names_of("o")))
+# Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
+# values that its gradient is formed of, beside the quantity's own gradient and the parameters.
+Table = dict[str, dict[str, tuple[str, ...]]]
+
+
+def linear_operands(rows: str, letter: str) -> dict[str, tuple[str, ...]]:
+    """The operands of a linear layer of `rows`, with its low-rank update. letter: names the layer, as "q" names wq and bq."""
+    return {rows: (), f"b{letter}": ()} | dict.fromkeys((f"w{letter}", *names_of(letter)), (rows,))
+
+
+def norm_operands(rows: str, norm: str, normed: bool) -> dict[str, tuple[str, ...]]:
+    """The operands of a norm, or of a rotation alone, which reads nothing. norm: names its weight and its bias."""
+    return dict.fromkeys((rows, norm, f"{norm}_bias"), (rows,) if normed else ())
+
+
+def input_operands(trailing: bool) -> dict[str, tuple[str, ...]]:
+    """The operands of h, what the branch reads: x is at hand."""
+    return dict.fromkeys(("x",) if trailing else ("x", "norm_weight", "norm_bias", "norm_scale", "norm_shift"), ())
+
+
+def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
+    """The quantities from the core on: o, with the gate g, the branch's result f, what is added to x, the sublayer's output."""
+    heads = "q_heads", "k_heads", "v", "o"
+    after = dict.fromkeys(("post_norm_weight", "post_norm_bias", "layer_scale"), ("f",))
+    return {
+        "o": dict.fromkeys(("q_heads", "k_heads", "v", "mask", "sinks"), heads),
+        "gated": {"o": ("g",), "g": ("o", "g")} if gate else {"o": ()},
+        "f": linear_operands("gated", "o"),
+        "z": {"f": ("f",) if post_norm else ()} | after,
+        "y": dict.fromkeys(("x", "z", "norm_weight", "norm_bias"), ("f",)) if trailing else {"x": (), "z": ()},
+    }
+
+
+class Plan(NamedTuple):
+    """What a backward does. need: the inputs whose gradients are asked for. formed: these, and the quantities whose gradients
+    lead to them. values: the quantities that it reads, and what those that were not saved are recomputed from."""
+
+    need: frozenset[str]
+    formed: frozenset[str]
+    values: frozenset[str]
+
+
+@functools.cache
+def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], saved: frozenset[str]) -> Plan:
+    """Follows the table of a sublayer with this layout: forward for gradients, backward for values. saved: quantities that are
+    at hand."""
+    quantities, formed = table(*layout), set(need)
+    for name, operands in quantities.items():
+        if not formed.isdisjoint(operands):
+            formed.add(name)
+    values: set[str] = set()
+    for operands in quantities.values():
+        values.update(*(read for operand, read in operands.items() if operand in formed))
+    for name in reversed(quantities):
+        if name in values and name not in saved:
+            values |= quantities[name].keys() & quantities.keys()
+    return Plan(need, frozenset(formed), frozenset(values))
+
+
+class Gradients(PartGrads):
+    """The gradients that a backward forms. totals: those of what projections read, summed over groups of heads."""
+
+    def __init__(self, t: Any, parts: int, plan: Plan):
+        super().__init__(t, parts)
+        self.plan, self.totals = plan, {}
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -34,48 +103,43 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
 
 
 def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
-    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion)
+    masks = t.mask is not None or t.padding is not None
+    mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
     workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
-    options = CoreOptions(
-        dropout_p=o.dropout_p,
-        scale=o.scale,
-        left=o.left,
-        right=o.right,
-        max_q=o.max_len,
-        max_k=o.max_len,
-        backend=o.backend,
-        precision=o.precision,
-        fused=o.fused,
-        softcap=o.softcap,
-        first_plane=o.first_plane,
-        planes=o.planes,
-        workspace=workspace,
-    )
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), options)
+    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o, o.max_len, o.max_len, workspace)
 
 
 class CoreSublayer(Sublayer):
-    """What a sublayer around core attention computes, in `group_count` groups of heads, one after another. Subclasses have
-    `attend`, which gives what the op saves, `branch`, which gives the branch's result from that, and `backward`."""
+    """What a sublayer around core attention computes, for one input: every quantity once, from x and what was saved.
 
-    group_count: int
+    The heads are computed in `groups`, each of which is such a sublayer with the parts of weights, masks and slopes of its
+    heads. Around them, from x to h and from o to the output, is the sublayer of all heads. Subclasses have
+
+    table, layout          the quantities (`plan_of`)
+    saved_as               which of them each saved tensor holds
+    division, of_heads     how many groups there are, and along which dimension of a tensor its heads are
+    source, source_values  what projections read, and which quantities it is for
+    projected              q, k, v of all heads, as they are saved
+    heads                  q, k, v as the core reads them
+    add_projection_gradients, input_gradient
+    """
+
+    table: Callable[..., Table]
+    layout: tuple
+    saved_as: tuple[tuple[str, tuple[str, ...]], ...]
+    source_values: frozenset[str]
+    index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
+    places: Any = MappingProxyType({})  # of a group's parts of tensors in those of all heads, by name
+    division: Division
+    D: int  # of a head, as the core reads it
+    D_v: int  # as the output projection reads it, at most D
     rotary_dim: int  # of tables that are made of a theta
-    attend: Callable[[bool], dict[str, Tensor | None]]
-    branch: Callable[[dict[str, Tensor | None]], Tensor]
+    gate_letter = ""  # of the projection that gives a gate of o, if there is one
+    writes_buffer = False  # do kernels write the gradients of q, k, v where `buffer` says?
 
     def __init__(self, x: Tensor, t: Any, o: Any, **options: bool | None):
         super().__init__(x, t, o, **options)
         self.B, self.S = batch_and_rows(x)
-
-    def backward(
-        self, dy: Tensor, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
-        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is
-        recomputed.
-
-        f: the branch's result, if it is at hand.
-        """
-        raise NotImplementedError
 
     @functools.cached_property
     def core(self) -> eager.AttentionCore:
@@ -85,39 +149,257 @@ class CoreSublayer(Sublayer):
     def angles(self) -> tuple[Tensor | None, Tensor | None]:
         return rotary_of(self.S, self.rotary_dim, self.t, self.o)
 
+    # -- groups of heads
+
+    def groups(self) -> Iterator[Any]:
+        """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
+        return iter((self,)) if self.division.groups == 1 else map(self.group, range(self.division.groups))
+
+    def group(self, index: int) -> Any:
+        part, count, t, o = copy.copy(self), self.division.groups, self.t, self.o
+        part.index, part.count, part.copies, part.angles = index, count, {}, self.angles
+        H, part.places = o.num_heads // count, {}
+        for name, dim in self.of_heads().items():
+            if (whole := getattr(t, name)) is not None:
+                n = whole.shape[dim] // count
+                part.places[name] = (slice(None),) * dim + (slice(index * n, (index + 1) * n),)
+        part.t = t._replace(**{name: getattr(t, name)[place] for name, place in part.places.items()})
+        counts = {name: getattr(o, name) // count for name in ("num_heads", "num_kv_heads") if name in o._fields}
+        part.o, core = o._replace(**counts), self.core
+        core = core._replace(plane_base=core.plane_base + index * H, planes=core.planes or o.num_heads)
+        if core.mask is not None and core.mask.shape[1] > 1:
+            core = core._replace(mask=part.own(core.mask))
+        if core.sinks is not None:
+            core = core._replace(sinks=part.own(core.sinks))
+        if core.slopes is not None:
+            core = core._replace(slopes=part.own(core.slopes).clone())  # at an address as aligned as that of all
+        part.core = core
+        return part
+
+    def own(self, heads: Tensor, dim: int = 1) -> Tensor:
+        """This group's part of what has all heads along `dim`."""
+        n = heads.shape[dim] // self.count
+        return heads if self.count == 1 else heads.narrow(dim, n * self.index, n)
+
+    def add_part(self, name: str, grad: Tensor | None, grads: Gradients) -> None:
+        """Adds this group's gradient of a parameter, of which it has a part, or which all groups read."""
+        if name in self.places:
+            grads.put(name, grad, self.places[name])
+        else:
+            grads.add(name, grad)
+
+    # -- forward
+
+    def attended(self, heads: Any, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(o, lse, delta) of what `heads` gave."""
+        if self.o.context is not None:
+            return heads.attend(self.p, self.core, do)
+        return attend(self.p, *heads, self.core, do)
+
+    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
+        """out and lse of the core, and the projections: raw and of all heads if `save_raw`."""
+        source = self.source({})
+        saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
+        made: dict[str, Tensor | None] = {}
+        for group in self.groups():
+            group.add_core(self, source, saved, save_raw, made)
+        return made | saved
+
+    def add_core(self, whole: Any, source: Any, saved: dict, save_raw: bool, made: dict[str, Tensor | None]) -> None:
+        """Adds this group's out and lse to those of all heads."""
+        out, lse, _ = self.attended(self.heads(whole, source, saved, save_raw, backward=False)[0])
+        if self.D_v < self.D:  # [B, H, S, D_v] (memory [B, S, H, D_v], not a view) of the core's [B, H, S, D]
+            out = out[..., : self.D_v]
+            out = eager.empty_heads(out).copy_(out)
+        if self.count == 1:
+            made |= {"out": out, "lse": lse}
+            return
+        if not made:
+            H = out.shape[1] * self.count
+            made["out"] = eager.empty_heads(out[:, :1].expand(-1, H, -1, -1))
+            made["lse"] = lse.new_empty((lse.shape[0], lse.shape[1] * self.count, *lse.shape[2:]))
+        self.own(made["out"]).copy_(out)
+        self.own(made["lse"]).copy_(lse)
+
+    def filled(self, heads: Tensor) -> Tensor:
+        """[..., D_v] or [..., D] with zeros up to D."""
+        missing = self.D - heads.shape[-1]
+        return F.pad(heads, (0, missing)) if missing else heads
+
     def out_rows(self, heads: Tensor) -> Tensor:
         """Returns [B, H, S, N] as [tokens, H N], a view if memory is [B, S, H, N]."""
         return heads.transpose(1, 2).reshape(self.x.shape[0], heads.shape[1] * heads.shape[3])
 
-    def behind_core(self, need: Collection[str]) -> set[str]:
-        """Returns the inputs whose gradients come through the core."""
-        return set(need) - OF_OUTPUT - AFTER_BRANCH - (LAST if self.trailing else set())
+    updates: dict[str, LowRank] = MappingProxyType({})  # of layers, by letter
 
-    def recomputed_branch(
-        self, saved: dict[str, Tensor | None], need: Collection[str], f: Tensor | None
-    ) -> tuple[Tensor | None, dict[str, Tensor | None]]:
-        """Returns (the branch's result, where backward reads it; what was saved, with what it had to be recomputed from). f:
-        the result, if it is at hand."""
-        if f is None and reads_branch(self.o, need):
+    def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
+        """dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they are at hand."""
+        rows = self.out_rows(self.gated_heads(saved) if self.gate_letter else saved["out"])
+        f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
+        if "o" in self.updates:
+            self.updates["o"].add(self.p, f, rows)
+        return self.drop(f)
+
+    # -- backward
+
+    def plan(self, need: frozenset[str], saved: dict[str, Tensor | None], f: Tensor | None) -> Plan:
+        at_hand = {"f"} if f is not None else set()
+        for name, quantities in self.saved_as:
+            if saved.get(name) is not None:
+                at_hand.update(quantities)
+        return plan_of(
+            type(self).table, (*self.layout, self.trailing, bool(self.o.post_norm)), need, frozenset(at_hand)
+        )
+
+    def backward(
+        self, dy: Tensor, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is
+        recomputed.
+
+        f: the branch's result, if it is at hand.
+        """
+        plan = self.plan(needed_names(type(self.t), needs), saved, f)
+        grads = Gradients(self.t, self.division.groups * len(self.division.chunks), plan)
+        dy, made, raw = self.down_to_projections(dy, saved, f, grads)
+        dh = self.input_gradient(raw, grads)
+        made |= grads.results()
+        if dh is not None:
+            made |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
+        return self.finished(made, plan.need)
+
+    def output_gradients(
+        self, dy: Tensor, saved: dict[str, Tensor | None], f: Tensor | None, grads: Gradients
+    ) -> tuple[dict[str, Tensor | None], tuple[Tensor, Tensor, dict]]:
+        """Returns (what is at hand then, `branch_gradients`)."""
+        need = grads.plan.need
+        if f is None and "f" in grads.plan.values:
             # what a norm after the branch read comes before the gradient that delta is made of
-            saved = self.attend(self.group_count == 1) if saved.get("out") is None else saved
+            saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
-        return f, saved
+            grads.plan = self.plan(need, saved, f)
+        return saved, self.branch_gradients(dy, f, need)
 
+    def down_to_projections(
+        self, dy: Tensor, saved: dict[str, Tensor | None], f: Tensor | None, grads: Gradients
+    ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
+        """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
+        latents as they are saved, if there are any)."""
+        saved, (dy, df, made) = self.output_gradients(dy, saved, f, grads)
+        source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
+        du = None
+        if "o" in self.updates and not grads.plan.formed.isdisjoint(("gated", *names_of("o"))):
+            du = self.updates["o"].inner_gradient(df)
+        for group in self.groups():
+            of_heads = group.core_gradients(self, source, df, du, saved, grads)
+            if of_heads:
+                group.add_projection_gradients(of_heads, source, grads)
+        return dy, made, getattr(source, "raw", None)
 
-def reads_core(need: Collection[str]) -> bool:
-    """Are there gradients of what reads o?"""
-    return not OF_OUTPUT.isdisjoint(need - {"bo"})
+    def do_and_o(
+        self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: dict, grads: Gradients
+    ) -> tuple[Tensor | None, ...]:
+        """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
+        plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
+        recomputes = out is None and "o" in plan.values
+        if recomputes and is_late(df):  # while it is on its way; delta, which is made of it, comes after it
+            out, lse, _ = self.attended(heads)
+        df = arrived(df)
+        share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
+        if "gated" in plan.formed:
+            do = add_matmul(None, df, self.cast(self.t.wo), wide=False)
+            if du is not None:
+                self.updates["o"].add_input_gradient(self.p, du, do)
+            do = self.filled(do.view(self.B, self.S, self.o.num_heads, self.D_v)).transpose(1, 2)
+            do = do if share is None else do.mul_(share)
+        if recomputes and out is None:
+            out, lse, delta = self.attended(heads, do)
+        elif not recomputes and out is not None and self.count > 1:
+            # lse at an address as aligned as that of all
+            out, lse = self.own(out), self.own(lse).clone(memory_format=torch.contiguous_format)
+        rows = None
+        if "gated" in plan.values:
+            rows = self.out_rows((out if share is None else out * share)[..., : self.D_v])
+        self.add_layer_gradients("o", df, rows, grads, du)
+        return do, out, lse, delta
 
+    def core_gradients(
+        self, whole: Any, source: Any, df: Tensor, du: Tensor | None, saved: dict, grads: Gradients
+    ) -> dict[str, Any]:
+        """Recomputes what this group of heads needs, adds the gradients of the output projection, the mask and the sinks, and
+        returns those of q, k, v [B, H, S, D] as the core read them, and of the gate, by what `heads` and `buffer` gave:
+        nothing, if none of them leads to what is needed."""
+        plan, heads, raw, gate = grads.plan, None, (None, None), None
+        if "q_heads" in plan.values:
+            heads, raw, gate = self.heads(whole, source, saved, False, backward=True)
+        elif "g" in plan.values:
+            gate = self.gate_alone(whole, source, saved)
+        do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, grads)
+        if do is None:
+            return {}
+        made = {"raw": raw, "gate": self.gate_gradient(do, out, gate) if "g" in plan.formed else None}
+        if "o" not in plan.formed:
+            return made | {"heads": [None] * 3}
+        if out.shape[-1] < self.D:
+            out = eager.empty_heads(do).copy_(self.filled(out))
+        if "sinks" in plan.need:
+            of_sinks = sink_gradient if self.o.context is None else heads.sink_gradient
+            dsinks, delta = of_sinks(self.p, do, out, lse, self.core, delta)
+            grads.put("sinks", dsinks, self.places.get("sinks"))
+        made["buffer"] = buffer = self.buffer() if self.writes_buffer else None
+        outs = [None] * 3 if buffer is None else [place.transpose(1, 2) for place in buffer[1]]
+        options = dict(delta=delta, need_dq="q_heads" in plan.formed)
+        options["need_dkv"] = "k_heads" in plan.formed or "v" in plan.formed
+        if self.o.context is not None:
+            made["heads"] = heads.grads(self.p, do, out, lse, self.core, dq=outs[0], **options)
+            heads.close()
+            return made
+        mask_shape = self.t.mask.shape if "mask" in plan.need else None
+        *made["heads"], dmask, _ = attention_grads(
+            self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, out=outs, **options
+        )
+        if dmask is not None:
+            self.add_part("mask", dmask, grads)
+        return made
 
-def add_part(name: str, grad: Tensor | None, dim: int, grads: PartGrads, index: int, count: int) -> None:
-    """Adds group `index`'s gradient of a parameter with entries for each head along `dim`, or else shared by all heads."""
-    whole = getattr(grads.t, name)
-    if grad is None or count == 1 or whole.dim() <= 1 or whole.shape[dim] == 1:
-        grads.add(name, grad)
-    else:
-        first = index * grad.shape[dim]
-        grads.put(name, grad, (slice(None),) * dim + (slice(first, first + grad.shape[dim]),))
+    # -- layers
+
+    def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
+        """What sums the needed gradients of a layer's weight, at its place, and low-rank update, over chunks of rows."""
+        a, b = names_of(letter)
+        shared = b if letter == "o" else a  # which all groups read; the other one is cut as the weight is
+        return {
+            name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
+            for name in (f"w{letter}", a, b)
+            if name in grads.plan.need
+        }
+
+    def add_to_sums(
+        self,
+        sums: dict[str, WeightGrad],
+        letter: str,
+        update: LowRank | None,
+        d: Tensor,
+        du: Tensor | None,
+        rows: Tensor,
+        start: int = 0,
+    ) -> None:
+        """Adds what follows from the gradient d of a layer's result and the rows, from `start` on, that it reads."""
+        if (of_weight := sums.get(f"w{letter}")) is not None:
+            of_weight.add(d, rows)
+        if update is not None and len(sums) > (of_weight is not None):
+            update.add_gradients(self.p, d, du, rows, *map(sums.get, names_of(letter)), start)
+
+    def add_layer_gradients(
+        self, letter: str, d: Tensor, rows: Tensor | None, grads: Gradients, du: Tensor | None = None
+    ) -> None:
+        """Adds the gradients of a layer's bias, weight and low-rank update, from that of its result and the rows it reads."""
+        name = f"b{letter}"
+        if name in grads.plan.need and (name in self.places or not self.index):  # bo is all groups'
+            grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), self.places.get(name))
+        if sums := self.weight_sums(letter, self.places.get(f"w{letter}"), grads):
+            self.add_to_sums(sums, letter, self.updates.get(letter), d, du, rows)
+            grads.written(sums)
 
 
 class CoreOp(SublayerOp):

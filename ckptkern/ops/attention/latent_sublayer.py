@@ -1,37 +1,189 @@
-"""The sublayer of multi-head latent attention, in forward and backward: q, k and v are projected from latents of few features,
-of which backward recomputes the heads, group by group."""
+"""The sublayer of multi-head latent attention: its tensors, options and sizes, forward and backward. q, k and v are projected
+from latents of few features, of which backward recomputes the heads, group by group."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.types import IntLikeType
 
 from ... import eager
-from ..registration.gradients import PartGrads, add_matmul
-from ..registration.needs import needed_names
-from ..registration.rows import cast_parameter
-from ..sublayer.residual import reference_inputs, reference_norm, reference_output
-from .core import attend, attention_grads
-from .core_sublayer import CoreSublayer, add_part, reads_core, rotary_of, sublayer_core
-from .latent_tensors import (
-    LatentGroup,
-    LatentOptions,
-    LatentSizes,
-    LatentTensors,
-    latent_group,
-    latent_groups,
-    sizes_of,
+from ..registration.gradients import add_matmul
+from ..registration.op import cast_parameter, with_fields
+from ..sublayer.residual import (
+    AroundTensors,
+    RandomStates,
+    SublayerOptions,
+    reference_inputs,
+    reference_norm,
+    reference_output,
+)
+from .core_sublayer import (
+    CoreSublayer,
+    Gradients,
+    Table,
+    from_core,
+    input_operands,
+    linear_operands,
+    norm_operands,
+    rotary_of,
+    sublayer_core,
 )
 from .rotary import reference_rotary
-from .tensors import batch_and_rows, in_group
+from .tensors import Division, batch_and_rows, bytes_around
 
-OF_Q, OF_KV = frozenset(("wq", "bq")), frozenset(("wkvb", "bkvb"))
-OF_Q_LATENT, OF_KV_LATENT = frozenset(("wqa", "bqa", "q_a_norm")), frozenset(("wkva", "bkva", "kv_a_norm"))
+
+@with_fields(AroundTensors, ..., RandomStates)
+class LatentTensors(NamedTuple):
+    """The tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h itself;
+    wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent.
+
+    padding: key_padding_mask [B, S], or a second attn_mask, which has four dimensions.
+    """
+
+    wqa: Tensor | None
+    bqa: Tensor | None
+    q_a_norm: Tensor | None
+    wq: Tensor
+    bq: Tensor | None
+    wkva: Tensor
+    bkva: Tensor | None
+    kv_a_norm: Tensor | None
+    wkvb: Tensor
+    bkvb: Tensor | None
+    wo: Tensor
+    bo: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    padding: Tensor | None
+
+    slopes = sinks = cu = None  # what it does not take of attention
+
+
+@with_fields(..., SublayerOptions)
+class LatentOptions(NamedTuple):
+    """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
+
+    num_heads: int
+    latent_norm_eps: float
+    theta: float
+    interleaved: bool
+    mask_is_exclusion: bool
+    left: IntLikeType | None
+    right: IntLikeType | None
+    scale: float
+    softcap: float
+    dropout_p: float
+    backend: str
+    fused: str
+
+    max_len, first_plane, planes, context = 0, 0, 0, None  # as attention's
+
+
+class LatentSizes(NamedTuple):
+    """H: heads. nope, rope, v: dimensions of a head: of q and k those that no position rotates and those that one does, of v.
+    q_rank, kv_rank: of the latents; q_rank is 0 where there is none."""
+
+    H: int
+    nope: int
+    rope: int
+    v: int
+    q_rank: int
+    kv_rank: int
+
+    @property
+    def qk(self) -> int:
+        return self.nope + self.rope
+
+    @property
+    def D(self) -> int:
+        """Returns the head dim of core attention, which has one: the smaller ones are filled with zeros."""
+        return max(self.qk, self.v)
+
+    @property
+    def latents(self) -> int:
+        """Columns of [q's latent | k's and v's | the rotated part of k]."""
+        return self.q_rank + self.kv_rank + self.rope
+
+
+def sizes_of(t: LatentTensors, num_heads: int) -> LatentSizes:
+    H, kv_rank = num_heads, t.wkvb.shape[1]
+    v = t.wo.shape[1] // H
+    q_rank = 0 if t.wqa is None else t.wqa.shape[0]
+    return LatentSizes(H, t.wkvb.shape[0] // H - v, t.wkva.shape[0] - kv_rank, v, q_rank, kv_rank)
+
+
+# -- groups of heads ---------------------------------------------------------------------------------------------------
+
+
+def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
+    """The fewest equal groups of heads of which each fits the workspace, for x [tokens, d]; at most one for each head.
+
+    Without a workspace there is one, so that no comparison depends on symbolic sizes.
+    """
+    if o.workspace is None:
+        return 1
+    sizes = sizes_of(t, o.num_heads)
+    of_heads, room = bytes_of_latent_heads(x.shape[0], sizes, o), o.workspace - bytes_beside_heads(x, t, sizes, o)
+    counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
+    return next((n for n in counts if of_heads <= room * n), counts[-1])
+
+
+def bytes_beside_heads(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOptions) -> int:
+    """Returns bytes of the transient rows of all heads: h, the latents before and after their norms, and the larger of
+    forward's o, if it is not saved, and of backward's gradients of the branch's result, the latents and h."""
+    (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
+    h, df = bytes_around(x, t, o)
+    held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
+    held += (sizes.q_rank * (t.q_a_norm is not None) + sizes.kv_rank * (t.kv_a_norm is not None)) * size
+    # sums over groups in float32, of which the largest is copied when it is rounded
+    of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
+    of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
+    return rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
+
+
+def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
+    """Returns bytes of what is transient of all heads at once in backward, which takes more than forward: q, k, v, o, do and
+    the gradients of the first three as the core reads them, of which kv and q are not if they were saved and o is not without
+    zeros; then the gradients of q and kv beside those, and the temporaries of PyTorch ops."""
+    size, eagerly, D, kv = o.dtype.itemsize, o.backend == "eager", sizes.D, sizes.nope + sizes.v
+    saved, filled = o.recompute == "none", sizes.v < D
+    q = 0 if saved and sizes.qk == D else D
+    v = D if filled else 0 if saved else kv
+    core = q + D + v + (D if filled or o.recompute == "full" else 0) + 4 * D
+    core += 4 * D // size if o.fused == "flash" else 0  # which sums dq in float32
+    copied = 4 * max(sizes.qk, kv) if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
+    temporaries = 4 * sizes.rope * max(size, 4) if eagerly else 0
+    by_scores = eagerly and (o.dropout_p > 0 or o.softcap > 0 or o.dtype == torch.float16)  # not by flash attention
+    block = D * max(size, 4) if by_scores else 0  # in float32, of which blocks of scores at least are made
+    per_head = max(core * size + block, (3 * D + sizes.qk + kv) * size + max(copied, temporaries))
+    return rows * sizes.H * (per_head + 3 * 4)  # and lse, and delta twice
+
+
+# -- the sublayer ------------------------------------------------------------------------------------------------------
+
+
+def latent_table(latent_q: bool, norms: tuple[bool, bool], trailing: bool, post_norm: bool) -> Table:
+    """The quantities of the sublayer: the latents of q and of k and v, the latter with the rotated part of k; what wq and wkvb
+    read, the latents after their norms, or h in place of q's. norms: has q's latent one, and that of k and v?"""
+    return {
+        "h": input_operands(trailing),
+        "q_latent": linear_operands("h", "qa") if latent_q else {},
+        "kv_latent": linear_operands("h", "kva"),
+        "q_read": norm_operands("q_latent", "q_a_norm", norms[0]) if latent_q else {"h": ()},
+        "kv_read": norm_operands("kv_latent", "kv_a_norm", norms[1]),
+        "q": linear_operands("q_read", "q"),
+        "kv": linear_operands("kv_read", "kvb"),
+        "q_heads": {"q": ()},
+        "k_heads": {"kv": (), "kv_latent": ()},
+        "v": {"kv": ()},
+        **from_core(False, trailing, post_norm),
+    }
 
 
 class Latents(NamedTuple):
@@ -43,33 +195,27 @@ class Latents(NamedTuple):
     kv: Tensor
 
 
-class LatentNeeds(NamedTuple):
-    """Which gradients a backward forms: of what wq and wkvb read, and of q, and of k and v."""
-
-    q_latent: bool
-    kv_latent: bool
-    dq: bool
-    dkv: bool
-
-
 class LatentSublayer(CoreSublayer):
-    """What the sublayer computes, for one input: every quantity once, from x and what was saved."""
+    table = latent_table
+    saved_as = (("out", ("o",)), ("latents", ("q_latent", "kv_latent")), ("q", ("q",)), ("kv", ("kv",)))
+    source_values = frozenset(("q_latent", "kv_latent", "q_read", "kv_read"))
+
+    def __init__(self, x: Tensor, t: LatentTensors, o: LatentOptions, **options: bool | None):
+        super().__init__(x, t, o, **options)
+        self.sizes = sizes_of(t, o.num_heads)
+        self.D, self.D_v, self.rotary_dim = self.sizes.D, self.sizes.v, self.sizes.rope
+        self.layout = t.wqa is not None, (t.q_a_norm is not None, t.kv_a_norm is not None)
 
     @functools.cached_property
-    def sizes(self) -> LatentSizes:
-        return sizes_of(self.t, self.o.num_heads)
+    def division(self) -> Division:
+        return Division(latent_groups(self.x, self.t, self.o), [(0, self.x.shape[0])])
 
-    @property
-    def rotary_dim(self) -> int:
-        return self.sizes.rope
-
-    @functools.cached_property
-    def group_count(self) -> int:
-        return latent_groups(self.x, self.t, self.o)
-
-    def groups(self) -> Iterator[LatentGroup]:
-        for index in range(self.group_count):
-            yield latent_group(self.t, self.sizes, self.core, index, self.group_count)
+    def of_heads(self) -> dict[str, int]:
+        """The tensors that a group has a part of, and the dimension that heads are along."""
+        mask = self.t.mask
+        return {"wq": 0, "bq": 0, "wkvb": 0, "bkvb": 0, "wo": 1} | (
+            {"mask": 1} if mask is not None and mask.shape[1] > 1 else {}
+        )
 
     # -- forward
 
@@ -90,7 +236,7 @@ class LatentSublayer(CoreSublayer):
 
     def raw_parts(self, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Returns q's latent [tokens, q_rank], and k's and v's with the rotated part of k [tokens, kv_rank + rope]: each is
-        contiguous for the reason that AttentionForward.parts has."""
+        contiguous for the reason that AttentionSublayer.blocks has."""
         rows, of_q = self.x.shape[0], self.sizes.q_rank
         q, kv = raw.split([rows * of_q, rows * (self.sizes.latents - of_q)])
         return q.view(rows, of_q), kv.view(rows, self.sizes.latents - of_q)
@@ -106,9 +252,9 @@ class LatentSublayer(CoreSublayer):
             self.rotate(kv[:, -rope:], 1)
         return raw
 
-    def latents(self, raw: Tensor | None = None) -> Latents:
-        """raw: if it was saved."""
-        t, o = self.t, self.o
+    def source(self, saved: dict[str, Tensor | None]) -> Latents:
+        """The latents, of which the raw ones may have been saved."""
+        t, o, raw = self.t, self.o, saved.get("latents")
         h = self.inputs() if raw is None or t.wqa is None else None
         raw = self.raw_latents(h) if raw is None else raw
         of_q, of_kv = self.raw_parts(raw)
@@ -120,29 +266,26 @@ class LatentSublayer(CoreSublayer):
             kv = self.norm_fwd(kv, t.kv_a_norm, None, o.latent_norm_eps, "rms", o.dtype)
         return Latents(raw, q, kv)
 
-    def project(self, latents: Latents, group: LatentGroup) -> tuple[Tensor, Tensor]:
-        """q [tokens, heads (nope + rope)], rotated, and kv [tokens, heads (nope + v)] of a group's heads."""
-        q = eager.linear(latents.q, self.cast(group.wq, last=False), self.cast(group.bq))
-        self.rotate(q, group.heads)
-        return q, eager.linear(latents.kv, self.cast(group.wkvb, last=False), self.cast(group.bkvb))
+    def projected(self, latents: Latents) -> dict[str, Tensor]:
+        """q [tokens, heads (nope + rope)], rotated, and kv [tokens, heads (nope + v)], with what they are made of."""
+        t = self.t
+        q = eager.linear(latents.q, self.cast(t.wq, last=False), self.cast(t.bq))
+        self.rotate(q, self.o.num_heads)
+        kv = eager.linear(latents.kv, self.cast(t.wkvb, last=False), self.cast(t.bkvb))
+        return {"latents": latents.raw, "q": q, "kv": kv}
 
-    def projected(
-        self, latents: Latents, group: LatentGroup, saved: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
-        """The same, of q and kv of all heads if they were saved."""
-        q, kv = saved
-        if q is None:
-            return self.project(latents, group)
-        return (q, kv) if group.count == 1 else (q[:, group.rows_q], kv[:, group.rows_kv])
-
-    def filled(self, heads: Tensor) -> Tensor:
-        """[..., N] with zeros up to the head dim of core attention."""
-        missing = self.sizes.D - heads.shape[-1]
-        return F.pad(heads, (0, missing)) if missing else heads
-
-    def heads(self, latents: Latents, group: LatentGroup, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, H, S, D] of a group as the core reads them: k is each head's own part beside the one that all share."""
-        H, (_, nope, rope, _, _, _), D = group.heads, self.sizes, self.sizes.D
+    def heads(
+        self, whole: LatentSublayer, latents: Latents, saved: dict, save_raw: bool, *, backward: bool
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple, None]:
+        """(q, k, v [B, H, S, D] as the core reads them, nothing else that backward reads), of `saved` of all heads or
+        projected: k is each head's own part beside the one that all share."""
+        if saved.get("q") is None:
+            _, q, kv = self.projected(latents).values()
+        else:
+            q, kv = self.own(saved["q"], 1), self.own(saved["kv"], 1)
+        for name in ("latents", "q", "kv") if self.count == 1 and not save_raw else ():
+            saved.pop(name, None)  # of all heads, they go when they are joined
+        H, (_, nope, rope, _, _, _), D = self.o.num_heads, self.sizes, self.D
         kv = self.by_token(kv, H)
         k = kv.new_empty(self.B, self.S, H, D)
         k[..., :nope].copy_(kv[..., :nope])
@@ -151,216 +294,75 @@ class LatentSublayer(CoreSublayer):
         if nope + rope < D:
             k[..., nope + rope :].zero_()
         parts = self.filled(self.by_token(q, H)), k, self.filled(kv[..., nope:])
-        return parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)
-
-    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
-        """out [B, H, S, v] and lse of the core, and if `save_raw` what it is made of: latents, q and kv."""
-        latents, sizes = self.latents(), self.sizes
-        saved = self.project(latents, latent_group(self.t, sizes, self.core, 0, 1)) if save_raw else (None, None)
-        out = lse = None
-        for group in self.groups():
-            heads = self.heads(latents, group, *self.projected(latents, group, saved))
-            part, part_lse, _ = attend(self.p, *heads, group.core)
-            heads = None
-            if sizes.v != sizes.D:  # [B, H, S, v] (memory [B, S, H, v], not a view) of the core's [B, H, S, D]
-                part = part[..., : sizes.v]
-                part = eager.empty_heads(part).copy_(part)
-            if group.count == 1:
-                out, lse = part, part_lse
-                break
-            if out is None:
-                like = self.x.new_empty((), dtype=self.o.dtype)
-                out = eager.empty_heads(like.expand(self.B, sizes.H, self.S, sizes.v))
-                lse = part_lse.new_empty(out.shape[:3])
-            for whole, of_group in ((out, part), (lse, part_lse)):
-                in_group((whole,), group.index, group.count, 1)[0].copy_(of_group)
-            part = part_lse = of_group = None
-        return {"out": out, "lse": lse, "latents": latents.raw if save_raw else None, "q": saved[0], "kv": saved[1]}
-
-    def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
-        """dropout(o Wo^T + bo) [tokens, d]."""
-        f = eager.linear(self.out_rows(saved["out"]), self.cast(self.t.wo, last=False), self.cast(self.t.bo))
-        return self.drop(f)
+        return (parts[0].transpose(1, 2), parts[1].transpose(1, 2), parts[2].transpose(1, 2)), (None, None), None
 
     # -- backward
 
-    def backward(self, dy, saved, needs, f=None):
-        need = needed_names(LatentTensors, needs)
-        f, saved = self.recomputed_branch(saved, need, f)
-        dy, df, grads = self.branch_gradients(dy, f, need)
-        f, inner = None, self.behind_core(need)
-        through_h = bool(inner) and self.needs_dh(need)
-        q_latent, kv_latent = (through_h or not of.isdisjoint(need) for of in (OF_Q_LATENT, OF_KV_LATENT))
-        dq, dkv = q_latent or not OF_Q.isdisjoint(need), kv_latent or not OF_KV.isdisjoint(need)
-        wants, parts = LatentNeeds(q_latent, kv_latent, dq, dkv), PartGrads(self.t, self.group_count)
-        totals: dict[str, Tensor | None] = {"q": None, "kv": None, "rope": None}
-        reads = inner or (saved.get("out") is None and reads_core(need))
-        latents = self.latents(saved.get("latents")) if reads else None
-        for group in self.groups():
-            self.add_gradients(group, latents, df, saved, need, wants, inner, parts, totals)
-        saved = df = None
-        raw = latents.raw if latents is not None else None
-        latents = dh = None
-        if wants.q_latent or wants.kv_latent:
-            dh = self.add_latent_gradients(raw, need, wants, parts, totals)
-        grads |= parts.results()
-        if dh is not None:
-            grads |= self.input_gradients(dh.to(self.o.dtype), dy, need)
-        return self.finished(grads, need)
-
-    def add_gradients(
-        self,
-        group: LatentGroup,
-        latents: Latents | None,
-        df: Tensor,
-        saved: dict[str, Tensor | None],
-        need: Collection[str],
-        wants: LatentNeeds,
-        inner: Collection[str],
-        grads: PartGrads,
-        totals: dict[str, Tensor | None],
-    ) -> None:
-        """Adds a group's gradients, from that of the branch's result. totals: of what wq and wkvb read, and of k's rotated
-        part."""
-        out, lse = saved.get("out"), saved.get("lse")
-        recomputed = out is None and (bool(inner) or reads_core(need))
-        do = delta = heads = None
-        if inner or recomputed:
-            take = saved.pop if group.count == 1 else saved.get  # of all heads, they go when they are joined
-            q, kv = self.projected(latents, group, (take("q", None), take("kv", None)))
-            heads = self.heads(latents, group, q, kv)
-            q = kv = None
-        if inner:
-            do = add_matmul(None, df, self.cast(group.wo), wide=False)
-            do = self.filled(self.by_token(do, group.heads)).transpose(1, 2)
-        if recomputed:
-            out, lse, delta = attend(self.p, *heads, group.core, do)
-        elif out is not None and group.count > 1:
-            out, lse = in_group((out, lse), group.index, group.count, 1)
-            lse = lse.clone(memory_format=torch.contiguous_format)  # at an address as aligned as that of all
-        self.add_out_gradients(group, df, out, need, grads)
-        if not inner:
-            return
-        if out.shape[-1] < self.sizes.D:
-            out = eager.empty_heads(do).copy_(self.filled(out))
-        mask_shape = None
-        if "mask" in inner:
-            B, H, *rows_and_columns = self.t.mask.shape
-            mask_shape = B, H if H == 1 else group.heads, *rows_and_columns
-        *made, dmask, _ = attention_grads(
-            self.p,
-            *heads,
-            do,
-            out,
-            lse,
-            group.core,
-            delta=delta,
-            need_dq=wants.dq,
-            need_dkv=wants.dkv,
-            dmask_shape=mask_shape,
-        )
-        heads = do = out = lse = delta = None
-        if dmask is not None:
-            add_part("mask", dmask, 1, grads, group.index, group.count)
-        self.add_projection_gradients(group, latents, made, need, wants, grads, totals)
-
-    def add_out_gradients(
-        self, group: LatentGroup, df: Tensor, out: Tensor | None, need: Collection[str], grads: PartGrads
-    ) -> None:
-        if "bo" in need and not group.index:  # all groups'
-            grads.grads["bo"] = eager.column_sum(df, self.t.bo.dtype)
-        if "wo" in need:
-            place = None if group.columns is None else (slice(None), group.columns)
-            self.add_weight_gradient("wo", place, df, self.out_rows(out[..., : self.sizes.v]), grads)
-
-    def add_weight_gradient(self, name: str, place, d: Tensor, rows: Tensor, grads: PartGrads) -> None:
-        """Adds d^T rows, the gradient of the part of the weight at `place`."""
-        total = grads.of_weight(name, place)
-        total.add(d, rows)
-        grads.written({name: total})
-
-    def add_projection_gradients(
-        self,
-        group: LatentGroup,
-        latents: Latents,
-        made: list[Tensor | None],
-        need: Collection[str],
-        wants: LatentNeeds,
-        grads: PartGrads,
-        totals: dict[str, Tensor | None],
-    ) -> None:
-        """Adds what follows from the gradients of q, k, v as the core read them. made: is emptied."""
-        dv, dk, dq = (made.pop() for _ in range(3))
-        (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], group.count > 1
-        if wants.dq:
+    def add_projection_gradients(self, made: dict[str, Any], latents: Latents, grads: Gradients) -> None:
+        """Adds the gradients of wq, wkvb and their biases, and to the totals of what they read and of k's rotated part, from
+        those that `core_gradients` gave."""
+        dq, dk, dv = made.pop("heads")
+        (_, nope, rope, v, _, _), qk, rows, wide = self.sizes, self.sizes.qk, self.x.shape[0], self.count > 1
+        H, formed, totals = self.o.num_heads, grads.plan.formed, grads.totals
+        if "q" in formed:
             dq = dq[..., :qk].transpose(1, 2).contiguous()  # [B, S, H, nope + rope]
             if rope:
                 self.rotate_back(dq[..., nope:])
-            dq = dq.view(rows, group.heads * qk)
-            self.add_layer_gradients("q", group.rows_q, dq, latents.q, need, grads)
-            if wants.q_latent:
-                totals["q"] = add_matmul(totals["q"], dq, self.cast(group.wq), wide=wide)
+            dq = dq.view(rows, H * qk)
+            self.add_layer_gradients("q", dq, latents.q, grads)
+            if "q_read" in formed:
+                totals["q"] = add_matmul(totals.get("q"), dq, self.cast(self.t.wq), wide=wide)
         dq = None
-        if wants.dkv:
-            if wants.kv_latent and rope:
+        if "kv" in formed:
+            if "kv_read" in formed and rope:
                 shared = dk[..., nope:qk].sum(1, dtype=torch.promote_types(dk.dtype, torch.float32))
-                totals["rope"] = shared if totals["rope"] is None else totals["rope"].add_(shared)
-            dkv = dk.new_empty(self.B, self.S, group.heads, nope + v)
+                totals["rope"] = shared if "rope" not in totals else totals["rope"].add_(shared)
+            dkv = dk.new_empty(self.B, self.S, H, nope + v)
             dkv[..., :nope].copy_(dk[..., :nope].transpose(1, 2))
             dkv[..., nope:].copy_(dv[..., :v].transpose(1, 2))
             dk = dv = None
-            dkv = dkv.view(rows, group.heads * (nope + v))
-            self.add_layer_gradients("kvb", group.rows_kv, dkv, latents.kv, need, grads)
-            if wants.kv_latent:
-                totals["kv"] = add_matmul(totals["kv"], dkv, self.cast(group.wkvb), wide=wide)
+            dkv = dkv.view(rows, H * (nope + v))
+            self.add_layer_gradients("kvb", dkv, latents.kv, grads)
+            if "kv_read" in formed:
+                totals["kv"] = add_matmul(totals.get("kv"), dkv, self.cast(self.t.wkvb), wide=wide)
 
-    def add_layer_gradients(
-        self, letter: str, place: slice | None, d: Tensor, rows: Tensor, need: Collection[str], grads: PartGrads
-    ) -> None:
-        """Adds the gradients of w and b of a linear layer, from the gradient of its result and the rows that it reads."""
-        if (name := f"b{letter}") in need:
-            grads.put(name, eager.column_sum(d, getattr(self.t, name).dtype), place)
-        if (name := f"w{letter}") in need:
-            self.add_weight_gradient(name, place, d, rows, grads)
-
-    def latent_gradient(self, name: str, d: Tensor, raw: Tensor, need: Collection[str], grads: PartGrads) -> Tensor:
+    def latent_gradient(self, name: str, d: Tensor, raw: Tensor, grads: Gradients) -> Tensor:
         """Returns the gradient of a latent before its norm, from that of what the projection reads."""
         weight, d = getattr(self.t, name), d.to(self.o.dtype)
         if weight is None:
             return d
-        needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=False)
+        needs = dict(need_dweight=self.dtype_of(name, grads.plan.need), need_dbias=False)
         dx, dweight, _ = self.norm_bwd(d, raw, weight, self.o.latent_norm_eps, "rms", **needs)
         if dweight is not None:
             grads.put(name, dweight, None)
         return dx
 
-    def add_latent_gradients(
-        self, raw: Tensor, need: Collection[str], wants: LatentNeeds, grads: PartGrads, totals: dict[str, Tensor | None]
-    ) -> Tensor | None:
-        """Adds the gradients of the latents' weights and norms; returns that of h. totals: is emptied."""
-        t, o, rope, kv_rank = self.t, self.o, self.sizes.rope, self.sizes.kv_rank
+    def input_gradient(self, raw: Tensor | None, grads: Gradients) -> Tensor | None:
+        """Adds the gradients of the latents' weights and norms; returns that of h. The totals are emptied."""
+        t, o, rope, kv_rank, totals = self.t, self.o, self.sizes.rope, self.sizes.kv_rank, grads.totals
+        need, formed, _ = grads.plan
+        if "q_read" not in formed and "kv_read" not in formed:
+            return None
         of_q, of_kv = self.raw_parts(raw)
-        reads_h = not {"wqa", "wkva"}.isdisjoint(need)
-        h, dh = self.inputs() if reads_h else None, None
-        through_h = self.needs_dh(need)
-        d = totals.pop("q")
+        h, dh = None if need.isdisjoint(("wqa", "wkva")) else self.inputs(), None
+        d = totals.pop("q", None)
         if t.wqa is None:
-            dh = d if through_h else None
-        elif wants.q_latent:
-            d = self.latent_gradient("q_a_norm", d, of_q, need, grads)
-            self.add_layer_gradients("qa", None, d, h, need, grads)
-            dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if through_h else None
+            dh = d
+        elif "q_read" in formed:
+            d = self.latent_gradient("q_a_norm", d, of_q, grads)
+            self.add_layer_gradients("qa", d, h, grads)
+            dh = add_matmul(None, d, self.cast(t.wqa), wide=False) if "h" in formed else None
         d = None
-        if not wants.kv_latent:
+        if "kv_read" not in formed:
             return dh
         d = torch.empty_like(of_kv)
-        d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], need, grads)
+        d[:, :kv_rank] = self.latent_gradient("kv_a_norm", totals.pop("kv"), of_kv[:, :kv_rank], grads)
         if rope:
             shared = totals.pop("rope").unsqueeze(2)
             self.rotate_back(shared)
             d[:, kv_rank:] = shared.view(d.shape[0], rope)
-        self.add_layer_gradients("kva", None, d, h, need, grads)
-        if through_h:
+        self.add_layer_gradients("kva", d, h, grads)
+        if "h" in formed:
             dh = add_matmul(dh, d, self.cast(t.wkva), wide=dh is not None and dh.dtype != o.dtype)
         return dh
 

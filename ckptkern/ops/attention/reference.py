@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter
 from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .core_sublayer import rotary_of, sublayer_core
 from .rotary import reference_rotary
@@ -17,14 +17,10 @@ from .tensors import (
     AttentionTensors,
     Projection,
     batch_and_rows,
-    head_dim,
-    key_rows,
-    out_projection,
     over_all_heads,
     projections,
     split_gate,
     split_heads,
-    split_query,
 )
 
 
@@ -43,7 +39,7 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     if o.context is not None:
         raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
     B, S = batch_and_rows(x)
-    D, H = head_dim(t, o), o.num_heads
+    H, D = o.num_heads, t.wo.shape[1] // o.num_heads
     h = reference_inputs(x, t, o)
 
     def linear(rows: Tensor, part: Projection) -> Tensor:
@@ -52,17 +48,8 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         return y if pair is None else y + pair.reference(rows)
 
     sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
-    parts: dict[bool, list[Tensor]] = {False: [], True: []}
-    for part in projections(t, o):
-        parts[part.of_key_value].append(linear(sources[part.of_key_value], part))
-    own = torch.cat(parts[False], -1)
-    own = own.view(B, S, own.shape[-1])
-    if t.key_value is None:
-        q, k, v = split_heads(own, o, D)
-    else:
-        q, _ = split_query(own, o, D)
-        kv = torch.cat(parts[True], -1).view(B, key_rows(S, t), 2 * o.num_kv_heads, D)
-        k, v = kv.split(o.num_kv_heads, 2)
+    blocks = [linear(sources[part.of_key_value], part).flatten(0, -2) for part in projections(t, o)]
+    q, k, v = split_heads(blocks, t, o, B, S)
     if t.q_norm is not None:
         q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
     cos, sin = rotary_of(S, D, t, o)
@@ -70,7 +57,8 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
         q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
     core = sublayer_core(t, o)
     out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
-    out, gate = out.transpose(1, 2), split_gate(own, t, o)
-    out = out if gate is None else out * torch.sigmoid(gate)
-    f = linear(out.reshape(*x.shape[:-1], H * D), out_projection(t))
+    out = out.transpose(1, 2)
+    if t.wg is not None or o.gate_in_query:
+        out = out * torch.sigmoid(split_gate(blocks, t, o, B, S))
+    f = linear(out.reshape(*x.shape[:-1], H * D), Projection("o", t.wo, t.bo, False))
     return reference_output(x, f, t, o)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
-from ..dispatch.checks import check_count, check_positive, check_tensor, is_number
+from ..dispatch.checks import check_count, check_positive
 
 
 def rotary_tables(
@@ -52,35 +51,3 @@ def reference_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> 
     else:
         crossed = torch.cat((-rotated[..., R // 2 :], rotated[..., : R // 2]), -1)
     return torch.cat((rotated * cos + crossed * sin, rest), -1)
-
-
-def check_rotary(
-    op: str, x: Tensor, rotary, B: int, S: int, D: int, own: int | None = None
-) -> tuple[Tensor | None, Tensor | None, float]:
-    """(cos, sin, theta) of attention_block's `rotary`: two tables, a number theta, or None. own: the rows of this rank, of
-    which the tables may be, too."""
-    if rotary is None:
-        return None, None, 0.0
-    if is_number(rotary):
-        check_positive(op, "rotary", rotary)
-        if D % 2:
-            raise ShapeError(
-                f"{op}: the head dim must be even for rotary embedding, which rotates pairs, but is {D}: change the number of "
-                "heads, pass tables of fewer dimensions, or rotate nothing (rotary=None; rope_theta=None of a layer)"
-            )
-        return None, None, float(rotary)
-    if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-        raise TypeError(f"{op}: rotary must be a pair of tensors or a number (theta), not {type(rotary).__name__}")
-    cos, sin = rotary
-    for table in rotary:
-        check_tensor(op, "rotary", table, x)
-    R = cos.shape[-1]
-    S = own if own is not None and cos.dim() > 1 and cos.shape[-2] == own else S
-    if cos.shape != sin.shape or R % 2 or R > D or cos.shape[:-1] not in ((S,), (1, S), (B, S)):
-        raise ShapeError(
-            f"{op}: rotary must be (cos, sin) of shape [S={S}, R], [1, S={S}, R] or [B={B}, S={S}, R] with R even and at "
-            f"most {D}, but they have shapes {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
-        raise ValueError(f"{op}: no gradient is formed for rotary")
-    return cos, sin, 0.0

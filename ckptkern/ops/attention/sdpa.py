@@ -22,9 +22,9 @@ from ..dispatch.choices import (
     primitives,
 )
 from ..registration.functions import build
-from ..registration.needs import needed
-from ..registration.op import Op
+from ..registration.op import Op, needed
 from ..sublayer.dropout import draw_state
+from .arguments import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 from .core import (
     CoreOptions,
     CoreTensors,
@@ -36,7 +36,6 @@ from .core import (
     fused_core,
     sink_gradient,
 )
-from .masks import as_mask, as_slopes, check_window, diagonal_of, left_bound, within
 
 Q, K, V, MASK, SLOPES, SINKS = range(6)
 OTHERS = len(CoreTensors._fields)
@@ -54,14 +53,16 @@ class Attention(Op):
     @staticmethod
     def forward(tensors, o):
         q, k, v, *others = tensors
-        out, lse, _ = attend(primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o))
+        out, lse, _ = attend(
+            primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o, o.max_q, o.max_k, o.workspace)
+        )
         return out, {"lse": lse}
 
     @staticmethod
     def backward(do, tensors, saved, o, needs):
         q, k, v, *others = tensors
         t, need_dmask, p = CoreTensors(*others), needed(needs, MASK), primitives(o.backend)
-        core, dsinks, delta = core_of(t, o), None, None
+        core, dsinks, delta = core_of(t, o, o.max_q, o.max_k, o.workspace), None, None
         if needed(needs, SINKS):
             dsinks, delta = sink_gradient(p, do, saved["y"], saved["lse"], core, delta)
             dsinks = dsinks.to(t.sinks.dtype)
@@ -86,7 +87,7 @@ class Attention(Op):
     @staticmethod
     def reference(tensors, o):
         q, k, v, *others = tensors
-        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""))
+        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""), o.max_q, o.max_k, o.workspace)
         return eager.attention_reference(q, k, v, core)
 
 
@@ -188,7 +189,8 @@ def scaled_dot_product_attention(
     left, right = left_bound(left, query.shape[2]), within(right, 0 if is_causal else diagonal)
     mask = None if attn_mask is None else as_mask(op, attn_mask, query, key.shape[2])
     slopes = None if alibi_slopes is None else as_slopes(op, alibi_slopes, query, *query.shape[:2])
-    check_sinks(op, sinks, query, query.shape[1])
+    if sinks is not None:
+        check_sinks(op, sinks, query, query.shape[1])
     tensors = CoreTensors(mask, slopes, sinks)
     out = _attention(
         op, query, key, value, tensors, scale, left, right, workspace, dropout_p=dropout_p, softcap=softcap

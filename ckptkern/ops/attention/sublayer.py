@@ -1,38 +1,33 @@
 """The attention sublayer of a layer: [norm ->] q, k, v projections [-> q/k norm] [-> rotary] -> attention -> output projection
-and what is around it (`residual`). `attention_block` and `transformer_layer` are made of it."""
+and what is around it (`residual`), in forward and backward. `attention_block` and `transformer_layer` are made of it."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import eager
-from ..registration.rows import rows_2d
-from ..sublayer.lora import LowRank, low_rank
+from ..registration.gradients import add_matmul
+from ..registration.op import rows_2d
+from ..sublayer.lora import LowRank, low_rank, names_of
 from .context import ExchangedHeads, GatheredHeads
-from .core import attend
-from .core_sublayer import CoreSublayer
-from .groups import Division, division, group_of
+from .core_sublayer import CoreSublayer, Gradients, Table, from_core, input_operands, linear_operands, norm_operands
 from .tensors import (
     LAYERS,
     AttentionOptions,
     AttentionTensors,
+    Division,
     Projection,
-    has_gate,
-    head_dim,
-    in_group,
-    key_rows,
+    division,
     over_all_heads,
-    projected_shape,
-    projections,
     split_gate,
     split_heads,
-    split_query,
 )
+from .tensors import projections as projections_of
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
 
@@ -42,87 +37,83 @@ def update_of(letter: str, rows: int, t: AttentionTensors, o: AttentionOptions) 
     return low_rank(t, o, LAYERS, letter, rows if t.key_value is None else rows + rows_2d(t.key_value).shape[0])
 
 
-class AttentionForward(CoreSublayer):
-    """What an attention sublayer computes, for one input: every quantity once, from x and what was saved.
+def attention_table(packed: bool, crosses: bool, gate: str, normed: bool, trailing: bool, post_norm: bool) -> Table:
+    """The quantities of an attention sublayer. packed: are wq, wk and wv one? gate: the letter of the projection that gives the
+    gate g, "" for none; normed: have q and k norms?"""
+    k, v, of_keys = "q" if packed else "k", "q" if packed else "v", "key_value" if crosses else "h"
+    return {
+        "h": input_operands(trailing),
+        "q": linear_operands("h", "q"),
+        "k": linear_operands(of_keys, k),
+        "v": linear_operands(of_keys, v),
+        "g": linear_operands("h", gate) if gate else {},
+        "q_heads": norm_operands("q", "q_norm", normed),
+        "k_heads": norm_operands("k", "k_norm", normed),
+        **from_core(bool(gate), trailing, post_norm),
+    }
 
-    The heads are computed in `groups`, each of which is such a sublayer with the parts of weights, masks and slopes of its
-    heads. Around them, from x to h and from o to the output, is the sublayer of all heads.
-    """
 
-    index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
+class AttentionSublayer(CoreSublayer):
+    table = attention_table
+    saved_as = (("out", ("o",)), ("qkv", ("q", "k", "v", "g")))
+    source_values = frozenset(("h",))
 
     def __init__(self, x: Tensor, t: AttentionTensors, o: AttentionOptions, **options: bool | None):
         super().__init__(x, t, o, **options)
-        self.D = self.rotary_dim = head_dim(t, o)
+        self.D = self.D_v = self.rotary_dim = t.wo.shape[1] // o.num_heads
         self.key_value = None if t.key_value is None else rows_2d(t.key_value).to(o.dtype)
+        self.gate_letter = "g" if t.wg is not None else "q" if o.gate_in_query else ""
+        self.rotates = t.q_norm is not None or t.cos is not None or bool(o.theta)
+        self.writes_buffer = self.p is not eager and not o.fused
+        self.set_projections(projections_of(t, o))
+        self.layout = t.wk is None, t.key_value is not None, self.gate_letter, t.q_norm is not None
+
+    def set_projections(self, projections: list[Projection]) -> None:
+        rows, of_keys = self.x.shape[0], 0 if self.key_value is None else self.key_value.shape[0]
+        self.projections = projections
+        self.shapes = [(of_keys if part.of_key_value else rows, part.weight.shape[0]) for part in projections]
+        self.sizes = [count * width for count, width in self.shapes]
 
     @functools.cached_property
     def division(self) -> Division:
         return division(self.x, self.t, self.o)
 
-    @property
-    def group_count(self) -> int:
-        return self.division.groups
+    def of_heads(self) -> dict[str, int]:
+        """The tensors that a group has a part of, and the dimension that heads are along; those of projections are apart."""
+        t = self.t
+        found = {"wo": 1, "wg": 0, "o_lora_a": 1, "sinks": 0}
+        found |= {"mask": 1} if t.mask is not None and t.mask.shape[1] > 1 else {}
+        norms = "q_norm", "k_norm", "q_norm_bias", "k_norm_bias"
+        return found | {name: 0 for name in norms if (one := getattr(t, name)) is not None and one.dim() == 2}
 
-    def groups(self) -> Iterator[AttentionForward]:
-        """The sublayer itself if all fits the workspace, else the sublayers of each group of heads."""
-        if self.group_count == 1:
-            yield self
-            return
-        for index in range(self.group_count):
-            yield self.group(index, self.group_count)
-
-    def group(self, index: int, count: int) -> AttentionForward:
-        t, o, core = group_of(self.t, self.o, self.core, index, count)
-        if self.key_value is not None:
-            t = t._replace(key_value=self.key_value.view(t.key_value.shape))
-        made = type(self)(self.x.view(*self.lead, self.x.shape[1]), t, o, shares=self.shares, holds=self.holds)
-        made.index, made.count, made.core, made.angles, made.held = index, count, core, self.angles, self.held
-        made.division = self.division
-        made.projections = projections(self.t, self.o, index, count)
-        return made
+    def group(self, index: int) -> AttentionSublayer:
+        part = super().group(index)
+        part.set_projections(projections_of(self.t, self.o, index, part.count))
+        part.__dict__.pop("updates", None)
+        return part
 
     @functools.cached_property
-    def updates(self) -> dict[str, LowRank | None]:
-        made = {letter: update_of(letter, self.x.shape[0], self.t, self.o) for letter in LAYERS}
-        if self.index and (pair := made["o"]) is not None:
-            made["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.width))
+    def updates(self) -> dict[str, LowRank]:
+        made = {}
+        for letter in LAYERS if self.o.lora else ():
+            if (pair := update_of(letter, self.x.shape[0], self.t, self.o)) is not None:
+                made[letter] = pair
+        if self.index and "o" in made:
+            pair = made["o"]
+            made["o"] = pair._replace(dropout=(*pair.dropout[:3], self.index * self.o.num_heads * self.D))
         return made
 
     def update(self, part: Projection) -> LowRank | None:
         pair = self.updates.get(part.letter)
         return pair if pair is None or part.rows is None else pair._replace(b=pair.b[part.rows])
 
-    @functools.cached_property
-    def projections(self) -> list[Projection]:
-        return projections(self.t, self.o)
-
-    @property
-    def width(self) -> int:
-        """Returns the width of o's rows."""
-        return self.o.num_heads * self.D
-
-    @functools.cached_property
-    def gated(self) -> bool:
-        return has_gate(self.t, self.o)
-
     # -- forward
 
-    def parts(self, qkv: Tensor) -> list[tuple[Projection, Tensor]]:
-        """Every projection with its result in qkv, or its gradient in dqkv: a block [rows, outputs] each. cuBLASLt adds a bias
-        in its epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
-        shapes = [
-            (self.key_value.shape[0] if part.of_key_value else self.x.shape[0], part.weight.shape[0])
-            for part in self.projections
-        ]
-        blocks = qkv.split([rows * width for rows, width in shapes])
-        return [(part, one.view(shape)) for part, one, shape in zip(self.projections, blocks, shapes, strict=True)]
-
-    def held_inputs(self) -> Tensor | None:
+    def source(self, saved: dict[str, Tensor | None]) -> Tensor | None:
         """h, if it fits the workspace beside a group."""
         return self.inputs() if len(self.division.chunks) == 1 else None
 
-    def read(self, h: Tensor | None, of_key_value: bool = False) -> Iterator[tuple[slice, Tensor]]:
+    def read(self, h: Tensor | None, of_key_value: bool) -> Iterator[tuple[slice, Tensor]]:
         """(their place, rows) of what projections read: of h, formed a chunk at a time unless it is held, or of key_value."""
         if of_key_value:
             yield slice(None), self.key_value
@@ -132,144 +123,199 @@ class AttentionForward(CoreSublayer):
             for start, stop in self.division.chunks:
                 yield slice(start, stop), self.rows(start, stop).inputs()
 
+    def blocks(self, qkv: Tensor) -> list[Tensor]:
+        """Every projection's result [rows, outputs] in qkv, or its gradient in dqkv: a block each. cuBLASLt adds a bias in its
+        epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
+        return [block.view(shape) for block, shape in zip(qkv.split(self.sizes), self.shapes, strict=True)]
+
+    def split(self, qkv: Tensor, group: AttentionSublayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, S, heads, D] of the projections; of a group of the heads that qkv holds."""
+        return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, None if group is None else group.own)
+
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
         """q, k, v and a gate, or of these alone what `letters` names: all weights write into one buffer, none is copied."""
-        qkv = self.x.new_empty(projected_shape(self.B, self.S, self.t, self.o), dtype=self.o.dtype)
-        for of_key_value in (False, True):
-            parts = [(*one, self.update(one[0])) for one in self.parts(qkv) if one[0].of_key_value == of_key_value]
-            parts = [
-                (self.cast(part.weight, last=False), self.cast(part.bias), *others)
-                for part, *others in parts
-                if part.letter in letters
+        qkv = self.x.new_empty(sum(self.sizes), dtype=self.o.dtype)
+        for of_key_value in (False, True) if self.key_value is not None else (False,):
+            layers = [
+                (self.cast(part.weight, last=False), self.cast(part.bias), out, self.update(part))
+                for part, out in zip(self.projections, self.blocks(qkv), strict=True)
+                if part.of_key_value == of_key_value and part.letter in letters
             ]
-            for place, rows in self.read(h, of_key_value) if parts else ():
-                for w, b, out, pair in parts:
+            for place, rows in self.read(h, of_key_value) if layers else ():
+                for w, b, out, pair in layers:
                     eager.linear(rows, w, b, out=out[place])
                     if pair is not None:
                         pair.add(self.p, out[place], rows, place.start or 0)
         return qkv
 
-    def split(self, qkv: Tensor, index: int = 0, count: int = 1) -> tuple[Tensor, ...]:
-        """q, k and v [B, S, heads, D] of the projections; of the heads of group `index` of `count`."""
-        first, *others = [rows for part, rows in self.parts(qkv) if part.letter != "g"]
-        if not others:
-            return split_heads(self.in_samples(first), self.o, self.D, index, count)
-        q, _ = split_query(self.in_samples(first), self.o, self.D)
-        of_sample = self.B, key_rows(self.S, self.t)
-        kv = [rows.view(*of_sample, rows.shape[1] // self.D, self.D).split(self.o.num_kv_heads, 2) for rows in others]
-        return in_group((q, *itertools.chain(*kv)), index, count)
+    def projected(self, h: Tensor | None) -> dict[str, Tensor]:
+        return {"qkv": self.project(h)}
 
-    def in_samples(self, rows: Tensor) -> Tensor:
-        """[tokens, N] -> [B, S, N]."""
-        return rows.view(self.B, self.S, rows.shape[1])
-
-    def gate(self, qkv: Tensor, index: int = 0, count: int = 1) -> Tensor | None:
-        """The gate [B, S, heads, D or 1] of the projections, if there is one; of the heads of group `index` of `count`."""
-        if not self.gated:
-            return None
-        _, rows = self.parts(qkv)[0 if self.o.gate_in_query else -1]
-        return split_gate(self.in_samples(rows), self.t, self.o, index, count)
-
-    def rotates(self) -> bool:
-        """Is there a norm or a rotation between the projections and the core?"""
-        return self.t.q_norm is not None or self.angles[0] is not None
-
-    def rotated(self, raw: Tensor, weight: Tensor | None, bias: Tensor | None, save_raw: bool) -> Tensor:
-        """q or k [B, S, heads, D], norm and rotation done."""
-        o, out = self.o, None if save_raw else raw
+    def rotated(self, raw: Tensor, name: str, keeps_raw: bool) -> Tensor:
+        """q or k [B, H, S, D] as the core reads it, from its projection [B, S, H, D]: with the norm of this name and rotation,
+        in place unless `keeps_raw`."""
+        if not self.rotates:
+            return raw.transpose(1, 2)
+        o, out, weight, bias = (
+            self.o,
+            None if keeps_raw else raw,
+            getattr(self.t, name),
+            getattr(self.t, f"{name}_bias"),
+        )
         if over_all_heads(weight, self.D):
             normed = self.p.norm_fwd(self.in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype)
             raw, weight, bias = normed.view(raw.shape), None, None
             if self.angles[0] is None:
-                return raw
+                return raw.transpose(1, 2)
             out = raw
-        return self.p.heads_fwd(
-            raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, bias=bias, kind=o.qk_norm, out=out
-        )
+        options = dict(bias=bias, kind=o.qk_norm, out=out)
+        return self.p.heads_fwd(raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options).transpose(1, 2)
 
     def in_rows(self, heads: Tensor) -> Tensor:
         """[B, S, heads, D] -> [tokens, heads D], a view where the strides allow it."""
         return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
 
-    def heads(self, raw: tuple[Tensor, ...], save_raw: bool) -> Heads:
-        """q, k, v [B, H, S, D] as the core reads them, from the projections [B, S, heads, D]: q/k norm and rotation done, in
-        place unless `save_raw`.
+    def heads(
+        self, whole: AttentionSublayer, h: Tensor | None, saved: dict, save_raw: bool, *, backward: bool
+    ) -> tuple[Heads, tuple, Tensor | None]:
+        """(q, k, v [B, H, S, D] as the core reads them; q and k before their norms, if backward reads them; the gate, in
+        backward), of `saved` of all heads or projected. q/k norm and rotation are done in place unless the projections are
+        saved, or backward reads them.
 
         Not in place for torch's own core either: another layout may select another algorithm, and recompute must match
         forward. Where a sequence lies on several ranks, they are on their way.
         """
-        t, (q, k, v) = self.t, raw
-        save_raw = save_raw or bool(self.o.fused)
-        rotates = self.rotates()
-
-        def queries() -> Tensor:
-            return (self.rotated(q, t.q_norm, t.q_norm_bias, save_raw) if rotates else q).transpose(1, 2)
-
-        def keys() -> Tensor:
-            return (self.rotated(k, t.k_norm, t.k_norm_bias, save_raw) if rotates else k).transpose(1, 2)
-
-        v = v.transpose(1, 2)
-        if self.o.context is None:
-            return queries(), keys(), v
-        return self.o.context.spread(queries, keys(), v)
-
-    def attended(self, heads: Heads, do: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(o, lse, delta) of what `heads` gave."""
-        if isinstance(heads, tuple):
-            return attend(self.p, *heads, self.core, do)
-        return heads.attend(self.p, self.core, do)
-
-    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
-        """out and lse of the core, and qkv, the projections, if `save_raw`, raw then."""
-        h = self.held_inputs()
-        if self.group_count == 1:
-            qkv = self.project(h)
-            out, lse, _ = self.attended(self.heads(self.split(qkv), save_raw))
-            return {"out": out, "lse": lse, "qkv": qkv}
-        qkv = self.project(h) if save_raw else None
-        heads = self.x.new_empty((), dtype=self.o.dtype).expand(self.B, self.o.num_heads, self.S, self.D)
-        out, lse = eager.empty_heads(heads), None
-        for group in self.groups():
-            raw, _ = group.raw(h, self, qkv, letters="qkv")
-            made, of_group, _ = group.attended(group.heads(raw, save_raw))
-            if lse is None:
-                B, H, rows = of_group.shape
-                lse = of_group.new_empty((B, H * group.count, rows))
-            (part,), (lse_part,) = (in_group((whole,), group.index, group.count, 1) for whole in (out, lse))
-            part.copy_(made)
-            lse_part.copy_(of_group)
-        return {"out": out, "lse": lse, "qkv": qkv}
-
-    def raw(
-        self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None, letters: str = "qkvg"
-    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """(q, k and v [B, S, heads, D], the gate) of this group: of qkv, which holds all heads', if it was saved."""
+        qkv, normed, gate = saved.get("qkv"), self.t.q_norm is not None, None
+        keeps_raw = save_raw or bool(self.o.fused) or (backward and (qkv is not None or normed))
         if qkv is None:
-            own = self.project(h, letters)
-            return self.split(own), self.gate(own)
-        return whole.split(qkv, self.index, self.count), whole.gate(qkv, self.index, self.count)
+            qkv, whole = self.project(h, "qkvg" if backward else "qkv"), self
+        q, k, v = whole.split(qkv, None if whole is self else self)
+        if backward and self.gate_letter:
+            gate = self.gate_of(qkv, whole)
+        raw, v = (q, k) if backward and normed else (None, None), v.transpose(1, 2)
+        if self.o.context is None:
+            return (self.rotated(q, "q_norm", keeps_raw), self.rotated(k, "k_norm", keeps_raw), v), raw, gate
+        k = self.rotated(k, "k_norm", keeps_raw)
+        return self.o.context.spread(lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
 
-    def gate_alone(self, h: Tensor | None, whole: AttentionForward, qkv: Tensor | None) -> Tensor | None:
-        """Returns this group's gate, likewise, by the one matmul that it comes from."""
-        if not self.gated:
-            return None
-        return self.raw(h, whole, qkv, "q" if self.o.gate_in_query else "g")[1]
+    def gate_of(self, qkv: Tensor, whole: AttentionSublayer) -> Tensor:
+        """This group's gate [B, S, heads, D or 1] of projections, which may be those of the whole sublayer."""
+        gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B, self.S)
+        return gate if whole is self else self.own(gate, 2)
 
-    def gated_heads(self, out: Tensor, qkv: Tensor | None) -> Tensor:
-        """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless qkv holds it: so forward does, and
+    def gate_alone(self, whole: AttentionSublayer, h: Tensor | None, saved: dict[str, Tensor | None]) -> Tensor:
+        """Returns this group's gate by the one matmul that it comes from, if it was not saved."""
+        if saved.get("qkv") is None:
+            return self.gate_of(self.project(h, self.gate_letter), self)
+        return self.gate_of(saved["qkv"], whole)
+
+    def gated_heads(self, saved: dict[str, Tensor | None]) -> Tensor:
+        """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless it was saved: so forward does, and
         backward, which then get the same bits."""
-        if not self.gated:
-            return out
-        h, made = self.held_inputs() if qkv is None else None, eager.empty_heads(out)
+        out = saved["out"]
+        h, made = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
         for group in self.groups():
-            part, of_group = in_group((made, out), group.index, group.count, 1)
-            torch.mul(of_group, torch.sigmoid(group.gate_alone(h, self, qkv)).transpose(1, 2), out=part)
+            gate = torch.sigmoid(group.gate_alone(self, h, saved)).transpose(1, 2)
+            torch.mul(group.own(out), gate, out=group.own(made))
         return made
 
-    def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
-        """dropout(o sigmoid(gate) Wo^T + bo) [tokens, d]. saved: out, and qkv of all heads, if they are at hand."""
-        rows = self.out_rows(self.gated_heads(saved["out"], saved.get("qkv")))
-        f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
-        if (pair := self.updates["o"]) is not None:
-            pair.add(self.p, f, rows)
-        return self.drop(f)
+    # -- backward
+
+    def gate_gradient(self, do: Tensor, out: Tensor, gate: Tensor) -> Tensor:
+        """Returns the gradient of the gate [B, S, heads, D or 1]: do o sigmoid(-gate), because do, the gradient of o, has the
+        factor sigmoid(gate). 1 - sigmoid(gate) would have few digits in 16 bits."""
+        made = (do * out).transpose(1, 2)
+        if gate.shape[3] == 1 != self.D:
+            context, core = self.o.context, self.core
+            core = core if context is None else context.core_of_rows(core)
+            made = self.p.attn_delta(out, do, core).transpose(1, 2)[..., None]
+        return (made * torch.sigmoid(-gate)).to(gate.dtype)
+
+    def buffer(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """(dqkv as `project` lays it out, the places of dq, dk, dv in it)."""
+        dqkv = self.x.new_empty(sum(self.sizes), dtype=self.o.dtype)
+        return dqkv, self.split(dqkv)
+
+    def rotation_backward(self, dy: Tensor, raw: Tensor, name: str, place: Tensor, grads: Gradients) -> Tensor:
+        """Returns the gradient of raw, q or k (in `place`, if that is where dy is or can be); adds those of its norm."""
+        o, weight, need = self.o, getattr(self.t, name), grads.plan.need
+        needs = dict(need_dweight=self.dtype_of(name, need), need_dbias=self.dtype_of(f"{name}_bias", need))
+        if self.count > 1 and name not in self.places:  # a sum over groups, which is rounded once
+            needs = {which: bool(dtype) for which, dtype in needs.items()}
+        if over_all_heads(weight, self.D):
+            if self.angles[0] is not None:
+                dy = self.p.heads_bwd(dy, raw, None, o.qk_norm_eps, *self.angles, o.interleaved, out=place)[0]
+            dx, *made = self.p.norm_bwd(self.in_rows(dy), self.in_rows(raw), weight, o.qk_norm_eps, o.qk_norm, **needs)
+            dx = dx.view(dy.shape)
+        else:
+            options = dict(kind=o.qk_norm, out=place, **needs)
+            dx, *made = self.p.heads_bwd(dy, raw, weight, o.qk_norm_eps, *self.angles, o.interleaved, **options)
+        for field, grad in zip((name, f"{name}_bias"), made, strict=True):
+            self.add_part(field, grad, grads)
+        return dx
+
+    def projected_gradients(self, made: dict[str, Any], grads: Gradients) -> list[Tensor | None]:
+        """Returns the gradient of each projection [rows, outputs], from `made` by `core_gradients`, which is emptied; adds
+        those of q's and k's norms.
+
+        Projections of q, k and v alone take what the core gave, if no kernel wrote it in the buffer.
+        """
+        buffer, dgate, raw = made.pop("buffer", None), made.pop("gate"), made.pop("raw")
+        heads = [None if grad is None else grad.transpose(1, 2) for grad in made.pop("heads")]
+        alone = len(self.projections) - (self.gate_letter == "g") == 3 and self.gate_letter != "q"
+        if buffer is None and not alone:
+            buffer = self.buffer()
+        places = heads if buffer is None else buffer[1]
+        formed = "q_heads" in grads.plan.formed, "k_heads" in grads.plan.formed
+        for i, name in enumerate(("q_norm", "k_norm")):
+            if self.rotates and formed[i]:
+                heads[i] = self.rotation_backward(heads[i], raw[i], name, places[i], grads)
+        if buffer is None:
+            ds = [None if grad is None else self.in_rows(grad) for grad in heads]
+            return ds if not self.gate_letter else [*ds, None if dgate is None else dgate.flatten(0, 1).flatten(1)]
+        dqkv, o = buffer[0], self.o
+        for place in places:
+            grad = heads.pop(0)
+            if grad is not None and grad is not place:
+                place.copy_(grad)
+        if dgate is not None:
+            self.gate_of(dqkv, self).copy_(dgate)
+        ds, H_kv, group = self.blocks(dqkv), o.num_kv_heads, o.num_heads // o.num_kv_heads
+        if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
+            by_kv_head = ds[0].view(self.B, self.S, H_kv, group + 2, self.D)
+            by_kv_head[:, :, :, :group].copy_(places[0].unflatten(2, (H_kv, group)))
+        return ds
+
+    def add_projection_gradients(self, made: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
+        """Adds the gradients of the projections' weights and biases, and to the totals of h and key_value, of several groups
+        in float32, from those that `core_gradients` gave."""
+        (need, formed, _), layers = grads.plan, {False: [], True: []}
+        for part, d in zip(self.projections, self.projected_gradients(made, grads), strict=True):
+            if d is None:
+                continue
+            letter, reads, pair, du = part.letter, "key_value" if part.of_key_value else "h", self.update(part), None
+            if pair is not None and not formed.isdisjoint((reads, *names_of(letter))):
+                du = pair.inner_gradient(d)
+            if (name := f"b{letter}") in need:
+                grads.put(name, eager.column_sum(d, part.bias.dtype), part.rows)
+            chunks = 1 if part.of_key_value or h is not None else len(self.division.chunks)
+            if sums := self.weight_sums(letter, part.rows, grads, chunks):
+                layers[part.of_key_value].append((sums, letter, pair, d, du))
+            if reads in formed:
+                total = add_matmul(grads.totals.get(reads), d, self.cast(part.weight), wide=self.count > 1)
+                if du is not None:
+                    pair.add_input_gradient(self.p, du, total)
+                grads.totals[reads] = total
+        for of_key_value, found in layers.items():
+            for place, rows in self.read(h, of_key_value) if found else ():
+                for sums, letter, pair, d, du in found:
+                    part_of_du = du if du is None else du[place]
+                    self.add_to_sums(sums, letter, pair, d[place], part_of_du, rows, place.start or 0)
+            for sums, *_ in found:
+                grads.written(sums)
+
+    def input_gradient(self, latents: None, grads: Gradients) -> Tensor | None:
+        """Returns the gradient of h; adds that of key_value."""
+        if "key_value" in grads.totals:
+            grads.put("key_value", grads.totals["key_value"].view(self.t.key_value.shape), None)
+        return grads.totals.get("h")

@@ -1,17 +1,20 @@
-"""What an attention sublayer is made of: its tensors, its options, and its projections."""
+"""What an attention sublayer is made of: its tensors, its options, its projections, and the groups of heads in which what is
+transient of it fits the workspace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.types import IntLikeType
 
+from ..registration.op import row_count, token_chunks, with_fields
+from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, has_trailing_norm
 from .context import Context
 
 
+@with_fields(AroundTensors, ..., RandomStates)
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
@@ -23,13 +26,6 @@ class AttentionTensors(NamedTuple):
     """
 
     key_value: Tensor | None
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    norm_scale: Tensor | None
-    norm_shift: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_bias: Tensor | None
-    layer_scale: Tensor | None
     wq: Tensor
     wk: Tensor | None
     wv: Tensor | None
@@ -59,12 +55,9 @@ class AttentionTensors(NamedTuple):
     padding: Tensor | None
     slopes: Tensor | None
     cu: Tensor | None
-    rng: Tensor | None = None
-    resid_rng: Tensor | None = None
-    path_rng: Tensor | None = None
-    lora_rng: Tensor | None = None
 
 
+@with_fields(..., SublayerOptions)
 class AttentionOptions(NamedTuple):
     """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
     left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
@@ -75,12 +68,6 @@ class AttentionOptions(NamedTuple):
     num_kv_heads: int
     qkv_layout: str
     gate_in_query: bool
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    post_norm: str
-    post_norm_eps: float
-    branch_factor: float
     qk_norm: str
     qk_norm_eps: float
     theta: float
@@ -94,18 +81,9 @@ class AttentionOptions(NamedTuple):
     dropout_p: float
     first_plane: int
     planes: int
-    resid_p: float
-    path_p: float
-    residual: bool
-    recompute: str
     backend: str
-    precision: str
-    workspace: int
     fused: str
-    lora: tuple[float, ...]
-    lora_dtype: torch.dtype
-    dtype: torch.dtype
-    context: Context | None = None
+    context: Context | None
 
 
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
@@ -114,25 +92,6 @@ LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
     """(B, S) of x [B, S, d] or [S, d]."""
     return (x.shape[0] if x.dim() == 3 else 1), x.shape[-2]
-
-
-def head_dim(t: AttentionTensors, o: AttentionOptions) -> int:
-    return t.wo.shape[1] // o.num_heads
-
-
-def has_gate(t: AttentionTensors, o: AttentionOptions) -> bool:
-    """Is o multiplied by the sigmoid of a projection?"""
-    return t.wg is not None or o.gate_in_query
-
-
-def query_columns(t: AttentionTensors, o: AttentionOptions) -> int:
-    """Returns the columns of the projection of q, which may have the gate's, too."""
-    return t.wo.shape[1] * (2 if o.gate_in_query else 1)
-
-
-def gate_columns(t: AttentionTensors) -> int:
-    """Returns the columns of a projection of the gate alone."""
-    return 0 if t.wg is None else t.wg.shape[0]
 
 
 class Projection(NamedTuple):
@@ -148,10 +107,10 @@ class Projection(NamedTuple):
 def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> list[Projection]:
     """Those of q, k and v, or of what is packed, and of a gate; of the heads of group `index` of `count`.
 
-    A packed weight has rows for x and rows for key_value, if there is one.
+    A packed weight has rows for x and rows for key_value, if there is one. With `gate_in_query` q has the gate's rows.
     """
-    crosses, D = t.key_value is not None, head_dim(t, o)
-    q, kv = query_columns(t, o), o.num_kv_heads * D
+    crosses, q = t.key_value is not None, t.wo.shape[1] * (2 if o.gate_in_query else 1)
+    kv = o.num_kv_heads * (t.wo.shape[1] // o.num_heads)
     if t.wk is not None:
         blocks = [("q", 0, q, False), ("k", 0, kv, crosses), ("v", 0, kv, crosses)]
     elif o.qkv_layout == "heads" or (count == 1 and not crosses):
@@ -168,74 +127,149 @@ def projections(t: AttentionTensors, o: AttentionOptions, index: int = 0, count:
         if count == 1 and width == weight.shape[0]:
             made.append(Projection(letter, weight, bias, of_key_value))
             continue
-        rows = part_of(slice(start, start + width), index, count)
+        n = width // count
+        rows = slice(start + index * n, start + (index + 1) * n)
         made.append(Projection(letter, weight[rows], None if bias is None else bias[rows], of_key_value, rows))
     return made
 
 
-def out_projection(t: AttentionTensors) -> Projection:
-    return Projection("o", t.wo, t.bo, False)
-
-
-def key_rows(S: int, t: AttentionTensors) -> int:
-    """S_k of k and v [B, H_kv, S_k, D], for S rows of x."""
-    return S if t.key_value is None else t.key_value.shape[-2]
-
-
-def projected_shape(B: int, S: int, t: AttentionTensors, o: AttentionOptions) -> tuple[int]:
-    """Returns the shape of the projections' buffer, a block of rows for each: [B S (H D + gate) + B S_k 2 H_kv D]."""
-    own, kv = query_columns(t, o) + gate_columns(t), 2 * o.num_kv_heads * head_dim(t, o)
-    return (B * (S * own + key_rows(S, t) * kv),)
-
-
-def part_of(whole: slice, index: int, count: int) -> slice:
-    """Part `index` of `count` equal ones."""
-    size = (whole.stop - whole.start) // count
-    return slice(whole.start + index * size, whole.start + (index + 1) * size)
-
-
-def split_heads(qkv: Tensor, o: AttentionOptions, D: int, index: int = 0, count: int = 1) -> tuple[Tensor, ...]:
-    """q, k and v [B, S, heads, D] of qkv [B, S, (H + 2 H_kv) D + gate]; of the heads of group `index` of `count`.
+def split_heads(
+    blocks: Sequence[Tensor],
+    t: AttentionTensors,
+    o: AttentionOptions,
+    B: int,
+    S: int,
+    own: Callable[[Tensor, int], Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [B, S, heads, D] of the results [tokens, outputs] of `projections`. own: takes from all heads, along a
+    dimension, those of a group.
 
     Views, except q where several heads of q lie before each of several heads of k: no one stride leads from head to head.
     """
     H, H_kv = o.num_heads, o.num_kv_heads
-    if o.qkv_layout == "qkv":
-        q, rest = split_query(qkv, o, D)
-        return in_group((q, *rest[..., : 2 * H_kv * D].unflatten(-1, (2 * H_kv, D)).split(H_kv, 2)), index, count)
-    heads = qkv[..., : (H + 2 * H_kv) * D].unflatten(-1, (H_kv, H // H_kv + 2, D))
-    q, k, v = heads[:, :, part_of(slice(0, H_kv), index, count)].split([H // H_kv, 1, 1], 3)
-    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-
-
-def split_query(rows: Tensor, o: AttentionOptions, D: int) -> tuple[Tensor, Tensor]:
-    """(q [B, S, H, D], the columns behind q's projection) of rows [B, S, ...] that begin with it."""
-    width = o.num_heads * D
+    D, (first, *others) = t.wo.shape[1] // H, blocks if t.wg is None else blocks[:-1]
+    first = first.view(B, S, first.shape[1])
+    if o.qkv_layout == "heads":
+        heads = first.unflatten(-1, (H_kv, H // H_kv + 2, D))
+        q, k, v = (heads if own is None else own(heads, 2)).split([H // H_kv, 1, 1], 3)
+        return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+    width = t.wo.shape[1]
     if o.gate_in_query:
-        return rows[..., : 2 * width].unflatten(-1, (o.num_heads, 2, D))[..., 0, :], rows[..., 2 * width :]
-    return rows[..., :width].unflatten(-1, (o.num_heads, D)), rows[..., width:]
-
-
-def split_gate(rows: Tensor, t: AttentionTensors, o: AttentionOptions, index: int = 0, count: int = 1) -> Tensor | None:
-    """The gate [B, S, heads, D or 1], if there is one, of rows [B, S, ...] that begin with q's projection or end with the
-    gate's; of the heads of group `index` of `count`."""
-    H = o.num_heads
-    if o.gate_in_query:
-        gate = rows[..., : query_columns(t, o)].unflatten(-1, (H, 2, head_dim(t, o)))[..., 1, :]
-    elif t.wg is not None:
-        gate = rows[..., rows.shape[-1] - gate_columns(t) :].unflatten(-1, (H, gate_columns(t) // H))
+        q, rest = first[..., : 2 * width].unflatten(-1, (H, 2, D))[..., 0, :], first[..., 2 * width :]
     else:
-        return None
-    return in_group((gate,), index, count)[0]
+        q, rest = first[..., :width].unflatten(-1, (H, D)), first[..., width:]
+    S_k = S if t.key_value is None else t.key_value.shape[-2]
+    keys = [rows.view(B, S_k, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
+    k, v = keys if len(keys) == 2 else keys[0].split(H_kv, 2)
+    return (q, k, v) if own is None else (own(q, 2), own(k, 2), own(v, 2))
 
 
-def in_group(parts: Iterable[Tensor], index: int, count: int, dim: int = 2) -> tuple[Tensor, ...]:
-    """The heads of group `index` of `count`, which are along `dim` of each tensor."""
-    if count == 1:
-        return tuple(parts)
-    return tuple(one.narrow(dim, one.shape[dim] // count * index, one.shape[dim] // count) for one in parts)
+def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOptions, B: int, S: int) -> Tensor:
+    """The gate [B, S, H, D or 1], likewise."""
+    rows, H = blocks[0 if o.gate_in_query else -1], o.num_heads
+    rows = rows.view(B, S, rows.shape[1])
+    if o.gate_in_query:
+        return rows[..., : 2 * t.wo.shape[1]].unflatten(-1, (H, 2, t.wo.shape[1] // H))[..., 1, :]
+    return rows.unflatten(-1, (H, rows.shape[2] // H))
 
 
 def over_all_heads(weight: Tensor | None, D: int) -> bool:
     """Is this the weight of a norm over all heads at once?"""
     return weight is not None and weight.dim() == 1 and weight.shape[0] != D
+
+
+# -- groups of heads ---------------------------------------------------------------------------------------------------
+
+
+class Division(NamedTuple):
+    """How a sublayer is computed: in equal groups of heads, and from h in chunks [start, stop) of its rows; one chunk is held
+    from group to group, several are formed again in each."""
+
+    groups: int
+    chunks: list[tuple[int, int]]
+
+
+def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
+    """The fewest groups of which each fits the workspace, for x [tokens, d]; at most one for each kv head.
+
+    If h does not fit beside a group of one kv head, it is formed in chunks. A norm over all heads takes one group. Without a
+    workspace there is one of both, so that no comparison depends on symbolic sizes.
+    """
+    (rows, d), whole = x.shape, [(0, x.shape[0])]
+    if o.workspace is None:
+        return Division(1, whole)
+    D, size, width = t.wo.shape[1] // o.num_heads, o.dtype.itemsize, t.wo.shape[1]
+    h, df = bytes_around(x, t, o)
+    # beside h: in forward o, if it is not saved, and o with a gate, or in backward the gradients of h and of the branch's
+    # result, as far as they are not those of x and y
+    dh = 4 * d if size < 4 else d * size if x.dtype != o.dtype else 0
+    held = (o.recompute == "full") + (t.wg is not None or o.gate_in_query)
+    others, of_heads = rows * max(held * width * size, df + dh), bytes_of_heads(rows, t, o)
+    # the core's blocks of queries, of a rank's rows by all columns, take the half that they may
+    room = o.workspace // 2 if o.context is not None and o.backend == "eager" else o.workspace
+    if of_heads + rows * h + others <= room:
+        return Division(1, whole)
+    all_heads = over_all_heads(t.q_norm, D) or over_all_heads(t.k_norm, D)
+    drops = t.lora_rng is not None and t.o_lora_a is not None
+    counts = []
+    for n in range(1, 2 if all_heads else o.num_kv_heads + 1):
+        spread = o.context is None or o.context.exchange != "heads" or o.num_kv_heads // n % o.context.size == 0
+        # kernels draw masks of 32 n columns, such as that of the output's low-rank update
+        drawn = n == 1 or not drops or o.backend == "eager" or o.num_heads // n * D % 32 == 0
+        if o.num_kv_heads % n == 0 and spread and drawn:
+            counts.append(n)
+    chunks = token_chunks(rows, h * 4, o.workspace // 4)  # beside what a norm holds
+    for beside, rows_of_h in ((rows * h + others, whole), (others, chunks)):
+        for n in counts:
+            if of_heads <= (room - beside) * n:
+                return Division(n, rows_of_h)
+    return Division(counts[-1], chunks)
+
+
+def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
+    """Counts, of a row, what is not x or y or their gradients: (h, the gradients of the branch's result)."""
+    d, e, size, cast, trailing = x.shape[1], t.wo.shape[0], o.dtype.itemsize, x.dtype != o.dtype, has_trailing_norm(o)
+    h = d * size if cast or (o.norm and o.norm_first) else 0
+    changed = (
+        cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None
+    )
+    return h, e * (size if changed else 0) + e * (x.dtype.itemsize if trailing else 0)
+
+
+def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
+    """Returns bytes of what is transient of all heads at once, in the pass that takes more.
+
+    Both form q, k, v, a gate and its sigmoid, rotated copies of q and k if they are not rotated in place, and o. Backward has
+    do, dq, dk and dv, the gate's gradient, the buffer of all if they are not what the projections read, and the temporaries of
+    PyTorch ops.
+    """
+    width, size, eagerly = t.wo.shape[1], o.dtype.itemsize, o.backend == "eager"
+    key_value_rows = rows if t.key_value is None else row_count(t.key_value)
+    q, kv = rows * width, key_value_rows * o.num_kv_heads * (width // o.num_heads)
+    gate = q if o.gate_in_query else 0 if t.wg is None else rows * t.wg.shape[0]
+    qkv = q + gate + 2 * kv
+    raw = 0 if o.recompute == "none" else qkv
+    copies = q + kv if t.q_norm is not None or o.recompute == "none" or o.fused else 0
+    # torch's attention on a CPU and its memory-efficient one have as many heads of k and v as of q, and sum their gradients;
+    # flash attention sums these, too, and dq in float32
+    of_queries = 2 * kv // o.num_kv_heads * o.num_heads if o.num_heads != o.num_kv_heads else 0
+    repeated = of_queries if eagerly or o.fused == "efficient" else 0
+    grads = q + 2 * kv + (of_queries + 4 * q // size if o.fused == "flash" else repeated)
+    core = raw + copies + repeated + 3 * q + grads + 2 * gate
+    rotated = (raw if t.q_norm is not None else 0) + 2 * qkv + gate
+    temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
+    copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
+    if o.context is not None:
+        core += of_context(q, kv, o)
+    of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
+    return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows
+
+
+def of_context(q: int, kv: int, o: AttentionOptions) -> int:
+    """Elements of what comes from other ranks, beside q and kv of this one: k and v of all with what is sent and, in their
+    order, copies, and the sums of their gradients in float32 twice; or of this rank's heads q, k, v, do and o, sent and
+    arrived."""
+    if o.context.exchange == "gather":
+        wide = max(4, o.dtype.itemsize) // o.dtype.itemsize
+        return 2 * kv + o.context.size * kv * (4 + 4 * wide)
+    return 3 * (3 * q + 2 * kv)

@@ -15,10 +15,9 @@ from ... import eager, state
 from ...frozen import Frozen
 from ...subclasses import PLAIN
 from ..dispatch.choices import choose_mode, primitives
-from ..registration.gradients import main_grad_of, token_chunks
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
-from .checks import check_targets
-from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply
+from ..registration.gradients import main_grad_of
+from ..registration.op import cast_parameter, rows_2d, token_chunks
+from .op import LinearCrossEntropy, LinearCrossEntropyOptions, apply, check_targets, operands
 from .statistics import Sums, TokenResults
 
 AS_THEY_ARE = PLAIN | {Frozen}
@@ -28,8 +27,7 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
     """Do gradients of the sum of all losses take less memory from forward to backward than exponentials of logits, and is it
     eager mode, in which backward may scale them in place? Inside an activation checkpoint forward runs twice: there not."""
     if (
-        o.recompute == "full"
-        or o.results != ("loss",)
+        o.results != ("loss",)
         or o.group
         or torch.compiler.is_compiling()
         or x.is_meta
@@ -96,25 +94,23 @@ def loss_and_gradients(
     o: LinearCrossEntropyOptions, tensors, needs
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """(the sum of the losses, and of its gradients times the unit: of x in its dtype, of w and b in float32)."""
-    x, w, b, target, class_weight = tensors
-    p, rows, target, (V, d) = primitives(o.backend), rows_2d(x), target.reshape(-1), w.shape
-    o, _ = beside_frozen((w,), o, x.dtype)
+    x, target, (V, d) = tensors[0], tensors[3].reshape(-1), tensors[1].shape
+    p, rows, wide = primitives(o.backend), rows_2d(x), eager.wide_of(x.dtype)
+    o, w, b, weights = operands(tensors, o, x.dtype)
     check_targets(target, V, o.ignore_index)
-    w, b, wide, M = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype), len(rows)
-    weights = cast_parameter(class_weight, wide)
     per_class = weights if o.label_smoothing else None
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, 0, o.precision)
     dx = torch.empty_like(rows) if needs[0] else None
     dw = torch.zeros(V, d, dtype=wide, device=x.device) if needs[1] else None
     db = torch.zeros(V, dtype=wide, device=x.device) if needs[2] else None
-    losses = torch.empty(M, dtype=wide, device=x.device)
+    losses = torch.empty(len(rows), dtype=wide, device=x.device)
 
     def of_tokens(start: int, stop: int) -> None:
         here, mine = rows[start:stop], target[start:stop]
         made = p.cross_entropy_fwd(here, w, b, mine, per_class, head, weighted=o.label_smoothing > 0, keep=True)
-        sums, s = Sums(mine, weights, o.ignore_index, o.label_smoothing, V), made.statistics
-        losses[start:stop] = sums.results(s).loss.masked_fill_(sums.ignored, 0)
-        units = torch.full_like(s.lse, unit_of(o, x.dtype, class_weight))
+        sums, s = Sums(mine, weights, o, V), made.statistics
+        losses[start:stop] = sums.results(s, o.results)[0]
+        units = torch.full_like(s.lse, unit_of(o, x.dtype, weights))
         gradients = sums.gradients(TokenResults(loss=units), s.lse, None)
         given = made.logits, made.parts, s.z_t, 0, mine, per_class, s.lse, gradients, head
         part = p.cross_entropy_saved_bwd(*given, made.logits, db=needs[2])
@@ -125,7 +121,7 @@ def loss_and_gradients(
         if needs[0]:
             eager.upcast_matmul(made.logits, w, out=dx[start:stop])
 
-    for start, stop in token_chunks(M, bytes_of_a_token(o, x, V, d, p), o.workspace):
+    for start, stop in token_chunks(len(rows), bytes_of_a_token(o, x, V, d, p), o.workspace):
         of_tokens(start, stop)
     return losses.sum(), None if dx is None else dx.view_as(x), dw, db
 

@@ -8,7 +8,17 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..dispatch.checks import check_choice, check_flags, check_input, check_mode, check_number, check_weight
+from ...errors import DtypeError, ShapeError
+from ..dispatch.checks import (
+    MODES,
+    check_choice,
+    check_flags,
+    check_input,
+    check_number,
+    check_softcap,
+    check_tensor,
+    check_weight,
+)
 from ..dispatch.choices import (
     WORKSPACE_OF_LOSS,
     autocast_off,
@@ -21,14 +31,13 @@ from ..dispatch.choices import (
 )
 from ..sublayer.dropout import draw_state
 from ..sublayer.lora import LoRA, ReplayedLoRA, check_update, update_dtype
-from .checks import NAME, check_class_weights, check_scalars, check_target, check_top_k, place_in
 from .in_forward import SumOfLosses, forms_in_forward
-from .logits import reference_logits, results_of_logits
-from .op import LinearCrossEntropyOptions, apply
-from .statistics import CLASSES, DIFFERENTIABLE, TokenResults, of_rows
-from .updated import UpdateOptions, update_of
+from .op import NAME, LinearCrossEntropyOptions, apply
+from .statistics import CLASSES, DIFFERENTIABLE, TokenResults, of_rows, reference_logits, results_of_logits
+from .updated import update_of
 
 SELECTED = "selected_log_probs"
+TOP = 64  # log-probabilities of a token at most
 
 
 class TopK(NamedTuple):
@@ -126,48 +135,42 @@ def linear_cross_entropy(
     """
     flags = {"return_lse": return_lse, "return_log_probs": return_log_probs, "return_entropy": return_entropy}
     flags["return_accuracy"] = return_accuracy
-    check_arguments(NAME, input, linear_weight, linear_bias, recompute, flags, ("linear_weight", "input"))
+    check_flags(NAME, **flags)
     check_choice(NAME, "reduction", reduction, ("none", "mean", "sum"))
     label_smoothing, logit_scale, softcap, z_loss = check_scalars(label_smoothing, logit_scale, softcap, z_loss)
     ignore_index = -100 if ignore_index is None else ignore_index
-    check_top_k(top_k, None if group is not None else linear_weight.shape[0])
-    returned = [one.removeprefix("return_") for one, wanted in flags.items() if wanted]
-    beside = {"lse_squared": z_loss, "arg_max": return_accuracy, "top_k": top_k}
+    asked = flags | {"lse_squared": z_loss, "arg_max": return_accuracy, "top_k": top_k is not None}
     results = token_results(
         NAME,
-        "target",
+        ("input", "linear_weight", "target"),
         input,
         linear_weight,
         linear_bias,
         target,
+        ("loss", *(name.removeprefix("return_") for name, wanted in asked.items() if wanted)),
         weight,
-        ("loss", *returned, *(one for one, wanted in beside.items() if wanted)),
         group,
         vocab_start,
         workspace,
         recompute,
+        lora,
+        reduction != "none",
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
         logit_scale=logit_scale,
         softcap=softcap,
-        top_k=top_k or 0,
-        summed=reduction != "none",
-        lora=lora,
+        top_k=top_k,
     )
-    loss = reduced(results, target, weight, reduction, ignore_index, z_loss)
-    return output(loss, results, target, reduction, ignore_index) if returned or top_k else loss
+    is_alone = top_k is None and True not in flags.values()
+    return reduced(results, target, weight, reduction, ignore_index, z_loss, is_alone)
 
 
-def output(
-    loss: Tensor, results: TokenResults, target: Tensor, reduction: str, ignore_index: int
-) -> CrossEntropyOutput:
-    """What was asked for beside the loss, each of the leading shape, but for a mean of accuracies."""
-    classes = not target.is_floating_point()
-    found = public(results, target.shape if classes else target.shape[:-1])
-    if results.accuracy is not None and reduction != "none":
-        count = (target != ignore_index).sum() if classes else len(results.loss)
-        found["accuracy"] = found["accuracy"].sum() / count
-    return CrossEntropyOutput(loss, *(found.get(one) for one in CrossEntropyOutput._fields[1:]))
+def check_scalars(label_smoothing, logit_scale, softcap, z_loss) -> tuple[float, float, float, float]:
+    for name, value in (("label_smoothing", label_smoothing), ("logit_scale", logit_scale), ("z_loss", z_loss)):
+        check_number(NAME, name, value)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{NAME}: label_smoothing must be between 0 and 1, not {label_smoothing}")
+    return float(label_smoothing), float(logit_scale), check_softcap(NAME, softcap), float(z_loss)
 
 
 @overload
@@ -229,9 +232,7 @@ def selected_log_probs(
     lora (of weight), ignore_index, group, vocab_start, recompute, workspace: see linear_cross_entropy.
     Raises what linear_cross_entropy raises.
     """
-    check_arguments(
-        SELECTED, hidden, weight, bias, recompute, dict(return_entropy=return_entropy), ("weight", "hidden")
-    )
+    check_flags(SELECTED, return_entropy=return_entropy)
     check_number(SELECTED, "temperature", temperature)
     if not temperature > 0:
         raise ValueError(
@@ -239,23 +240,20 @@ def selected_log_probs(
         )
     results = token_results(
         SELECTED,
-        "tokens",
+        ("hidden", "weight", "tokens"),
         hidden,
         weight,
         bias,
         tokens,
-        None,
         TokenLogProbs._fields[: 1 + return_entropy],
+        None,
         group,
         vocab_start,
         workspace,
         recompute,
+        lora,
         ignore_index=ignore_index,
-        label_smoothing=0.0,
         logit_scale=1.0 / temperature,
-        softcap=0.0,
-        top_k=0,
-        lora=lora,
     )
     found = public(results, hidden.shape[:-1])
     if tokens.dim() == hidden.dim():
@@ -263,78 +261,156 @@ def selected_log_probs(
     return TokenLogProbs(**found) if return_entropy else found["log_probs"]
 
 
-def check_arguments(
-    op: str, x: Tensor, w: Tensor, b: Tensor | None, recompute: str, flags: dict[str, bool], names: tuple[str, str]
-) -> None:
-    """names: those of w and x."""
-    check_mode(op, recompute)
-    check_flags(op, **flags)
-    check_input(op, x, names[1])
-    check_weight(op, names[0], w, b, x, x.shape[-1], names[1])
-
-
 def token_results(
     op: str,
-    target_name: str,
+    named: tuple[str, str, str],
     input: Tensor,
     w: Tensor,
     b: Tensor | None,
     target: Tensor,
+    results: tuple[str, ...],
     weight: Tensor | None,
-    names: tuple[str, ...],
     group,
     vocab_start: int | None,
     workspace: int | str | None,
     recompute: str,
-    summed: bool = False,
     lora: LoRA | None = None,
-    **options,
+    summed: bool = False,
+    *,
+    ignore_index: int,
+    logit_scale: float,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    top_k: int | None = None,
 ) -> TokenResults:
-    """Those of these names, [M]; of checked arguments but for target and weight. summed: is only their sum read, so that it may
-    be the one value? options: fields of the op's options."""
+    """Those of these names, [M]. named: input, w and target in messages of the function `op`. summed: is only their sum read,
+    so that it may be the one value?"""
+    check_choice(op, "recompute", recompute, MODES)
+    check_input(op, input, named[0])
+    check_weight(op, named[1], w, b, input, input.shape[-1], named[0])
+    if top_k is not None:
+        check_top_k(top_k, None if group is not None else w.shape[0])
     x = cast_input(op, input, w)
     probabilities = op == NAME and isinstance(target, Tensor) and target.is_floating_point()
-    check_target(op, target_name, input, w, target, probabilities, several=op != NAME)
-    if lora is not None and group is not None:
-        raise ValueError(f"{op}: a low-rank update (lora) is not split over a process group; leave out one of both")
-    name, size, first = place_in(op, group, w.shape[0], vocab_start)
-    check_class_weights(weight, input, first + w.shape[0], split=group is not None)
-    if not {"arg_max", "top_k"}.isdisjoint(names) and first + w.shape[0] > CLASSES:
-        raise ValueError(
-            f"{op}: return_accuracy and top_k take up to 2^24 classes, not {first + w.shape[0]}; leave them out"
-        )
-    update, numbers = (None, None, None), ()
+    check_target(op, named[2], input, w, target, probabilities)
+    name, size, first = "", 1, 0
+    if group is not None:
+        if lora is not None:
+            raise ValueError(f"{op}: a low-rank update (lora) is not split over a process group; leave out one of both")
+        name, size = group.group_name, group.size()
+        first = group.rank() * w.shape[0] if vocab_start is None else vocab_start
+    elif vocab_start is not None:
+        raise ValueError(f"{op}: vocab_start needs a group")
+    last = first + w.shape[0]
+    if weight is not None:
+        check_class_weights(weight, input, last, split=group is not None)
+    if ("arg_max" in results or top_k is not None) and last > CLASSES:
+        raise ValueError(f"{op}: return_accuracy and top_k take up to 2^24 classes, not {last}; leave them out")
+    update, numbers, lora_dtype = (None, None, None), (), x.dtype
     if lora is not None:
         a, low_rank_b, *numbers = check_update(op, "lora", lora, w, input)
         drawn = lora.rng if isinstance(lora, ReplayedLoRA) else draw_state(x, numbers[1], True)
-        update = a, low_rank_b, drawn
-    kinds = UpdateOptions(lora=tuple(numbers), lora_dtype=update_dtype(input, x.dtype, update[:2]))
-    if not probabilities:
-        o = LinearCrossEntropyOptions(
-            **options,
-            **kinds._asdict(),
-            candidates=0 if target.dim() < input.dim() else target.shape[-1],
-            vocab_start=first,
-            group=name,
-            size=size,
-            equal_shards=vocab_start is None,
-            recompute=choose_mode(recompute) if lora is None else "full",
-            backend=choose_backend(op, x),
-            precision=matmul_precision(x),
-            workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS),
-            results=names,
-        )
-        if summed and forms_in_forward(o, x, w, b, target):
-            return TokenResults(loss=SumOfLosses.apply(o, x, w, b, target, weight)[None])
-        return of_rows(apply(o, x, w, b, target, weight, *update), names)
-    if group is not None:
-        raise ValueError(f"{op}: targets that are probabilities cannot be split over a process group")
-    compose(op, "a target of probabilities needs all logits at once")
-    with autocast_off(x):
-        z = reference_logits(x, w, b, options["logit_scale"], options["softcap"], update_of(update, kinds))
-        return results_of_logits(
-            z, target, weight, options["ignore_index"], options["label_smoothing"], names, options["top_k"]
-        )
+        update, lora_dtype = (a, low_rank_b, drawn), update_dtype(input, x.dtype, (a, low_rank_b))
+    if probabilities:
+        if group is not None:
+            raise ValueError(f"{op}: targets that are probabilities cannot be split over a process group")
+        compose(op, "a target of probabilities needs all logits at once")
+    o = LinearCrossEntropyOptions(
+        label_smoothing=label_smoothing,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        vocab_start=first,
+        group=name,
+        size=size,
+        equal_shards=vocab_start is None,
+        recompute=choose_mode(recompute) if lora is None else "full",
+        backend="eager" if probabilities else choose_backend(op, x),
+        precision=matmul_precision(x),
+        workspace=choose_workspace(op, workspace, x, least=WORKSPACE_OF_LOSS),
+        results=results,
+        top_k=top_k or 0,
+        lora=tuple(numbers),
+        lora_dtype=lora_dtype,
+        candidates=0 if target.dim() < input.dim() else target.shape[-1],
+    )
+    if probabilities:
+        with autocast_off(x):
+            z = reference_logits(x, w, b, logit_scale, softcap, update_of(update, o))
+            return results_of_logits(z, target, weight, ignore_index, label_smoothing, results, o.top_k)
+    if summed and o.recompute != "full" and forms_in_forward(o, x, w, b, target):
+        return TokenResults(loss=SumOfLosses.apply(o, x, w, b, target, weight)[None])
+    return of_rows(apply(o, x, w, b, target, weight, *update), results)
+
+
+def check_class_weights(weight: Tensor, x: Tensor, classes: int, split: bool) -> None:
+    """A shard may be followed by other ranks' classes."""
+    check_tensor(NAME, "weight", weight, x)
+    if weight.dim() != 1 or (len(weight) < classes if split else len(weight) != classes):
+        raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{NAME}: weight gets no gradient; detach it")
+
+
+def check_top_k(k: int, classes: int | None) -> None:
+    """classes: None if other ranks have some, too."""
+    if type(k) is not int:
+        raise TypeError(f"{NAME}: top_k must be an int or None, not {k!r}")
+    most = TOP if classes is None else min(classes, TOP)
+    if not 1 <= k <= most:
+        raise ValueError(f"{NAME}: top_k must be from 1 to {most}, not {k}; for more, compute the logits")
+
+
+def check_target(op: str, name: str, x: Tensor, w: Tensor, target: Tensor, probabilities: bool) -> None:
+    """selected_log_probs takes k targets of a token, too."""
+    check_tensor(op, name, target, x, floating=False)
+    wanted, what = tuple(x.shape[:-1]), "a class for each token, as input without its features"
+    if probabilities:
+        wanted, what = (*wanted, w.shape[0]), "probabilities of classes, (..., classes)"
+    elif target.dtype != torch.int64:
+        either = ", or floating point for probabilities" if op == NAME else ""
+        raise DtypeError(f"{op}: {name} must be int64{either}, not {target.dtype}")
+    elif op != NAME and target.dim() == x.dim() and target.shape[-1]:
+        wanted = (*wanted, target.shape[-1])
+    if tuple(target.shape) != wanted:
+        raise ShapeError(f"{op}: {name} must have shape {wanted}, {what}, but has {tuple(target.shape)}")
+
+
+def reduced(
+    results: TokenResults,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    z_loss: float,
+    is_alone: bool,
+) -> Tensor | CrossEntropyOutput:
+    """The loss of all tokens from those of each, of which none is ignored where targets are probabilities [..., V]; unless it
+    is alone, with what was asked for beside it, each of the leading shape, but for a mean of accuracies."""
+    classes, count, total = not target.is_floating_point(), results.loss.shape[0], results.loss.shape[0]
+    if classes and (reduction == "mean" or results.accuracy is not None):
+        counted = target != ignore_index
+        count = total = counted.sum()
+        if weight is not None:
+            total = (weight[target.masked_fill(~counted, 0)] * counted).sum(dtype=results.loss.dtype)
+
+    lead = target.shape if classes else target.shape[:-1]
+    loss = reduced_over(results.loss, reduction, total, lead)
+    if z_loss:
+        loss = loss + z_loss * reduced_over(results.lse_squared, reduction, count, lead)
+    if is_alone:
+        return loss
+    found = public(results, lead)
+    if results.accuracy is not None and reduction != "none":
+        found["accuracy"] = found["accuracy"].sum() / count
+    return CrossEntropyOutput(loss, *(found.get(one) for one in CrossEntropyOutput._fields[1:]))
+
+
+def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
+    """The mean or the sum of a number for each token, or all of them, in the leading shape."""
+    if reduction == "none":
+        return tokens.view(lead)
+    return tokens.sum() / divisor if reduction == "mean" else tokens.sum()
 
 
 def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
@@ -349,24 +425,3 @@ def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
             one = one.to(torch.int64) if name == "arg_max" else one
             found[name] = one.view(lead) if one.dim() == 1 else one.t().reshape(*lead, len(one))
     return found
-
-
-def reduced(results: TokenResults, target, weight, reduction: str, ignore_index: int, z_loss: float) -> Tensor:
-    """The loss of all tokens from those of each, of which none is ignored where targets are probabilities [..., V]."""
-    classes, count, total = not target.is_floating_point(), results.loss.shape[0], results.loss.shape[0]
-    if classes and reduction == "mean":
-        counted = target != ignore_index
-        count = total = counted.sum()
-        if weight is not None:
-            total = (weight[target.masked_fill(~counted, 0)] * counted).sum(dtype=results.loss.dtype)
-
-    lead = target.shape if classes else target.shape[:-1]
-    loss = reduced_over(results.loss, reduction, total, lead)
-    return loss + z_loss * reduced_over(results.lse_squared, reduction, count, lead) if z_loss else loss
-
-
-def reduced_over(tokens: Tensor, reduction: str, divisor: Tensor | int, lead: torch.Size) -> Tensor:
-    """The mean or the sum of a number for each token, or all of them, in the leading shape."""
-    if reduction == "none":
-        return tokens.view(lead)
-    return tokens.sum() / divisor if reduction == "mean" else tokens.sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,32 +12,66 @@ from ... import eager
 from ...results import TokenStatistics
 from ..dispatch.choices import primitives
 from ..registration.functions import build
-from ..registration.gradients import CHUNK_ROWS, by_chunks, token_chunks
-from ..registration.needs import flags, needed
-from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
-from .checks import NAME, check_equal_shards, check_targets
-from .gradients import COLUMNS, HeadGradients, vocabulary_chunks
-from .logits import reference_logits, results_of_logits
-from .statistics import (
-    Sums,
-    add_to_candidates,
-    as_rows,
-    combined,
-    gathered,
-    logits_of_candidates,
-    of_rows,
-    top_of,
-    total,
+from ..registration.gradients import main_grad_of
+from ..registration.op import (
+    CHUNK_ROWS,
+    Op,
+    beside_frozen,
+    by_chunks,
+    cast_parameter,
+    flags,
+    needed,
+    rows_2d,
+    token_chunks,
+    unflattened,
 )
-from .updated import UPDATE, UpdatedHead, update_of
+from .statistics import Sums, combined, gathered, of_rows, reference_logits, results_of_logits, top_of
+from .updated import UpdatedHead, update_of
 
+NAME = "linear_cross_entropy"
 X, W, B, TARGET, CLASS_WEIGHT = range(5)
+COLUMNS = 256  # where chunks of the vocabulary start: multiples of every tile's BLOCK_N
+
+
+def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> None:
+    """Checks that all targets are classes or ignored: an IndexError on a CPU, a device-side assertion on a GPU, as in
+    torch."""
+    bad = ((target < 0) | (target >= entries)) & (target != ignore_index)
+    if target.is_cpu:
+        if bool(bad.any()):
+            raise IndexError(f"{NAME}: Target {target[bad][0].item()} is out of bounds.")
+    else:
+        torch._assert_async(~bad.any(), f"{NAME}: a target is out of bounds")
+
+
+def check_equal_shards(entries: Tensor, mine: int, size: int) -> None:
+    """Checks that shards have equal sizes if vocab_start is None: a ValueError on a CPU, a device-side assertion on a
+    GPU."""
+    message = f"{NAME}: without vocab_start all ranks have shards of equal size"
+    if not entries.is_cpu:
+        torch._assert_async(entries == mine * size, message)
+    elif entries != mine * size:
+        raise ValueError(f"{message}, but here are {mine} of {int(entries)} classes on one of {size} ranks")
+
+
+def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
+    """[start, stop) ranges of the vocabulary whose transient tensors fit `workspace`: at least COLUMNS each, and as equal as
+    multiples of COLUMNS can be. Without a workspace, one range."""
+    chunks = token_chunks(-(-entries // COLUMNS) * COLUMNS, max(bytes_per_entry, 1), workspace, COLUMNS)
+    return [*chunks[:-1], (chunks[-1][0], entries)] if entries else []
+
+
+def operands(
+    tensors: Sequence[Tensor | None], o: Any, dtype: torch.dtype
+) -> tuple[Any, Tensor, Tensor | None, Tensor | None]:
+    """(the options, whose workspace is what a Frozen weight leaves of it; w and b in dtype; class weights in the wide type)."""
+    o, _ = beside_frozen((tensors[W],), o, dtype)
+    w, b = cast_parameter(tensors[W], dtype), cast_parameter(tensors[B], dtype)
+    return o, w, b, cast_parameter(tensors[CLASS_WEIGHT], eager.wide_of(dtype))
 
 
 def statistics_of(
-    inputs: Callable[[int, int], Tensor],
-    x: Tensor,
+    rows: Tensor,
     w: Tensor,
     b: Tensor | None,
     target: Tensor,
@@ -45,18 +79,17 @@ def statistics_of(
     candidates: Tensor | None,
     o: Any,
     first: int = 0,
-    beside: int = 0,
+    updated: UpdatedHead | None = None,
 ) -> dict[str, Tensor]:
-    """TokenStatistics of the rows w, from `first` of this rank's on, and logits and parts that are saved, by name.
-
-    inputs: (start, stop) -> those rows of the operand x [M, d], which has `beside` transient bytes a row.
-    """
-    p, V, M, keep, holds = primitives(o.backend), w.shape[0], target.shape[0], o.recompute != "full", o.holds_logits
+    """TokenStatistics of the rows w, from `first` of this rank's on, and logits and parts that are saved, by name. updated:
+    whose [x | u] stand for rows [M, d], and w is [W | B]."""
+    (M, _), V, keep, p = rows.shape, w.shape[0], o.recompute != "full", primitives(o.backend)
+    holds = o.top_k + o.candidates > 0
     head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, o.vocab_start + first, o.precision)
 
     def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
         made = p.cross_entropy_fwd(
-            inputs(start, stop),
+            rows[start:stop] if updated is None else updated.inputs(start, stop),
             w,
             b,
             target[start:stop],
@@ -68,31 +101,37 @@ def statistics_of(
             arg_max="arg_max" in o.results,
             logits=holds,
         )
-        parts = None if made.parts is None else made.parts.t()
-        top_z, top_v = top_of(made.z, o.top_k, head.first) if o.top_k else (None, None)
-        z_c = None if candidates is None else logits_of_candidates(made.z, candidates[start:stop], head.first)
-        statistics = made.statistics._replace(top_z=top_z, top_v=top_v, z_c=z_c)
-        named = statistics._asdict() | {"logits": made.logits, "parts": parts}
+        named = made.statistics._asdict() | {"logits": made.logits}
+        if made.parts is not None:
+            named["parts"] = made.parts.t()
+        if o.top_k:
+            named["top_z"], named["top_v"] = top_of(made.z, o.top_k, head.first)
+        if candidates is not None:
+            columns, here = eager.target_columns(candidates[start:stop], head, V)
+            named["z_c"] = torch.where(here, made.z.gather(1, columns), 0) if V else made.z.new_zeros(columns.shape)
         return {name: one for name, one in named.items() if one is not None}
 
     # kernels hold nothing beside what they save, and their parts of a token may be of other widths for other chunks
-    whole = keep and o.backend != "eager" and not holds
-    return by_chunks([(0, M)] if whole else token_chunks(M, token_bytes(x, V, o) + beside, o.workspace), of_tokens)
+    if keep and o.backend != "eager" and not holds:
+        return of_tokens(0, M)
+    of_token = token_bytes(rows, V, o) + (0 if updated is None else updated.bytes_of_token)
+    return by_chunks(token_chunks(M, of_token, o.workspace), of_tokens)
 
 
 def token_bytes(x: Tensor, V: int, o: Any) -> int:
     """Returns bytes of a token's transient tensors in forward, for V rows of w."""
+    holds = o.top_k + o.candidates > 0  # logits, after their statistics are formed
     if o.backend == "eager":
-        buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + o.holds_logits
+        buffers = 1 + (o.softcap > 0) + ("entropy" in o.results) + holds
         return V * (eager.wide_of(x.dtype).itemsize * buffers + (x.dtype.itemsize if o.recompute != "full" else 0))
     # of slices: lse, wz, entropy, the largest and its class
     of_slices = 1 + (o.label_smoothing > 0) + ("entropy" in o.results) + 2 * ("arg_max" in o.results)
-    return 4 * primitives(o.backend).slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * o.holds_logits
+    return 4 * primitives(o.backend).slice_count(x, V) * of_slices + 4 * (V + COLUMNS) * holds
 
 
 def statistics_with_update(
     updated: UpdatedHead, b: Tensor | None, target: Tensor, weights: Tensor | None, candidates: Tensor | None, o: Any
-) -> dict[str, Tensor]:
+) -> TokenStatistics:
     """`statistics_of` w with its low-rank update, of parts of the vocabulary: half of the workspace is for their weights, half
     for their logits, at least CHUNK_ROWS tokens'."""
     half = None if o.workspace is None else o.workspace // 2
@@ -100,13 +139,67 @@ def statistics_with_update(
     def of_entries(start: int, stop: int) -> dict[str, Tensor]:
         bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
         weight, options = updated.weights(start, stop), o._replace(workspace=half)
-        given = updated.inputs, updated.rows, weight, bias, target, per_class, candidates
-        return statistics_of(*given, options, start, updated.bytes_of_token)
+        return statistics_of(updated.rows, weight, bias, target, per_class, candidates, options, start, updated)
 
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
     found = [of_entries(*chunk) for chunk in vocabulary_chunks(updated.w.shape[0], of_entry, half)]
     stacked = {name: torch.stack([one[name] for one in found]) for name in found[0]}
-    return {name: one for name, one in combined(TokenStatistics(**stacked))._asdict().items() if one is not None}
+    return combined(TokenStatistics(**stacked))
+
+
+def head_gradients(
+    write: Callable[[int, int, Tensor, bool], Tensor | None],
+    like: Tensor,
+    rows: Tensor | None,
+    parameter: Tensor,
+    w: Tensor,
+    b: Tensor | None,
+    lse: Tensor,
+    dtype: torch.dtype,
+    needs: int,
+    chunks: list[tuple[int, int]],
+    group: str = "",
+    updated: UpdatedHead | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx [..., d], dw, db) of logits x w^T + b, as `needs` asks, by ranges of the vocabulary; dw is None if it was added to a
+    main_grad.
+
+    write(start, stop, dz, db) writes the gradients of these logits to dz [M, stop - start] and returns the sum of its rows, if
+    db. like: a tensor [..., anything]; rows: x [M, d], None if no gradient reads it; parameter: w itself, and w: in dtype, that
+    of x; lse: [M], of the device and the wide type. A range's rows of dw and db are final, rounded once. dx is a sum over
+    ranges in the wide type.
+    """
+    (M,), (V, d) = lse.shape, w.shape
+    need_dx, need_dw, need_db = flags(needs, 3)
+    widest = -(-V // (COLUMNS * max(len(chunks), 1))) * COLUMNS
+    workspace_rows = lse.new_empty((M, widest), dtype=dtype)
+    summed = len(chunks) != 1 or bool(group)  # then dx is a sum of several matmuls, in the wide type
+    dx = lse.new_empty((M, d), dtype=lse.dtype if summed else dtype) if need_dx else None
+    main = main_grad_of(parameter) if need_dw else None
+    dw = torch.empty_like(parameter) if need_dw and main is None else main
+    db = torch.empty_like(b) if need_db else None
+    for start, stop in chunks:
+        dz = workspace_rows[:, : stop - start]
+        total = write(start, stop, dz, need_db)
+        if updated is not None:
+            updated.add(dz, start, stop)
+        if db is not None:
+            db[start:stop] = total
+        if dw is not None:
+            eager.upcast_matmul(dz.t(), rows, out=dw[start:stop], add=main is not None)
+        if dx is not None:
+            eager.upcast_matmul(dz, w[start:stop], out=dx, add=start > 0)
+    if updated is not None:
+        updated.finish(dx)
+    if dx is not None:
+        dx = dx if chunks else dx.zero_()
+        if group:
+            dx = torch.ops._c10d_functional.all_reduce(dx, "sum", group)
+            dx = torch.ops._c10d_functional.wait_tensor(dx)
+        dx = unflattened(cast_parameter(dx, dtype), like)
+    if main is not None:
+        parameter.grad_added_to_main_grad, dw = True, None
+    return dx, dw, db
 
 
 class LinearCrossEntropyOptions(NamedTuple):
@@ -131,11 +224,6 @@ class LinearCrossEntropyOptions(NamedTuple):
     lora: tuple[float, ...]
     lora_dtype: torch.dtype
     candidates: int
-
-    @property
-    def holds_logits(self) -> bool:
-        """Does forward hold a chunk's logits after their statistics are formed?"""
-        return self.top_k > 0 or self.candidates > 0
 
     def targets(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """(target [M], candidates [M, k] or None); with candidates the target is one of them, if any counts."""
@@ -164,21 +252,18 @@ class LinearCrossEntropy(Op):
 
     @staticmethod
     def forward(tensors, o):
-        x, w, b, target, class_weight, *_ = tensors
-        rows, V, (target, candidates) = rows_2d(x), w.shape[0], o.targets(target)
-        o, _ = beside_frozen((w,), o, x.dtype)
-        w, b, wide = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), eager.wide_of(x.dtype)
-        all_weights = cast_parameter(class_weight, wide)
+        rows, V, (target, candidates) = rows_2d(tensors[X]), tensors[W].shape[0], o.targets(tensors[TARGET])
+        o, w, b, all_weights = operands(tensors, o, rows.dtype)
         weights = None
-        if class_weight is not None and o.label_smoothing:
+        if all_weights is not None and o.label_smoothing:
             weights = all_weights[o.vocab_start : o.vocab_start + V].contiguous()
         classes = target if candidates is None else candidates
         if not o.group:
             check_targets(classes, V, o.ignore_index)
         if o.lora:
-            made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o)
+            made = statistics_with_update(UpdatedHead(rows, w, tensors, o), b, target, weights, candidates, o)._asdict()
         else:
-            made = statistics_of(lambda start, stop: rows[start:stop], rows, w, b, target, weights, candidates, o)
+            made = statistics_of(rows, w, b, target, weights, candidates, o)
         logits, parts, entries = made.pop("logits", None), made.pop("parts", None), V
         statistics = TokenStatistics(**made)
         if o.group:
@@ -186,30 +271,25 @@ class LinearCrossEntropy(Op):
             check_targets(classes, entries, o.ignore_index)
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
-        sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, entries, candidates)
+        y = Sums(target, all_weights, o, entries, candidates).results(statistics, o.results)
         saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
-        return as_rows(sums.results(statistics), o.results, sums.ignored), saved | statistics._asdict()
+        return y, saved | statistics._asdict()
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
-        x, w, b, target, class_weight, *_ = tensors
-        lse, logits, parts, z_t = (saved.get(name) for name in ("lse", "logits", "parts", "z_t"))
-        p, (V, d), like, (target, candidates) = primitives(o.backend), w.shape, target, o.targets(target)
-        like = like if o.candidates else like[..., None]
-        wanted = flags(needs, CLASS_WEIGHT + 1 + len(UPDATE))
-        dtype, wide = logits.dtype if x is None else x.dtype, lse.dtype
-        rows, M = None if x is None else rows_2d(x), lse.shape[0]
-        o, _ = beside_frozen((w,), o, dtype)
-        w_, b_, all_weights = cast_parameter(w, dtype), cast_parameter(b, dtype), cast_parameter(class_weight, wide)
-        sums = Sums(target, all_weights, o.ignore_index, o.label_smoothing, saved["entries"] if o.group else V)
-        dy = of_rows(dy, o.results)
+        x, target = tensors[X], tensors[TARGET]
+        lse, logits, parts, z_t = map(saved.get, ("lse", "logits", "parts", "z_t"))
+        p, (V, d), (M,), wide = primitives(o.backend), tensors[W].shape, lse.shape, lse.dtype
+        dtype, rows = (logits.dtype, None) if x is None else (x.dtype, rows_2d(x))
+        like = target if o.candidates else target[..., None]
+        target, candidates = o.targets(target)
+        o, w, b, weights = operands(tensors, o, dtype)
+        sums, dy = Sums(target, weights, o, saved["entries"] if o.group else V), of_rows(dy, o.results)
         if candidates is not None:
             of_candidates = dy.log_probs.view(o.candidates, M).t().masked_fill(candidates == o.ignore_index, 0)
-            dy = dy._replace(log_probs=torch.zeros_like(lse), lse=total(dy.lse, -of_candidates.sum(1)))
+            dy = dy._replace(log_probs=torch.zeros_like(lse), lse=-of_candidates.sum(1))
         gradients = sums.gradients(dy, lse, saved.get("entropy"))
-        weights = all_weights if o.label_smoothing else None
-        of_update = zip(("x", *UPDATE), (wanted[X], *wanted[-len(UPDATE) :]), strict=True)
-        updated = UpdatedHead(rows, w_, tensors, o, {name for name, one in of_update if one}) if o.lora else None
+        updated = UpdatedHead(rows, w, tensors, o, needs) if o.lora else None
 
         transient = M * dtype.itemsize
         if o.backend == "eager":  # float32 logits, what the softcap's slope takes, and what a CPU's matmuls copy
@@ -224,40 +304,34 @@ class LinearCrossEntropy(Op):
             # u and du of all tokens, and a copy of u that is joined of chunks
             of_all = M * updated.b.shape[1] * (2 * dtype.itemsize + 4 * max(1, dtype.itemsize // 4))
             workspace = None if workspace is None else workspace - workspace // 4 - of_all
-        chunks = vocabulary_chunks(V, transient, workspace)
-        grads = HeadGradients(rows, w, w_, b, lse, dtype, needs, chunks, o.group)
 
-        def of_entries(start: int, stop: int) -> None:
-            dz = grads.dz(start, stop)
-            need_db, here = grads.needs_bias, slice(o.vocab_start + start, o.vocab_start + stop)
-            given = (target, None if weights is None else weights[here], lse, gradients)
+        def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
+            here = slice(o.vocab_start + start, o.vocab_start + stop)
             head = eager.Head(o.logit_scale, o.softcap, o.ignore_index, here.start, o.precision)
+            per_class = weights[here] if weights is not None and o.label_smoothing else None
+            given = target, per_class, lse, gradients
+            bias = None if b is None else b[start:stop]
             # p and the candidates' gradients cancel where p is near 1: they meet before they are rounded
             apart = candidates is not None and dtype != wide
-            out = torch.empty_like(grads.workspace_rows, dtype=wide)[:, : stop - start] if apart else dz
+            out = lse.new_empty((M, dz.stride(0)))[:, : stop - start] if apart else dz
             if updated is not None:
-                bias = None if b_ is None else b_[start:stop]
-                db = updated.write_gradient(slice(start, stop), bias, given, head, out, need_db)
+                total = updated.write_gradient(slice(start, stop), bias, given, head, out, db)
             elif logits is None:
-                part = w_[start:stop], None if b_ is None else b_[start:stop]
-                db = p.cross_entropy_bwd(rows, *part, *given, head, out, db=need_db)
+                total = p.cross_entropy_bwd(rows, w[start:stop], bias, *given, head, out, db=db)
             else:
-                of_chunk = logits[:, start:stop], parts, z_t, start
-                db = p.cross_entropy_saved_bwd(*of_chunk, *given, head, out, db=need_db)
+                total = p.cross_entropy_saved_bwd(logits[:, start:stop], parts, z_t, start, *given, head, out, db=db)
             if candidates is not None:
-                add_to_candidates(out, candidates, of_candidates * o.logit_scale, here.start)
-                db = out.sum(0) if need_db else None
-            if apart:
-                dz.copy_(out)
-            out = None  # gone before the other gradients are formed
-            if updated is not None:
-                updated.add(dz, start, stop)
-            grads.add(start, stop, db)
+                columns, inside = eager.target_columns(candidates, head, stop - start)
+                out.scatter_add_(1, columns, torch.where(inside, of_candidates * o.logit_scale, 0))
+                total = out.sum(0) if db else None
+                if apart:
+                    dz.copy_(out)
+            return total
 
-        for start, stop in chunks:
-            of_entries(start, stop)
-        da, dlb = (None, None) if updated is None else updated.results(grads.dx)
-        return *grads.results(like), None, None, da, dlb, None
+        chunks = vocabulary_chunks(V, transient, workspace)
+        grads = head_gradients(write, like, rows, tensors[W], w, b, lse, dtype, needs, chunks, o.group, updated)
+        of_update = (None, None) if updated is None else (updated.da, updated.db)
+        return *grads, None, None, *of_update, None
 
     @staticmethod
     def made_on_meta(x, made, o):
@@ -277,7 +351,7 @@ class LinearCrossEntropy(Op):
         results = results_of_logits(
             z, target, weight, o.ignore_index, o.label_smoothing, o.results, o.top_k, candidates
         )
-        return as_rows(results, o.results, target == o.ignore_index)
+        return torch.vstack([getattr(results, name) for name in o.results])
 
 
 apply = build(LinearCrossEntropy)

@@ -1,16 +1,19 @@
-"""What the op computes of each token from the statistics of its logits, and the gradients that go back to these."""
+"""What the op computes of each token: from the statistics of its logits, with the gradients that go back to these, or in
+differentiable PyTorch ops from its logits, which is the reference implementation."""
 
 from __future__ import annotations
 
 import functools
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ... import eager
 from ...results import TokenGradients, TokenStatistics
+from ..registration.op import cast_parameter, rows_2d
+from ..sublayer.lora import LowRank
 
 
 class TokenResults(NamedTuple):
@@ -35,45 +38,25 @@ DIFFERENTIABLE = ("loss", "lse_squared", "lse", "log_probs", "entropy")  # those
 CLASSES = 2**24  # a class that is a result is a number of the wide type
 
 
-def as_rows(results: TokenResults, names: tuple[str, ...], ignored: Tensor) -> Tensor:
-    """y [rows, M]."""
-    rows = [getattr(results, name) for name in names]
-    return torch.cat([one if one.dim() == 2 else one[None] for one in rows]).masked_fill(ignored, 0)
-
-
 def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
-    """The inverse."""
-    several, count = "top_k" if "top_k" in names else "log_probs", len(y) - len(names) + 1
-    parts = y.split([count if name == several else 1 for name in names])
-    named = zip(names, parts, strict=True)
-    return TokenResults(**{name: one if name == several and count > 1 else one[0] for name, one in named})
+    """y [rows, M] by the names of its results, of which one may have several rows."""
+    several, more = "top_k" if "top_k" in names else "log_probs", len(y) - len(names)
+    found, row = {}, 0
+    for name in names:
+        if name == several and more:
+            found[name] = y[row : row + more + 1]
+            row += more
+        else:
+            found[name] = y[row]
+        row += 1
+    return TokenResults(**found)
 
 
 def top_of(z: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
     """(top_z, top_v) of logits [M, V] from class `first` on; -inf where there are fewer than k."""
     values, classes = z.topk(min(k, z.shape[1]), 1)
     beside = (0, k - values.shape[1])
-    return F.pad(values, beside, value=-math.inf), F.pad((classes + first).to(z.dtype), beside)
-
-
-def candidate_columns(candidates: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """(columns [M, k], is a candidate one of these `width` columns from class `first` on? [M, k])."""
-    columns = candidates - first
-    here = (columns >= 0) & (columns < width)
-    return columns.masked_fill(~here, 0), here
-
-
-def logits_of_candidates(z: Tensor, candidates: Tensor, first: int) -> Tensor:
-    """[M, k] of logits [M, V] from class `first` on; 0 of a candidate that is not among these."""
-    columns, here = candidate_columns(candidates, first, z.shape[1])
-    return torch.where(here, z.gather(1, columns), 0) if z.shape[1] else z.new_zeros(candidates.shape)
-
-
-def add_to_candidates(dz: Tensor, candidates: Tensor, gradients: Tensor, first: int) -> None:
-    """Adds the gradients [M, k] of candidates' logits to dz [M, V] of the classes from `first` on."""
-    columns, here = candidate_columns(candidates, first, dz.shape[1])
-    if dz.shape[1]:
-        dz.scatter_add_(1, columns, torch.where(here, gradients, 0).to(dz.dtype))
+    return F.pad(values, beside, value=-torch.inf), F.pad((classes + first).to(z.dtype), beside)
 
 
 class Sums:
@@ -82,63 +65,61 @@ class Sums:
     loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
 
-    def __init__(
-        self,
-        target: Tensor,
-        class_weight: Tensor | None,
-        ignore_index: int,
-        smoothing: float,
-        entries,
-        candidates: Tensor | None = None,
-    ):
-        self.target, self.ignored = target, target == ignore_index
-        self.padding = None if candidates is None else (candidates == ignore_index).t()
+    def __init__(self, target: Tensor, class_weight: Tensor | None, o: Any, entries, candidates: Tensor | None = None):
+        smoothing = o.label_smoothing
+        self.target, self.ignored = target, target == o.ignore_index
+        self.padding = None if candidates is None else (candidates == o.ignore_index).t()
         self.share = 1.0 - smoothing
         if class_weight is not None:
             self.share = class_weight[target.masked_fill(self.ignored, 0)] * self.share
         self.even = smoothing / entries if smoothing else None
         self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
 
-    def results(self, s: TokenStatistics) -> TokenResults:
-        loss = self.share * (s.lse - s.z_t)
-        if s.z_c is not None:
-            s = s._replace(z_t=s.z_c.t())
-        if s.wz is not None:
-            loss = loss + (self.all * s.lse - self.even * s.wz)
-        log_probs = s.z_t - s.lse
-        log_probs = log_probs if self.padding is None else log_probs.masked_fill(self.padding, 0)
-        results = TokenResults(loss, lse_squared=s.lse.square(), lse=s.lse, log_probs=log_probs, entropy=s.entropy)
-        if s.top_z is not None:
-            results = results._replace(top_k=torch.cat([s.top_z.t() - s.lse, s.top_v.t()]))
-        if s.arg_max is None:
-            return results
-        return results._replace(arg_max=s.arg_max, accuracy=(s.arg_max == self.target).to(s.lse.dtype))
+    def results(self, s: TokenStatistics, names: tuple[str, ...]) -> Tensor:
+        """y [rows, M], 0 of ignored tokens."""
+        found = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
+        if "loss" in names:
+            loss = self.share * (s.lse - s.z_t)
+            found["loss"] = loss if s.wz is None else loss + (self.all * s.lse - self.even * s.wz)
+        if "lse_squared" in names:
+            found["lse_squared"] = s.lse.square()
+        if "log_probs" in names:
+            log_probs = (s.z_t if s.z_c is None else s.z_c.t()) - s.lse
+            found["log_probs"] = log_probs if self.padding is None else log_probs.masked_fill(self.padding, 0)
+        if "top_k" in names:
+            found["top_k"] = torch.cat([s.top_z.t() - s.lse, s.top_v.t()])
+        if "accuracy" in names:
+            found["accuracy"] = (s.arg_max == self.target).to(s.lse.dtype)
+        return torch.vstack([found[name] for name in names]).masked_fill(self.ignored, 0)
 
     def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
         """The coefficients of dz, of the gradients of results, by
 
         d lse / dz_v = p_v,  d log_prob / dz_v = [v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + entropy)
         """
-        of_loss = None if dy.loss is None else self.share * dy.loss
-        smoothed = dy.loss is not None and self.even is not None
-        of_square = None if dy.lse_squared is None else 2 * lse * dy.lse_squared
-        of_entropy = None if dy.entropy is None else dy.entropy * entropy
-        of_others = self.all * dy.loss if smoothed else None
+        of_p, of_target, wz = [], [], None  # what is added up
+        if dy.lse is not None:
+            of_p.append(dy.lse)
+        if dy.lse_squared is not None:
+            of_p.append(2 * lse * dy.lse_squared)
+        if dy.loss is not None:
+            of_loss = self.share * dy.loss
+            of_p.append(of_loss)
+            of_target.append(-of_loss)
+            if self.even is not None:
+                of_p.append(self.all * dy.loss)
+                wz = -self.even * dy.loss
+        if dy.log_probs is not None:
+            of_p.append(-dy.log_probs)
+            of_target.append(dy.log_probs)
+        if dy.entropy is not None:
+            of_p.append(-(dy.entropy * entropy))
         return TokenGradients(
-            p=total(dy.lse, of_square, of_loss, of_others, negative(dy.log_probs), negative(of_entropy)),
-            z_t=total(dy.log_probs, negative(of_loss)),
-            wz=-self.even * dy.loss if smoothed else None,
-            p_log_p=negative(dy.entropy),
+            p=functools.reduce(torch.add, of_p),
+            z_t=functools.reduce(torch.add, of_target),
+            wz=wz,
+            p_log_p=None if dy.entropy is None else -dy.entropy,
         )
-
-
-def total(*terms: Tensor | None) -> Tensor | None:
-    """The sum of those that are there."""
-    return functools.reduce(torch.add, [one for one in terms if one is not None])
-
-
-def negative(one: Tensor | None) -> Tensor | None:
-    return None if one is None else one.neg()
 
 
 def gathered(mine: TokenStatistics, entries: int, group: str, size: int) -> tuple[TokenStatistics, Tensor]:
@@ -172,3 +153,62 @@ def combined(ranks: TokenStatistics) -> TokenStatistics:
         top_z, places = top_z.topk(ranks.top_z.shape[-1], 1)
         whole = whole._replace(top_z=top_z, top_v=top_v.gather(1, places))
     return whole
+
+
+def reference_logits(
+    x: Tensor, w: Tensor, b: Tensor | None, scale: float, softcap: float, update: LowRank | None = None
+) -> Tensor:
+    """[..., V] in the wide type, differentiable, of operands that are rounded to x's type."""
+    w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
+    wide = eager.wide_of(x.dtype)
+    z = F.linear(x.to(wide), w.to(wide), None if b is None else b.to(wide))
+    return scaled_and_capped(z if update is None else z + update.reference(x.to(wide)), scale, softcap)
+
+
+def scaled_and_capped(z: Tensor, scale: float, softcap: float) -> Tensor:
+    z = z * scale
+    return torch.tanh(z / softcap) * softcap if softcap else z
+
+
+def results_of_logits(
+    z: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    names: tuple[str, ...],
+    top_k: int = 0,
+    candidates: Tensor | None = None,
+) -> TokenResults:
+    """Those of these names, of logits [..., V] in PyTorch ops. target: classes [...], or probabilities [..., V], none of them
+    ignored, whose log-probability is the expected one and whose class is the likeliest. candidates: [M, k], whose
+    log-probabilities [k, M] are given in place of the target's."""
+    z, weight, ignored, options = rows_2d(z), cast_parameter(weight, z.dtype), None, {"reduction": "none"}
+    if target.is_floating_point():
+        target = rows_2d(target.to(z.dtype))
+        classes = target.argmax(1) if z.shape[1] else target.new_zeros(len(z), dtype=torch.int64)
+    else:
+        target = classes = target.reshape(-1)
+        ignored, options = target == ignore_index, options | {"ignore_index": ignore_index}
+        z = z.masked_fill(ignored[:, None], 0)  # where these are infinite, derivatives would be NaN
+    loss = F.cross_entropy(z, target, weight, label_smoothing=smoothing, **options)
+    log_probs = F.cross_entropy(z, target, **options).neg()
+    lse = torch.logsumexp(z, 1)
+    if candidates is not None:
+        padding = candidates == ignore_index
+        log_probs = (z.gather(1, candidates.masked_fill(padding, 0)) - lse[:, None]).masked_fill(padding, 0).t()
+    found = {"loss": loss, "lse_squared": lse.square(), "lse": lse, "log_probs": log_probs}
+    if "entropy" in names:
+        log_p = z - lse[:, None]
+        p_log_p = log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)  # 0 where z is -inf
+        found["entropy"] = p_log_p.sum(1).neg()
+    if top_k:
+        values, indices = z.detach().topk(top_k, 1)
+        found["top_k"] = torch.cat([values.t() - lse.detach(), indices.t().to(z.dtype)])
+    if "arg_max" in names:
+        arg_max = z.argmax(1)
+        found |= {"arg_max": arg_max.to(z.dtype), "accuracy": (arg_max == classes).to(z.dtype)}
+    asked = {name: found[name] for name in names}
+    if ignored is not None:
+        asked = {name: one.masked_fill(ignored, 0) for name, one in asked.items()}
+    return TokenResults(**asked)

@@ -7,7 +7,7 @@ by the launchers that form them without an update. u and dropout(x) are recomput
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ... import eager
 from ..dispatch.choices import primitives
-from ..registration.gradients import WeightGrad, token_chunks
+from ..registration.gradients import WeightGrad
+from ..registration.op import needed, token_chunks
 from ..sublayer.lora import LowRank, low_rank
 
 LAYER = "head"
@@ -29,30 +30,23 @@ class UpdateTensors(NamedTuple):
     lora_rng: Tensor | None
 
 
-class UpdateOptions(NamedTuple):
-    """lora: scale and dropout_p of w's update, nothing without one; lora_dtype: in which it is formed."""
-
-    lora: tuple[float, ...]
-    lora_dtype: torch.dtype
-
-
-UPDATE = UpdateTensors._fields[:2]  # the names of its gradients
-
-
 def update_of(tensors: Sequence[Tensor | None], o: Any) -> LowRank | None:
-    """tensors: the op's."""
-    return low_rank(UpdateTensors(*tensors[-len(UpdateTensors._fields) :]), o, (LAYER,), LAYER, 0)
+    """tensors: the op's. o: its options."""
+    return low_rank(UpdateTensors(*tensors[-3:]), o, (LAYER,), LAYER, 0)
 
 
 class UpdatedHead:
-    """rows [M, d], and w [V, d] in the compute dtype; need: of UPDATE and "x", whose gradients are wanted."""
+    """rows [M, d], and w [V, d] in the compute dtype; needs: of the op's gradients. `finish` forms da and db."""
 
-    def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o: Any, need: Collection[str] = ()):
-        self.rows, self.w, self.o, self.need, self.p = rows, w, o, need, primitives(o.backend)
-        self.update, self.given = update_of(tensors, o), UpdateTensors(*tensors[-len(UpdateTensors._fields) :])
+    def __init__(self, rows: Tensor, w: Tensor, tensors: Sequence[Tensor | None], o: Any, needs: int = 0):
+        self.rows, self.w, self.o, self.p = rows, w, o, primitives(o.backend)
+        self.update, self.given = update_of(tensors, o), UpdateTensors(*tensors[-3:])
         self.b = self.update.b.to(rows.dtype)
+        place = len(tensors) - len(self.given)
+        self.needs_x, self.needs_a, needs_b = needed(needs, 0), needed(needs, place), needed(needs, place + 1)
         self.du: Tensor | None = None
-        self.db = torch.empty_like(self.given.head_lora_b) if UPDATE[1] in need else None
+        self.da: Tensor | None = None
+        self.db = torch.empty_like(self.given.head_lora_b) if needs_b else None
 
     @property
     def bytes_beside(self) -> int:
@@ -115,20 +109,21 @@ class UpdatedHead:
         """Takes the gradient of some rows' logits."""
         if self.db is not None:
             eager.upcast_matmul(dz.t(), self.u, out=self.db[start:stop])
-        if not self.need.isdisjoint(("x", UPDATE[0])):
+        if self.needs_x or self.needs_a:
             add = self.du is not None
             self.du = self.du if add else dz.new_empty(self.u.shape, dtype=eager.wide_of(dz.dtype))
             eager.upcast_matmul(dz, self.b[start:stop], out=self.du, add=add)
 
-    def results(self, dx: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of A and B, after all rows; adds to x's."""
-        chunks, da = self.chunks(), None
-        if self.du is not None:
-            da = WeightGrad(self.given.head_lora_a, len(chunks)) if UPDATE[0] in self.need else None
-            for start, stop in chunks:
-                du = self.du[start:stop].mul_(self.update.scale).to(self.update.a.dtype)
-                if dx is not None:
-                    self.update.add_input_gradient(self.p, du, dx[start:stop], start)
-                if da is not None:
-                    da.add(du, self.update.input(self.p, self.rows[start:stop].to(du.dtype), start))
-        return None if da is None else da.result(), self.db
+    def finish(self, dx: Tensor | None) -> None:
+        """Forms what all rows' logits gave: the gradient of A, and what is added to x's."""
+        if self.du is None:
+            return
+        chunks = self.chunks()
+        da = WeightGrad(self.given.head_lora_a, len(chunks)) if self.needs_a else None
+        for start, stop in chunks:
+            du = self.du[start:stop].mul_(self.update.scale).to(self.update.a.dtype)
+            if dx is not None:
+                self.update.add_input_gradient(self.p, du, dx[start:stop], start)
+            if da is not None:
+                da.add(du, self.update.input(self.p, self.rows[start:stop].to(du.dtype), start))
+        self.da = None if da is None else da.result()

@@ -37,9 +37,11 @@ def modes_of_sublayers(op: str, recompute: str | tuple[str, str]) -> tuple[str, 
 
 
 def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0.0) -> None:
-    check_choice(op, "activation", activation, ACTIVATIONS)
-    check_mode(op, recompute)
-    check_probability(op, dropout_p)
+    if activation not in ACTIVATIONS or recompute not in MODES:
+        check_choice(op, "activation", activation, ACTIVATIONS)
+        check_mode(op, recompute)
+    if type(dropout_p) is not float or not 0.0 <= dropout_p <= 1.0:
+        check_probability(op, dropout_p)
 
 
 def check_probability(op: str, p: float) -> None:

@@ -73,7 +73,7 @@ def _constant(function: Any) -> Any:
 
 
 @_constant
-def _log_once(reason: str) -> None:
+def log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
 
 
@@ -104,7 +104,8 @@ def head_dim_not_covered(head_dim: int) -> str | None:
 def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     """Returns the backend that runs `x`: "eager" or "triton". reason: a further reason why no kernel covers this call."""
     name = _choice.backend
-    check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
+    if name not in BACKENDS:
+        check_choice(op, "the environment variable CKPTKERN_BACKEND", name, BACKENDS)
     if name == "eager" or (name == "auto" and not x.is_cuda):
         return "eager"
     if x.dtype not in KERNEL_DTYPES:
@@ -115,14 +116,8 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         return "triton"
     if name == "triton":
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    _log_once(reason)
+    log_once(reason)
     return "eager"
-
-
-def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
-    """Returns the compute capability; on a CPU, where kernels are interpreted or emulated, that of the GPU that they are
-    tuned for."""
-    return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
 @_constant
@@ -130,7 +125,11 @@ def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size
     """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else that of our
     rule."""
     row = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
-    return row["impl"] if row else _impls.default_impl(op, capability_of(device_type, index), dtype, size)
+    if row:
+        return row["impl"]
+    # on a CPU, where kernels are interpreted or emulated, that of the GPU that they are tuned for
+    capability = (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
+    return _impls.default_impl(op, capability, dtype, size)
 
 
 def surely(comparison: bool) -> bool:
@@ -176,7 +175,7 @@ def compose(op: str, reason: str) -> None:
     """Logs once that PyTorch ops replace this op, or raises under backend("triton")."""
     if kernels_alone():
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    _log_once(reason)
+    log_once(reason)
 
 
 def compose_of(op: str, kind: type) -> None:
@@ -184,11 +183,6 @@ def compose_of(op: str, kind: type) -> None:
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias does not hold numbers; it can only be an attn_mask")
     compose(op, f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward saves what they save")
-
-
-def log_composed(kind: type) -> None:
-    """Logs once that a module calls its submodules because of `kind`, which is not an error under any backend."""
-    _log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
 
 
 def kernels_alone() -> bool:
@@ -283,8 +277,7 @@ def compute_dtype(op: str, x: Tensor, *weights: Tensor | None) -> torch.dtype:
     batch_first); for a contiguous one it raises.
     """
     own = x.dtype
-    dtype = None if own is torch.float64 else autocast_dtype(x)
-    if dtype is not None:
+    if torch._C._is_any_autocast_enabled() and own is not torch.float64 and (dtype := autocast_dtype(x)) is not None:
         return dtype
     for weight in weights:
         if weight is not None and weight.dtype is not own:

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..cross_entropy.loss import check_arguments, public, reduced_over, token_results
+from ..cross_entropy.loss import public, reduced_over, token_results
 from ..dispatch.checks import (
     check_choice,
+    check_flags,
     check_input,
     check_number,
     check_positive,
@@ -156,15 +157,8 @@ def linear_topk_distillation(
     Saves what selected_log_probs saves for tokens [..., k], which this calls, and some numbers for each of k.
     Raises what linear_cross_entropy raises.
     """
-    check_arguments(
-        TOPK,
-        student_input,
-        student_weight,
-        student_bias,
-        "full",
-        dict(add_tail_bucket=add_tail_bucket),
-        ("student_weight", "student_input"),
-    )
+    check_flags(TOPK, add_tail_bucket=add_tail_bucket)
+    check_input(TOPK, student_input, "student_input")
     check_options(TOPK, beta, temperature, mask, reduction, student_input)
     check_tensor(TOPK, "teacher_log_probs", teacher_log_probs, student_input)
     lead = student_input.shape[:-1]
@@ -182,22 +176,19 @@ def linear_topk_distillation(
         padding = padding | ~mask[..., None]
     results = token_results(
         TOPK,
-        "teacher_tokens",
+        ("student_input", "student_weight", "teacher_tokens"),
         student_input,
         student_weight,
         student_bias,
         teacher_tokens.masked_fill(padding, PADDING),
-        None,
         ("log_probs",),
+        None,
         group,
         vocab_start,
         workspace,
         "full",
         ignore_index=PADDING,
-        label_smoothing=0.0,
         logit_scale=1.0 / temperature,
-        softcap=0.0,
-        top_k=0,
     )
     log_q = public(results, lead)["log_probs"].view(padding.shape)
     both = teacher_log_probs.detach().to(log_q.dtype), log_q

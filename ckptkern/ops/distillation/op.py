@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..cross_entropy.gradients import HeadGradients, vocabulary_chunks
-from ..cross_entropy.logits import reference_logits
-from ..dispatch.choices import primitives
+from ..cross_entropy.op import head_gradients, vocabulary_chunks
+from ..cross_entropy.statistics import reference_logits
 from ..registration.functions import build
-from ..registration.gradients import by_chunks, token_chunks
-from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..registration.op import Op, beside_frozen, by_chunks, cast_parameter, rows_2d, token_chunks
 
 NAME = "linear_distillation"
 X, W, B, TEACHER_X, TEACHER_W, TEACHER_B, MASK = range(7)
@@ -31,28 +28,16 @@ class LinearDistillationOptions(NamedTuple):
     backend: str
     workspace: int
 
-    def head(self, softcap: float) -> eager.Head:
-        """z = softcap tanh(x w^T / softcap) / temperature."""
-        return eager.Head(1.0 / self.temperature, softcap / self.temperature)
 
-
-def models(tensors, o: LinearDistillationOptions) -> tuple[eager.Model, eager.Model]:
-    """(the student's, the teacher's), each with parameters in the dtype of its x."""
-    x, w, b, teacher_x, teacher_w, teacher_b, _ = tensors
-    rows, teacher = rows_2d(x), rows_2d(teacher_x)
-    return (
-        eager.Model(rows, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), o.head(o.softcap)),
-        eager.Model(
-            teacher,
-            cast_parameter(teacher_w, teacher.dtype),
-            cast_parameter(teacher_b, teacher.dtype),
-            o.head(o.teacher_softcap),
-        ),
-    )
-
-
-def of_tokens(model: eager.Model, start: int, stop: int) -> eager.Model:
-    return model._replace(x=model.x[start:stop])
+def models(tensors, o: LinearDistillationOptions) -> tuple[LinearDistillationOptions, eager.Model, eager.Model]:
+    """(the options, whose workspace is what Frozen weights leave of it; the student's model and the teacher's, each with
+    parameters in the dtype of its x and z = softcap tanh(x w^T / softcap) / temperature)."""
+    o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
+    found = []
+    for cap, (x, w, b) in ((o.softcap, tensors[:3]), (o.teacher_softcap, tensors[3:6])):
+        head = eager.Head(1.0 / o.temperature, cap / o.temperature)
+        found.append(eager.Model(rows_2d(x), cast_parameter(w, x.dtype), cast_parameter(b, x.dtype), head))
+    return o, *found
 
 
 def of_entries(model: eager.Model, start: int, stop: int) -> eager.Model:
@@ -72,43 +57,37 @@ class LinearDistillation(Op):
 
     @staticmethod
     def forward(tensors, o):
-        o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
-        p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
+        mask, (o, student, teacher) = tensors[MASK], models(tensors, o)
 
         def divergence(start: int, stop: int) -> dict[str, Tensor]:
-            found = p.divergence_fwd(of_tokens(student, start, stop), of_tokens(teacher, start, stop), o.beta)
+            pair = (model._replace(x=model.x[start:stop]) for model in (student, teacher))
+            found = eager.divergence_fwd(*pair, o.beta)
             return {name: one for name, one in found._asdict().items() if one is not None}
 
         buffers = 4 if 0 < o.beta < 1 else 3
         per_token = buffers * eager.wide_of(student.x.dtype).itemsize * student.w.shape[0]
-        chunks = token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS)
-        made = by_chunks(chunks, divergence)
+        made = by_chunks(token_chunks(student.x.shape[0], per_token, o.workspace, TOKENS), divergence)
         y = made.pop("value")
         return y if mask is None else y.masked_fill(~mask.reshape(-1), 0), made
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
-        o, _ = beside_frozen((tensors[W], tensors[TEACHER_W]), o, tensors[X].dtype)
-        p, mask, (student, teacher) = primitives(o.backend), tensors[MASK], models(tensors, o)
+        mask, (o, student, teacher) = tensors[MASK], models(tensors, o)
         dtype, (M, d), V = student.x.dtype, student.x.shape, student.w.shape[0]
         found = eager.Divergence(dy, **{"likeliest": None, "student_kl": None} | saved)
         ignored = None if mask is None else ~mask.reshape(-1)
-        wide = dy.dtype
-        narrow = int(dtype != wide)
+        narrow = int(dtype != dy.dtype)
         held = 4 if o.softcap else narrow + 1 + (o.teacher_softcap > 0)
         widest = max(d, teacher.x.shape[1])
-        transient = M * dtype.itemsize + wide.itemsize * (M * held + (M + 2 * widest) * narrow)
-        chunks = vocabulary_chunks(V, transient, o.workspace)
-        grads = HeadGradients(student.x, tensors[W], student.w, tensors[B], dy, dtype, needs, chunks)
+        transient = M * dtype.itemsize + dy.dtype.itemsize * (M * held + (M + 2 * widest) * narrow)
 
-        def of_range(start: int, stop: int) -> None:
+        def write(start: int, stop: int, dz: Tensor, db: bool) -> Tensor | None:
             pair = of_entries(student, start, stop), of_entries(teacher, start, stop)
-            total = p.divergence_bwd(*pair, o.beta, found, dy, ignored, grads.dz(start, stop), db=grads.needs_bias)
-            grads.add(start, stop, total)
+            return eager.divergence_bwd(*pair, o.beta, found, dy, ignored, dz, db=db)
 
-        for start, stop in chunks:
-            of_range(start, stop)
-        return *grads.results(tensors[X]), None, None, None, None
+        chunks, given = vocabulary_chunks(V, transient, o.workspace), (tensors[W], student.w, tensors[B])
+        grads = head_gradients(write, tensors[X], student.x, *given, dy, dtype, needs, chunks)
+        return *grads, None, None, None, None
 
     @staticmethod
     def reference(tensors, o):
@@ -116,7 +95,7 @@ class LinearDistillation(Op):
         counted = None if mask is None else mask.reshape(-1, 1)
 
         def log_probabilities(x, w, b, softcap: float) -> Tensor:
-            z = reference_logits(rows_2d(x), w, b, *o.head(softcap)[:2])
+            z = reference_logits(rows_2d(x), w, b, 1.0 / o.temperature, softcap / o.temperature)
             if counted is not None:
                 z = z.masked_fill(~counted, 0)  # where these are infinite, derivatives would be NaN
             log_p = torch.log_softmax(z, 1)

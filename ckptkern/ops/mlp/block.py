@@ -1,33 +1,133 @@
-"""mlp_block: [norm ->] MLP or gated MLP and what is around it, as one region."""
+"""mlp_block: [norm ->] MLP or gated MLP and what is around it (`residual`), as one region; and the sublayer that
+`transformer_layer` is made of, too."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.checks import check_flags, check_input, check_options
-from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
+from ..dispatch.checks import check_input, check_options
+from ..dispatch.choices import choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..sublayer.lora import LoRA, gather_lora, update_dtype
-from ..sublayer.op import SublayerOp
-from ..sublayer.residual import around, drawn
-from .branch import LAYERS, check_branch, saves
-from .sublayer import MLPOptions, MLPTensors, mlp_reference, mlp_sublayer, mlp_sublayer_backward
+from ..registration.op import SublayerOp, by_chunks, needed_names, with_fields
+from ..sublayer.lora import LoRA, gather_lora, names_of, updates_of
+from ..sublayer.residual import (
+    AroundTensors,
+    RandomStates,
+    Sublayer,
+    SublayerOptions,
+    around,
+    drawn,
+    reads_branch,
+    reference_inputs,
+    reference_output,
+)
+from .branch import LAYERS, MLPBranch, Sums, check_branch, reference, saves
+
+# Rows like the input's, in the dtype of its sums, that are alive beside the branch's own, and in a norm's backward (eager).
+AROUND_BRANCH, AROUND_NORM = 5, 10
+OF_BRANCH = frozenset(
+    name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))
+)  # MLPTensors' fields
+
+
+@with_fields(AroundTensors, ..., updates_of(LAYERS), RandomStates)
+class MLPTensors(NamedTuple):
+    """The tensors of an MLP sublayer. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
+
+    gate_weight: Tensor | None
+    gate_bias: Tensor | None
+    up_weight: Tensor
+    up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+
+
+@with_fields(..., SublayerOptions)
+class MLPOptions(NamedTuple):
+    """The sublayer's other arguments. gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard;
+    lora: of gate, up and down."""
+
+    gated: bool
+    activation: str
+    dropout_p: float
+    first_column: int
+    backend: str
+
+
+def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
+    """Returns bytes of a row's transient tensors. of_branch: those in the branch; widest: features of what it reads or
+    gives."""
+    o = sublayer.o
+    row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
+    beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
+    return max(of_branch + beside, AROUND_NORM * row if o.backend == "eager" else beside)
+
+
+class MLPSublayer(Sublayer):
+    """What an MLP sublayer computes, for one input, in chunks of tokens."""
+
+    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
+        super().__init__(x, t, o)
+        self.branch = MLPBranch(t, self.o, self.x.shape[0], o.dtype, self.holds)
+
+    def row_bytes(self) -> int:
+        return bytes_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
+
+    def forward(self) -> dict[str, Tensor]:
+        """The sublayer's output, "y", and what its branch saves."""
+        f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
+        return saved | {"y": self.output(self.drop(f))}
+
+    def backward(
+        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
+    ) -> dict[str, Tensor | None]:
+        """The gradients that are not in `sums`."""
+        h, f, branch, start = self.inputs(), None, self.branch, self.first_row
+        if reads_branch(
+            self.o, need
+        ):  # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+            whole = branch.updates or not saved
+            f = self.drop(branch.forward_rows(h, start)[0] if whole else branch.result_of(saved, start))
+        dy, df, grads = self.branch_gradients(dy, f, need)
+        f = None
+        dh = branch.backward_rows(df, h, saved, start, sums)
+        h = df = None
+        return grads | self.input_gradients(dh, dy, need) if sums.need_dx else grads
 
 
 class MLPBlock(SublayerOp):
     name = "mlp_block"
     Tensors, Options = MLPTensors, MLPOptions
-    compute = staticmethod(mlp_sublayer)
-    gradients = staticmethod(mlp_sublayer_backward)
-    in_torch_ops = staticmethod(mlp_reference)
+    saves = staticmethod(saves)
 
     @staticmethod
-    def saves(o):
-        return saves(o.gated, o)
+    def compute(x, t, o):
+        sublayer = MLPSublayer(x, t, o)
+        saved = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
+        return saved.pop("y"), saved
+
+    @staticmethod
+    def gradients(dy, x, t, o, saved, needs):
+        sublayer, need = MLPSublayer(x, t, o), needed_names(MLPTensors, needs)
+        chunks = sublayer.chunks()
+        inner = need.intersection(OF_BRANCH) | ({"x"} if sublayer.needs_dh(need) else set())
+        sums = Sums(sublayer.branch, inner, len(chunks))
+
+        def backward(part: MLPSublayer, rows: slice) -> dict[str, Tensor | None]:
+            if part is sublayer:
+                return part.backward(dy, saved, need, sums)
+            return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
+
+        return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
+
+    @staticmethod
+    def in_torch_ops(x, t, o):
+        return reference_output(x, reference(reference_inputs(x, t, o), t, o), t, o)
 
 
 _apply = build(MLPBlock)
@@ -47,15 +147,10 @@ def gather(
     gate_weight,
     gate_bias,
     lora,
-    residual,
-    training,
-    recompute,
-    workspace,
     **others,
 ) -> tuple[MLPTensors, MLPOptions]:
     """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_options(op, activation, recompute, dropout_p)
-    check_flags(op, residual=residual, training=training)
+    check_options(op, activation, others["recompute"], dropout_p)
     check_input(op, x)
     branch = dict(
         gate_weight=gate_weight,
@@ -66,30 +161,21 @@ def gather(
         down_bias=down_bias,
     )
     check_branch(op, x, branch)
-    weights = {"gate": gate_weight, "up": up_weight, "down": down_weight}
-    layers = {name: (name, weight) for name, weight in weights.items() if weight is not None}
-    lora_tensors, lora_numbers = gather_lora(op, x, lora, layers, LAYERS)
-    tensors, options = around(op, x, "down_weight", down_weight.shape[0], residual=residual, **others)
-    dtype = compute_dtype(op, x, gate_weight, up_weight, down_weight)
-    t = MLPTensors(**branch, **lora_tensors, **tensors)
-    probe = x.new_empty(0, dtype=dtype)
-    name, sizes = "mlp" if gate_weight is None else "gated_mlp", (x.shape[-1], up_weight.shape[0], down_weight.shape[0])
-    impl = choose_impl(op, probe, *sizes, name=name)
+    weights = {layer: branch[f"{layer}_weight"] for layer in LAYERS}
+    updates = gather_lora(op, x, lora, weights)
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
+    features, hidden = down_weight.shape
+    tensors, options = around(op, x, probe, "down_weight", features, updates, up_weight.numel(), **others)
+    name = "mlp" if gate_weight is None else "gated_mlp"
     o = MLPOptions(
         gated=gate_weight is not None,
         activation=activation,
         dropout_p=float(dropout_p),
         first_column=0,
-        recompute=choose_mode(recompute),
-        backend=impl,
-        precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe, up_weight.numel()),
-        lora=lora_numbers,
-        lora_dtype=update_dtype(x, dtype, lora_tensors.values()),
-        dtype=dtype,
+        backend=choose_impl(op, probe, x.shape[-1], hidden, features, name=name),
         **options,
     )
-    return t, o
+    return MLPTensors(**branch, **tensors), o
 
 
 def mlp_block(

@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
+from ...eager import upcasts
 from ...errors import ShapeError
 from ...frozen import Frozen
 from ..dispatch.checks import check_weight
 from ..dispatch.choices import primitives
-from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks, weight_grad
-from ..registration.late import arrived, is_late
-from ..registration.rows import beside_frozen, cast_parameter, row_count
+from ..registration.delayed import THREAD
+from ..registration.gradients import BiasGrad, WeightGrad
+from ..registration.late import Late
+from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
@@ -34,6 +36,8 @@ BIASES = frozenset(("gate_bias", "up_bias", "down_bias"))
 WEIGHT, BIAS = ({layer: f"{layer}_{part}" for layer in LAYERS} for part in ("weight", "bias"))
 OF_DOWN = frozenset(("down_weight", "down_bias", *names_of("down")))  # gradients that nothing behind h is read for
 READ_H = OF_DOWN - {"down_bias"}
+# of the layers that read x, in the kernels' order; gated?
+INNER = {False: ("up_weight", "up_bias"), True: ("gate_weight", "gate_bias", "up_weight", "up_bias")}
 
 
 def check_branch(
@@ -62,8 +66,9 @@ def check_branch(
 
 
 class BranchOptions(NamedTuple):
-    """first_column: of the hidden layer, where it is a shard."""
+    """gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard."""
 
+    gated: bool
     activation: str
     dropout_p: float
     recompute: str
@@ -75,13 +80,13 @@ class BranchOptions(NamedTuple):
     lora = ()
 
 
-def saves(gated: bool, o: Any) -> tuple[str, ...]:
+def saves(o: Any) -> tuple[str, ...]:
     """What forward saves besides its tensors: of what the activation reads (z, or g and u) and gives (h)."""
     if o.recompute == "full":
         return ()
-    if not gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
+    if not o.gated and o.activation == "relu":  # h gives both the weight's gradient and the mask
         return ("h",)
-    before = ("g", "u") if gated else ("z",)
+    before = ("g", "u") if o.gated else ("z",)
     return (*before, "h") if o.recompute == "none" else before
 
 
@@ -100,15 +105,11 @@ class MLPBranch:
         self.t, self.o, self.p, self.dtype = t, o, primitives(o.backend), dtype
         self.copies: dict[str, Tensor] = {}
         self.dropout = eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p, o.first_column)
-        self.gated = t.gate_weight is not None
+        self.gated = o.gated
         self.first = ("gate", "up") if self.gated else ("up",)  # the layers that read x
+        self.inner = INNER[self.gated]
         self.updates = {layer: low_rank(t, o, LAYERS, layer, rows) for layer in LAYERS} if o.lora else {}
         self.by_step = bool(self.updates) or not holds
-
-    def inner(self) -> tuple[Tensor | None, ...]:
-        """Weight and bias of each layer that reads x, in the compute dtype."""
-        up = self.parameter("up_weight"), self.parameter("up_bias")
-        return (self.parameter("gate_weight"), self.parameter("gate_bias"), *up) if self.gated else up
 
     def parameter(self, name: str) -> Any:
         """Returns the parameter in the compute dtype, cast once for all chunks and matmuls; a Frozen one that is not held, for
@@ -138,7 +139,7 @@ class MLPBranch:
         if self.by_step:
             before = [self.linear(layer, x, start) for layer in self.first]
             return self.activated(before, start), before
-        arguments = x, *self.inner(), o.activation, o.precision
+        arguments = x, *map(self.parameter, self.inner), o.activation, o.precision
         if self.gated:
             h, *before = self.p.gated_fwd(*arguments, dropout=self.dropout, row_base=start, save_gu=save)
             return h, before
@@ -150,22 +151,9 @@ class MLPBranch:
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
         return apply_dropout(self.p, h, self.dropout, start)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(y, what `saves` names) of x [rows, d]."""
-        rows = x.shape[0]
-        chunks = self.chunks(rows)
-        if len(chunks) == 1:
-            return self.forward_rows(x, 0)
-        y = x.new_empty((rows, self.t.down_weight.shape[0]))
-
-        def of_rows(start: int, stop: int) -> dict[str, Tensor]:
-            return self.forward_rows(x[start:stop], start, y[start:stop])[1]
-
-        return y, by_chunks(chunks, of_rows)
-
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """`forward` of rows that begin at `start`; y is written to `y`, if there is one."""
-        names = saves(self.gated, self.o)
+        """(y, what `saves` names) of rows x [rows, d] that begin at `start`; y is written to `y`, if there is one."""
+        names = saves(self.o)
         h, before = self.hidden(x, start, bool(names) and names != ("h",))
         y = self.linear("down", h, start, y)
         if not names:
@@ -178,10 +166,6 @@ class MLPBranch:
         """Returns y of rows that begin at `start` from what `saves` names of them, by one matmul."""
         hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
         return self.linear("down", hidden, start)
-
-    def chunks(self, rows: int) -> list[tuple[int, int]]:
-        """[start, stop) of the rows that are taken at once, the same in forward and backward."""
-        return token_chunks(rows, self.row_bytes, self.o.workspace)
 
     def row_bytes(self) -> int:
         """Returns bytes of a row's transient tensors in either pass."""
@@ -200,8 +184,11 @@ class MLPBranch:
 
     # -- backward
 
-    def hidden_gradients(self, dh: Tensor, before: list[Tensor], start: int) -> list[Tensor]:
-        """Those of [z] or [g, u], of h's."""
+    def hidden_gradients(self, dy: Tensor, du: Tensor | None, before: list[Tensor], start: int) -> list[Tensor]:
+        """Those of [z] or [g, u], step by step from dy, and from what the low-rank update of `down` makes of it."""
+        dh = self.p.mm(dy, self.parameter("down_weight"))
+        if du is not None:
+            self.updates["down"].add_input_gradient(self.p, du, dh, start)
         dh, activation = apply_dropout(self.p, dh, self.dropout, start), self.o.activation
         if not self.gated:
             return [self.p.act_bwd(dh, before[0], activation)[0]]
@@ -213,53 +200,41 @@ class MLPBranch:
     ) -> tuple[list[Tensor], Tensor | None, tuple[Tensor | None, ...]]:
         """(gradients of [z] or [g, u], h if the down weight's gradient reads it, sums of those gradients' columns), in one
         kernel. before: empty if it is recomputed."""
-        p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.bias_part("up")
-        dy = arrived(dy) if o.backend == "triton" else dy  # others read it after what they recompute
+        p, o, dropout, save_h, up = self.p, self.o, self.dropout, h is None and sums.read_h, sums.parts["up"]
+        if type(dy) is Late and o.backend == "triton":  # others read it after what they recompute
+            dy = dy.arrived()
         if before:
             launcher = p.gated_act_grad if self.gated else p.act_grad
             arguments = dy, self.parameter("down_weight"), *before, o.activation, o.precision
         else:
             launcher = p.gated_bwd if self.gated else p.mlp_bwd
-            arguments = x, *self.inner(), dy, self.parameter("down_weight"), o.activation, o.precision
-        if self.gated:
-            gate = sums.bias_part("gate")
-            dg, du, made, *parts = launcher(
-                *arguments, dropout=dropout, row_base=start, save_h=save_h, dbg=gate, dbu=up
+            arguments = (
+                x,
+                *map(self.parameter, self.inner),
+                dy,
+                self.parameter("down_weight"),
+                o.activation,
+                o.precision,
             )
+        if self.gated:
+            dbs = dict(dbg=sums.parts["gate"], dbu=up)
+            dg, du, made, *parts = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, **dbs)
             return [dg, du], made if h is None else h, parts
         dz, made, part = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, db=up)
         return [dz], made if h is None else h, (part,)
 
-    def backward(
-        self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], need: Collection[str]
-    ) -> dict[str, Tensor | None]:
-        """Gradients by name, "x" among them, of what `need` names; x [rows, d] or None where it is not read."""
-        chunks = self.chunks(dy.shape[0])
-        sums = Sums(self, need, len(chunks))
-        if len(chunks) == 1:
-            dx = self.backward_rows(dy, x, saved, 0, sums)
-        else:
-            dx = dy.new_empty((dy.shape[0], self.t.up_weight.shape[1])) if sums.need_dx else None
-            for start, stop in chunks:
-                x_rows, dx_rows = (one if one is None else one[start:stop] for one in (x, dx))
-                of_rows = {name: one[start:stop] for name, one in saved.items()}
-                self.backward_rows(dy[start:stop], x_rows, of_rows, start, sums, dx_rows)
-        grads = sums.results()
-        if sums.need_dx:
-            grads["x"] = dx
-        return grads
-
     def backward_rows(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
     ) -> Tensor | None:
-        """`backward` of rows that begin at `start`: adds to the sums; returns the gradient of x, in `dx` if there is one."""
+        """Adds to the sums what the gradient dy [rows, e] of rows that begin at `start` gives; returns that of x [rows, d], in
+        `dx` if there is one. x: None where it is not read; saved: what `saves` names."""
         h, before, behind = None, [], sums.behind
         if saved:
             h, before = saved.get("h"), [t for name, t in saved.items() if name != "h"]
         gradients: list[Tensor] | None = None
-        if behind and self.gated and not saved and is_late(dy):  # else one kernel may recompute and read dy
-            h, before = self.hidden(x, start, save=True)
-            dy = arrived(dy)
+        if type(dy) is Late and dy.finish is not None and behind and self.gated and not saved:
+            h, before = self.hidden(x, start, save=True)  # else one kernel may recompute and read dy
+            dy = dy.arrived()
         if behind and not self.by_step:
             # relu's own result tells what z would
             before = [h] if not before and h is not None else before
@@ -271,21 +246,23 @@ class MLPBranch:
             elif h is None and sums.read_h:
                 h = self.activated(before, start)
             before = before if before and before[0] is not None else [h]
-        dy = arrived(dy)
+        dy = dy.arrived() if type(dy) is Late else dy
         du = self.inner_gradient("down", dy, behind, sums) if self.updates else None
         sums.add("down", dy, du, h, start)
         h = None  # frees the largest tensor before the other gradients are formed
         if not behind:
             return None
         if gradients is None:
-            gradients = self.hidden_gradients(self.input_gradient("down", dy, du, None, start), before, start)
+            gradients = self.hidden_gradients(dy, du, before, start)
             parts, before = (None,) * len(self.first), []
         for place, layer in enumerate(self.first):
             d, part = gradients.pop(0), parts[place]
             du = self.inner_gradient(layer, d, sums.need_dx, sums) if self.updates else None
             sums.add(layer, d, du, x, start, part)
             if sums.need_dx:
-                dx = self.input_gradient(layer, d, du, dx, start, add=place > 0)
+                dx = self.p.mm(d, self.parameter(WEIGHT[layer]), out=dx, add=place > 0)
+                if du is not None:
+                    self.updates[layer].add_input_gradient(self.p, du, dx, start)
         return dx
 
     def inner_gradient(self, layer: str, dy: Tensor, reads_input: bool, sums: Sums) -> Tensor | None:
@@ -293,19 +270,11 @@ class MLPBranch:
         update = self.updates.get(layer)
         return update.inner_gradient(dy) if update and (reads_input or sums.trains(layer)) else None
 
-    def input_gradient(
-        self, layer: str, dy: Tensor, du: Tensor | None, out: Tensor | None, start: int, *, add: bool = False
-    ) -> Tensor:
-        """What dy gives for the layer's input, in or added to `out`."""
-        dx = self.p.mm(dy, self.parameter(WEIGHT[layer]), out=out, add=add)
-        if du is not None:
-            self.updates[layer].add_input_gradient(self.p, du, dx, start)
-        return dx
-
 
 class Sums:
     """The gradients of weights, biases and updates that are needed, summed over chunks. behind: is anything needed that h's
-    gradient is read for; read_h: is h read?"""
+    gradient is read for; read_h: is h read? parts: in which dtype a kernel sums a bias's gradient, by layer; False where it is
+    not needed."""
 
     def __init__(self, branch: MLPBranch, need: Collection[str], chunks: int):
         self.branch, self.need = branch, need
@@ -316,31 +285,37 @@ class Sums:
             if name != "x":
                 of = getattr(branch.t, name)
                 self.totals[name] = BiasGrad(of, chunks) if name in BIASES else WeightGrad(of, chunks)
+        self.parts: dict[str, bool | torch.dtype] = dict.fromkeys(LAYERS, False)
+        for layer in LAYERS:
+            if (bias := BIAS[layer]) in need:
+                self.parts[layer] = getattr(branch.t, bias).dtype if self.once else self.totals[bias].part
 
     def trains(self, layer: str) -> bool:
         """Do they have a gradient of the layer's update?"""
         return bool(self.branch.updates) and not self.need.isdisjoint(names_of(layer))
 
-    def bias_part(self, layer: str) -> bool | torch.dtype:
-        """Returns the dtype in which a kernel sums a bias's gradient; False where it is not needed."""
-        name = BIAS[layer]
-        return name in self.need and (getattr(self.branch.t, name).dtype if self.once else self.totals[name].part)
-
     def add(
         self, layer: str, dy: Tensor, du: Tensor | None, x: Tensor | None, start: int, part: Tensor | None = None
     ) -> None:
         """part: the sum of dy's columns, if a kernel has formed it."""
-        totals, weight, bias = self.totals, WEIGHT[layer], BIAS[layer]
+        totals, name, bias = self.totals, WEIGHT[layer], BIAS[layer]
         if bias in self.need and part is None:
-            part = eager.column_sum(dy, self.bias_part(layer))
+            part = eager.column_sum(dy, self.parts[layer])
         if self.once:
-            if weight in self.need:
-                totals[weight] = weight_grad(dy, x, getattr(self.branch.t, weight))
+            if name in self.need:
+                weight = getattr(self.branch.t, name)
+                plain = dy.dtype is weight.dtype and THREAD.stash is None and not hasattr(weight, "main_grad")
+                if plain and not (dy.is_cpu and upcasts(dy.dtype)):
+                    totals[name] = torch.mm(dy.t(), x)
+                else:
+                    grad = WeightGrad(weight, 1)
+                    grad.add(dy, x)
+                    totals[name] = grad.result()
             if bias in self.need:
                 totals[bias] = part
             return
-        if weight in totals:
-            totals[weight].add(dy, x)
+        if name in totals:
+            totals[name].add(dy, x)
         if bias in totals:
             totals[bias].add(part)
         if self.trains(layer):

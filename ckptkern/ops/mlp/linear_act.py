@@ -12,9 +12,7 @@ from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_impl, choose_mode, compose, matmul_precision, primitives
 from ..registration.functions import build
 from ..registration.gradients import WeightGrad
-from ..registration.needs import needed
-from ..registration.op import Op
-from ..registration.rows import cast_parameter, rows_2d, unflattened
+from ..registration.op import Op, cast_parameter, needed, rows_2d, unflattened
 
 X, W, B = range(3)
 

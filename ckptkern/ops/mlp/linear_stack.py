@@ -14,10 +14,19 @@ from ...frozen import Frozen
 from ..dispatch.checks import check_input, check_options, check_weight
 from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
 from ..registration.functions import build
-from ..registration.gradients import BiasGrad, WeightGrad, by_chunks, row_bytes, token_chunks
-from ..registration.needs import needed
-from ..registration.op import Op
-from ..registration.rows import beside_frozen, cast_parameter, row_count, rows_2d, unflattened
+from ..registration.gradients import BiasGrad, WeightGrad
+from ..registration.op import (
+    Op,
+    beside_frozen,
+    by_chunks,
+    cast_parameter,
+    needed,
+    row_bytes,
+    row_count,
+    rows_2d,
+    token_chunks,
+    unflattened,
+)
 
 X = 0
 

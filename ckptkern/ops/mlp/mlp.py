@@ -1,4 +1,5 @@
-"""mlp: y = dropout(act(x w1^T + b1)) w2^T + b2 as one region that saves its input and recomputes the rest in backward."""
+"""mlp: y = dropout(act(x w1^T + b1)) w2^T + b2, and gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...).
+Each is one region that saves its input and recomputes the rest in backward."""
 
 from __future__ import annotations
 
@@ -8,16 +9,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision
+from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
-from ..registration.needs import in_order, mask, needed_names
-from ..registration.rows import rows_2d, unflattened
+from ..registration.op import Op, by_chunks, in_order, mask, needed_names, rows_2d, token_chunks, unflattened
 from ..sublayer.dropout import draw_state
-from ..sublayer.op import SublayerOp
-from . import branch as mlp_branch
 from .block import mlp_block
-from .branch import BranchOptions, MLPBranch
+from .branch import BranchOptions, MLPBranch, Sums, check_branch, reference, saves
 
 
 class MLPTensors(NamedTuple):
@@ -32,37 +30,73 @@ class MLPTensors(NamedTuple):
     gate_weight = None
 
 
-class MLP(SublayerOp):
+class MLP(Op):
     name = "mlp"
     Tensors, Options = MLPTensors, BranchOptions
-    in_torch_ops = staticmethod(mlp_branch.reference)
-    gated = False
+    saves = staticmethod(saves)
     first_weights = mask(MLPTensors, "up_weight")
-
-    @classmethod
-    def saves(cls, o):
-        return mlp_branch.saves(cls.gated, o)
 
     @classmethod
     def reads_x(cls, o, needs):
         return o.recompute == "full" or bool(needs & cls.first_weights)
 
     @classmethod
-    def compute(cls, x, t, o):
+    def forward(cls, tensors, o):
+        x, *t = tensors
         rows = rows_2d(x)
-        return MLPBranch(t, o, rows.shape[0], rows.dtype).forward(rows)
+        branch = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype)
+        chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
+        if len(chunks) == 1:
+            y, saved = branch.forward_rows(rows, 0)
+        else:
+            y = rows.new_empty((rows.shape[0], branch.t.down_weight.shape[0]))
+            saved = by_chunks(
+                chunks, lambda start, stop: branch.forward_rows(rows[start:stop], start, y[start:stop])[1]
+            )
+        return unflattened(y, x), saved
 
     @classmethod
     def backward(cls, dy, tensors, saved, o, needs):
-        (x, t), rows = cls.split(tensors), rows_2d(dy)
-        branch, x = MLPBranch(t, o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
-        grads = branch.backward(rows, x, saved, needed_names(cls.Tensors, needs))
-        if "x" in grads:
-            grads["x"] = unflattened(grads["x"], dy)
+        (x, *t), rows = tensors, rows_2d(dy)
+        branch, x = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
+        chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
+        sums = Sums(branch, needed_names(cls.Tensors, needs), len(chunks))
+        if len(chunks) == 1:
+            dx = branch.backward_rows(rows, x, saved, 0, sums)
+        else:
+            dx = rows.new_empty((rows.shape[0], branch.t.up_weight.shape[1])) if sums.need_dx else None
+            for start, stop in chunks:
+                x_rows, dx_rows = (one if one is None else one[start:stop] for one in (x, dx))
+                of_rows = {name: one[start:stop] for name, one in saved.items()}
+                branch.backward_rows(rows[start:stop], x_rows, of_rows, start, sums, dx_rows)
+        grads = sums.results()
+        if sums.need_dx:
+            grads["x"] = unflattened(dx, dy)
         return in_order(grads, cls.Tensors, needs)
 
+    @classmethod
+    def reference(cls, tensors, o):
+        x, *t = tensors
+        return reference(x, cls.Tensors(*t), o)
 
-_apply = build(MLP)
+
+class GatedMLPTensors(NamedTuple):
+    gate_weight: Tensor
+    gate_bias: Tensor | None
+    up_weight: Tensor
+    up_bias: Tensor | None
+    down_weight: Tensor
+    down_bias: Tensor | None
+    rng: Tensor | None
+
+
+class GatedMLP(MLP):
+    name = "gated_mlp"
+    Tensors = GatedMLPTensors
+    first_weights = mask(GatedMLPTensors, "gate_weight", "up_weight")
+
+
+_apply, _apply_gated = build(MLP), build(GatedMLP)
 
 
 def run(
@@ -77,13 +111,21 @@ def run(
     workspace: int | str | None,
 ) -> Tensor:
     """Applies `mlp` or `gated_mlp` to arguments that were checked; t: its tensors, without a random state."""
-    x = cast_input(op, x, t.gate_weight, t.up_weight, t.down_weight)
+    dtype = compute_dtype(op, x, t.gate_weight, t.up_weight, t.down_weight)
+    x = x if x.dtype is dtype else x.to(dtype)
     impl = choose_impl(op, x, x.shape[-1], t.up_weight.shape[0], t.down_weight.shape[0])
     bytes_ = choose_workspace(op, workspace, x, t.up_weight.numel())
     options = BranchOptions(
-        activation, float(dropout_p), choose_mode(recompute), impl, matmul_precision(x), bytes_, first_column=0
+        gated=t.gate_weight is not None,
+        activation=activation,
+        dropout_p=float(dropout_p),
+        recompute=choose_mode(recompute),
+        backend=impl,
+        precision=matmul_precision(x),
+        workspace=bytes_,
+        first_column=0,
     )
-    return apply(options, x, *t._replace(rng=draw_state(x, dropout_p, training)))
+    return apply(options, x, *(t._replace(rng=draw_state(x, dropout_p, training)) if dropout_p else t))
 
 
 def mlp(
@@ -140,3 +182,61 @@ def mlp(
     check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
     t = MLPTensors(fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
     return run(_apply, "mlp", x, t, activation, dropout_p, training, recompute, workspace)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    activation: str = "silu",
+    dropout_p: float = 0.0,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    training: bool = True,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """y = dropout(act(g) * u) down_weight^T + down_bias, g = x gate_weight^T + gate_bias, u = x up_weight^T + up_bias.
+
+    x [..., d], gate_weight and up_weight [h, d], down_weight [e, h], biases [h], [h], [e] or None -> y [..., e] in x's
+    dtype (autocast's inside torch.autocast). float16, bfloat16, float32; float64 in PyTorch ops. SwiGLU is
+    activation="silu", GEGLU "gelu" (Shazeer 2020, arXiv 2002.05202).
+
+    dropout_p, training: dropout of the hidden layer, replayed in backward from 16 bytes; p is rounded to k/65536.
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward:
+
+        "none"       x, g, u, h    9
+        "selective"  x, g, u       9
+        "full"       x            11
+
+    workspace: bytes of transient memory in each pass, an int or "64MiB"; tokens are taken in equal chunks that fit, of 128 at
+    least. Default: ckptkern.workspace. The float32 sums of the weights' gradients, which more than one chunk needs, are not
+    counted.
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
+    probability, workspace), RuntimeError (backend).
+    """
+    op = "gated_mlp"
+    if ACTIVE.shard is not None:
+        return mlp_block(
+            x,
+            up_weight,
+            up_bias,
+            down_weight,
+            down_bias,
+            activation,
+            dropout_p,
+            gate_weight=gate_weight,
+            gate_bias=gate_bias,
+            residual=False,
+            training=training,
+            recompute=recompute,
+            workspace=workspace,
+        )
+    check_options(op, activation, recompute, dropout_p)
+    check_input(op, x, jagged=True)
+    t = GatedMLPTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
+    check_branch(op, x, t._asdict(), needs_gate=True)
+    return run(_apply_gated, op, x, t, activation, dropout_p, training, recompute, workspace)

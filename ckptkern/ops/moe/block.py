@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,28 +18,23 @@ from ..dispatch.checks import (
     check_tensor,
     check_weight,
 )
-from ..dispatch.choices import (
-    choose_impl,
-    choose_mode,
-    choose_workspace,
-    compute_dtype,
-    matmul_precision,
-)
+from ..dispatch.choices import choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
+from ..mlp.block import MLPTensors
 from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import check_branch
 from ..registration.functions import build
-from ..sublayer.lora import LoRA, gather_lora, update_dtype
-from ..sublayer.op import SublayerOp
+from ..registration.op import SublayerOp
+from ..sublayer.lora import LoRA, gather_lora
 from ..sublayer.residual import around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import (
     LOGITS,
-    SHARED,
     MoEOptions,
     MoETensors,
+    RouterOptions,
     moe_reference,
     moe_sublayer,
     moe_sublayer_backward,
@@ -52,39 +46,21 @@ class MoEBlock(SublayerOp):
     name = "moe_block"
     Tensors, Options = MoETensors, MoEOptions
     constants = frozenset({1 + MoETensors._fields.index("score_bias")})
-    decisions = ("index",)
+    decisions, more_results = ("index",), (LOGITS,)
     saves = staticmethod(saves)
     compute = staticmethod(moe_sublayer)
     gradients = staticmethod(moe_sublayer_backward)
     in_torch_ops = staticmethod(moe_reference)
-
-    @staticmethod
-    def more_results(o):
-        return (LOGITS,)
 
 
 _apply = build(MoEBlock)
 
 
 def check_router(
-    op: str,
-    x: Tensor,
-    experts: int,
-    *,
-    router_weight,
-    router_bias,
-    score_bias,
-    top_k,
-    scoring,
-    normalize,
-    num_groups,
-    top_groups,
-    group_score,
-    routed_scaling_factor,
-    router_dtype,
-    **others,
-) -> tuple[dict[str, Tensor | None], dict[str, Any], dict[str, Any]]:
-    """Checks the arguments of the choice; returns them as tensors and options, and the other arguments."""
+    op: str, x: Tensor, experts: int, router_weight: Tensor, router_bias, score_bias, routing: RouterOptions
+) -> RouterOptions:
+    """Checks the arguments of the choice; returns its options."""
+    top_k, scoring, normalize, num_groups, top_groups, group_score, factor = routing
     check_weight(op, "router_weight", router_weight, router_bias, x, x.shape[-1], "input")
     if router_weight.shape[0] != experts:
         raise ShapeError(
@@ -100,7 +76,7 @@ def check_router(
     check_choice(op, "scoring", scoring, SCORINGS)
     check_choice(op, "group_score", group_score, GROUP_SCORES)
     check_flags(op, normalize=normalize)
-    check_number(op, "routed_scaling_factor", routed_scaling_factor)
+    check_number(op, "routed_scaling_factor", factor)
     check_count(op, "top_k", top_k)
     check_count(op, "num_groups", num_groups)
     if num_groups > 1 and top_groups is None:
@@ -116,21 +92,7 @@ def check_router(
         raise ValueError(
             f"{op}: top_k={top_k} is more than the {top_groups * (experts // num_groups)} experts that a token may choose from"
         )
-    if router_dtype not in (None, torch.float32):
-        raise ValueError(
-            f"{op}: router_dtype must be torch.float32, or None for the compute dtype, not {router_dtype!r}"
-        )
-    tensors = dict(router_weight=router_weight, router_bias=router_bias, score_bias=score_bias)
-    options = dict(
-        top_k=top_k,
-        scoring=scoring,
-        normalize=normalize,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        group_score=group_score,
-        routed_scaling_factor=float(routed_scaling_factor),
-    )
-    return tensors, options, others
+    return routing._replace(top_groups=top_groups, routed_scaling_factor=float(factor))
 
 
 def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor | None) -> str:
@@ -156,75 +118,39 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
     return "plain" if t["gate_weight"] is None else "gated"
 
 
-def gather(
-    op,
-    x,
-    gate_up_weight,
-    down_weight,
-    activation,
-    *,
-    router_dtype,
-    gate_up_bias,
-    down_bias,
-    shared_expert_gate,
-    lora,
-    residual,
-    training,
-    recompute,
-    workspace,
-    **others,
-) -> tuple[MoETensors, MoEOptions]:
+def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensors, MoEOptions]:
     """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_options(op, activation, recompute)
-    check_flags(op, residual=residual, training=training)
+    check_options(op, activation, given["recompute"])
     check_input(op, x)
-    features = x.shape[-1]
-    check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
-    routed, routing, others = check_router(op, x, len(gate_up_weight), router_dtype=router_dtype, **others)
-    shared = {
-        name: others.pop(f"shared_{name}") for name in SHARED if f"shared_{name}" in others
-    }  # without their updates
-    kind = check_shared(op, x, shared, shared_expert_gate)
-    tensors, options = around(op, x, "down_weight", features, residual=residual, **others)
-    weights = {"gate_up": gate_up_weight, "down": down_weight}
-    weights |= {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
-    updates, numbers = gather_lora(
-        op, x, lora, {name: (name, one) for name, one in weights.items() if one is not None}, tuple(weights)
-    )
-    of_shared = [one for name, one in updates.items() if name.startswith("shared_")]
-    router = routed["router_weight"] if router_dtype is None else None
-    of_branch = (shared[f"{layer}_weight"] for layer in MLP_LAYERS)
-    dtype = compute_dtype(op, x, gate_up_weight, down_weight, router, *of_branch)
-    t = MoETensors(
-        **routed,
-        gate_up_weight=gate_up_weight,
-        gate_up_bias=gate_up_bias,
-        down_weight=down_weight,
-        down_bias=down_bias,
-        shared_expert_gate=shared_expert_gate,
-        **{f"shared_{name}": one for name, one in shared.items()},
-        **updates,
-        **tensors,
-    )
-    probe = x.new_empty(0, dtype=dtype)
-    # of the experts, which run most matmuls; the shared expert's follow
-    impl = choose_impl(op, probe, features, down_weight.shape[2], features, name="moe_mlp")
+    t, features = {name: given.pop(name) for name in MoETensors.own}, x.shape[-1]
+    shared, w, wd = {name: t[f"shared_{name}"] for name in MLPTensors.own}, t["gate_up_weight"], t["down_weight"]
+    check_experts(op, x, w, t["gate_up_bias"], wd, t["down_bias"])
+    routing = RouterOptions(**{name: given.pop(name) for name in RouterOptions._fields})
+    routing = check_router(op, x, len(w), t["router_weight"], t["router_bias"], t["score_bias"], routing)
+    if router_dtype not in (None, torch.float32):
+        raise ValueError(
+            f"{op}: router_dtype must be torch.float32, or None for the compute dtype, not {router_dtype!r}"
+        )
+    kind = check_shared(op, x, shared, t["shared_expert_gate"])
+    weights = {"gate_up": w, "down": wd} | {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
+    updates, numbers = gather_lora(op, x, lora, weights)
+    of_shared = {name: one for name, one in updates.items() if name.startswith("shared_")}
+    trained = any(one is not None for one in of_shared.values())
+    router = t["router_weight"] if router_dtype is None else None
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, router, *weights.values()))
+    own = of_shared, numbers[2 * len(EXPERT_LAYERS) :] if trained else ()
+    tensors, options = around(op, x, probe, "down_weight", features, own, w.numel(), **given)
     o = MoEOptions(
+        **routing._asdict(),
         activation=activation,
         shared=kind,
-        router_dtype=torch.promote_types(dtype, router_dtype or dtype),
-        recompute=choose_mode(recompute),
-        backend=impl,
-        precision=matmul_precision(probe),
-        workspace=choose_workspace(op, workspace, probe, gate_up_weight.numel()),
-        dtype=dtype,
-        **routing,
-        **options,
+        router_dtype=torch.promote_types(probe.dtype, router_dtype or probe.dtype),
+        # of the experts, which run most matmuls; the shared expert's follow
+        backend=choose_impl(op, probe, features, wd.shape[2], features, name="moe_mlp"),
         experts_lora=numbers[: 2 * len(EXPERT_LAYERS) : 2],
-        lora_dtype=update_dtype(x, dtype, of_shared),
-        lora=() if all(one is None for one in of_shared) else numbers[2 * len(EXPERT_LAYERS) :],
+        **options,
     )
-    return t, o
+    return MoETensors(**t, **updates | tensors), o
 
 
 def moe_block(

@@ -11,33 +11,38 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
+from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums
+from ..mlp.block import MLPTensors, bytes_around
+from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
-from ..mlp.sublayer import MLPTensors, bytes_around
-from ..registration.gradients import BiasGrad, WeightGrad, by_chunks
-from ..registration.needs import needed_names
-from ..registration.rows import cast_parameter
-from ..sublayer.residual import Sublayer, reads_branch, reference_inputs, reference_output
+from ..registration.gradients import BiasGrad, WeightGrad
+from ..registration.op import by_chunks, cast_parameter, needed_names, with_fields
+from ..sublayer.lora import updates_of
+from ..sublayer.residual import (
+    AroundTensors,
+    RandomStates,
+    Sublayer,
+    SublayerOptions,
+    reads_branch,
+    reference_inputs,
+    reference_output,
+)
 from .router import chosen, logits_gradient, scores_of, weights_of
 
 LOGITS = "router_logits"
 ROUTER_ROWS = 8  # rows of E values that are alive at once: logits, scores, their gradients and steps between
 
 
+@with_fields(
+    AroundTensors, ..., updates_of((*EXPERT_LAYERS, *(f"shared_{layer}" for layer in MLP_LAYERS))), RandomStates
+)
 class MoETensors(NamedTuple):
     """The tensors of an MoE sublayer. shared_gate_weight None: the shared expert is a plain MLP; shared_up_weight None: there
-    is no shared expert. LAYER_lora_a, LAYER_lora_b: low-rank updates, those of all experts in one tensor; lora_rng: of the
-    shared expert's."""
+    is no shared expert. Low-rank updates are those of all experts in one tensor; lora_rng: of the shared expert's."""
 
-    norm_weight: Tensor | None
-    norm_bias: Tensor | None
-    norm_scale: Tensor | None
-    norm_shift: Tensor | None
-    post_norm_weight: Tensor | None
-    post_norm_bias: Tensor | None
-    layer_scale: Tensor | None
     router_weight: Tensor
     router_bias: Tensor | None
     score_bias: Tensor | None
@@ -52,28 +57,13 @@ class MoETensors(NamedTuple):
     shared_down_weight: Tensor | None
     shared_down_bias: Tensor | None
     shared_expert_gate: Tensor | None
-    gate_up_lora_a: Tensor | None
-    gate_up_lora_b: Tensor | None
-    down_lora_a: Tensor | None
-    down_lora_b: Tensor | None
-    shared_gate_lora_a: Tensor | None
-    shared_gate_lora_b: Tensor | None
-    shared_up_lora_a: Tensor | None
-    shared_up_lora_b: Tensor | None
-    shared_down_lora_a: Tensor | None
-    shared_down_lora_b: Tensor | None
-    lora_rng: Tensor | None = None
-    resid_rng: Tensor | None = None
-    path_rng: Tensor | None = None
 
 
 SHARED = tuple(name for name in MLPTensors._fields if f"shared_{name}" in MoETensors._fields)
 
 
-class MoEOptions(NamedTuple):
-    """The sublayer's other arguments. shared: "" without a shared expert, "plain" or "gated"; num_groups 1: all experts may be
-    chosen; norm, post_norm "" is none. lora: scale and dropout_p of the low-rank update of each layer of the shared expert;
-    experts_lora: as in ExpertsOptions."""
+class RouterOptions(NamedTuple):
+    """The options of the choice. num_groups 1: all experts may be chosen."""
 
     top_k: int
     scoring: str
@@ -82,35 +72,32 @@ class MoEOptions(NamedTuple):
     top_groups: int
     group_score: str
     routed_scaling_factor: float
+
+
+@with_fields(RouterOptions, ..., SublayerOptions)
+class MoEOptions(NamedTuple):
+    """The sublayer's other arguments. shared: "" without a shared expert, "plain" or "gated"; lora: of each layer of the shared
+    expert; experts_lora: as in ExpertsOptions."""
+
     router_dtype: torch.dtype
     shared: str
-    norm: str
-    norm_eps: float
-    norm_first: bool
-    post_norm: str
-    post_norm_eps: float
-    branch_factor: float
     activation: str
-    resid_p: float
-    path_p: float
-    residual: bool
-    recompute: str
     backend: str
-    precision: str
-    workspace: int
     experts_lora: tuple[float, ...]
-    lora: tuple[float, ...]
-    lora_dtype: torch.dtype
-    dtype: torch.dtype
 
-    dropout_p, first_column = 0.0, 0  # what the shared expert's MLPBranch reads, too
+    # what the shared expert's MLPBranch reads, too
+    dropout_p, first_column = 0.0, 0
+
+    @property
+    def gated(self) -> bool:
+        return self.shared == "gated"
 
 
 def saves(o: MoEOptions) -> tuple[str, ...]:
     """What forward saves besides its tensors: its choice of experts, and what moe_mlp and an MLP save."""
     if o.recompute == "full":
         return ("index",)
-    shared = mlp_saves(o.shared == "gated", o) if o.shared else ()
+    shared = mlp_saves(o) if o.shared else ()
     return ("index", "gu", *(f"shared_{name}" for name in shared))
 
 

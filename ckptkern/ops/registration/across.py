@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from ... import state
-from .codec import values_of
 from .delayed import Stash, formed, is_valid, stashing, workspace_limit
 from .functions import DISPATCHED, named, runs_directly
 from .late import Late, arrived, is_late
-from .library import call_forward
-from .needs import asked, wanted
-from .op import direct_backward, direct_forward, to_save
+from .library import call_forward, values_of
+from .op import asked, run_backward, run_forward, to_save, wanted
 
 
 def across_ranks(apply) -> Callable[..., Tensor]:
@@ -39,7 +37,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             if compiling or seen & DISPATCHED:
                 results = call_forward(registered, tensors, options)
             else:
-                results = direct_forward(op, tensors, options, seen)
+                results = run_forward(op, tensors, options, seen)
             if not compiling:
                 ctx.x = weakref.ref(x)
             ctx.call = shard, options, residual, needs, None if compiling else state.Precision()
@@ -80,7 +78,7 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         shard, options, residual, _, _ = ctx.call
         limit = workspace_limit(values_of(options, "workspace"))
         with stashing(Stash(limit, saved, spills=True)):
-            dx, *grads = direct_backward(op, df, saved, options, needs, seen)
+            dx, *grads = run_backward(op, df, saved, options, needs, seen)
         if not all(map(is_valid, grads)):  # a body used their memory anew
             dx, *grads = gradients(arrived(df), saved, options, needs)
         reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes

@@ -23,16 +23,14 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from ... import state
-from ...frozen import Frozen, only_frozen
+from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
-from . import codec as _codec
 from .delayed import Delayed, Process, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing
 from .gradients import having_main_grad, into_main_grad
-from .library import LIBRARY, Registered, call_forward, register
-from .needs import asked, needed, present, split, wanted
-from .op import Op, call_of, direct_backward, direct_forward, to_save
+from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
+from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
 
 
 def build(op: type[Op]):
@@ -53,12 +51,9 @@ _TRANSFORMS, _SUBCLASS = int(Observed.TRANSFORMS), int(Observed.SUBCLASS)
 _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), int(Observed.HOOKS)
 
 
-def observed(tensors: Sequence[Tensor | None]) -> int:
-    """What `state.observe` sees of the tensors. A Frozen needs no dispatch: an op's body dequantises it."""
-    seen = state.observe(tensors)
-    if seen & _SUBCLASS and only_frozen(tensors, PLAIN.__contains__):
-        seen &= ~_SUBCLASS
-    return seen
+def _without_frozen(seen: int, tensors: Sequence[Tensor | None]) -> int:
+    """What `state.observe` saw of the tensors: a Frozen needs no dispatch, because an op's body dequantises it."""
+    return seen & ~_SUBCLASS if all(type(t) is Frozen or type(t) in PLAIN for t in tensors) else seen
 
 
 class Bodies:
@@ -84,7 +79,7 @@ def runs_directly(seen: int) -> bool:
 
 def returned(op: type[Op], options, results):
     """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
-    more = op.more_results(options)
+    more = op.more_results
     return tuple(results[: 1 + len(more)]) if more else results[0]
 
 
@@ -95,7 +90,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     backward(dy, t) is the vector-Jacobian matmul of the reference, f'(t)^T dy, for the tensors that `needs` names; so this is
     the vector-Jacobian matmul of that, which torch.func forms from the reference's second derivative.
     """
-    more = len(op.more_results(options))
+    more = len(op.more_results)
     tensors, saved = call_of(op, flat, options)
     tensors, reference = list(tensors), op.reference_of(saved, options)
     if tensors[0] is None:
@@ -103,18 +98,13 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
     variables = [i for i, t in enumerate(tensors) if t is not None and t.is_floating_point() and type(t) is not Frozen]
 
-    def filled(places, values) -> list[Tensor | None]:
-        by_place = dict(zip(places, values, strict=True))
-        return [by_place.get(i, t) for i, t in enumerate(tensors)]
-
     def first_order(dys, *values):
-        tensors = filled(variables, values)
+        by_place = dict(enumerate(tensors)) | dict(zip(variables, values, strict=True))
 
         def y(*some):
-            by_place = dict(zip(wanted, some, strict=True))
-            return reference([by_place.get(i, t) for i, t in enumerate(tensors)], options)
+            return reference([*(by_place | dict(zip(wanted, some, strict=True))).values()], options)
 
-        return torch.func.vjp(y, *(tensors[i] for i in wanted))[1](dys)
+        return torch.func.vjp(y, *(by_place[i] for i in wanted))[1](dys)
 
     dys = (dy, *flat[len(flat) - more :]) if more else dy
     _, pull = torch.func.vjp(first_order, dys, *(tensors[i] for i in variables))
@@ -137,7 +127,7 @@ def named(function: type, op: type[Op], suffix: str) -> type:
 
 def _gradients(registered: Registered):
     """What the backward of every Function below calls."""
-    op, _, bwd, layout = registered
+    op = registered.op
 
     class Backward(torch.autograd.Function):
         """Of the backward op, differentiable itself."""
@@ -146,8 +136,7 @@ def _gradients(registered: Registered):
 
         @staticmethod
         def forward(options, needs, dy, *flat):
-            tensors, saved = call_of(op, flat, options)
-            return tuple(bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs)))
+            return tuple(call_backward(registered, dy, flat, options, needs))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -171,16 +160,15 @@ def _gradients(registered: Registered):
                 op.missing_input(dy, call_of(op, flat, options)[0], options)
             grads = second_order.apply(options, needs, dy, *flat)
         else:
-            seen = _OBSERVED if torch.compiler.is_compiling() else observed((dy, *flat))
-            if runs_directly(seen):
-                return direct_backward(op, dy, flat, options, needs, seen)
-            tensors, saved = call_of(op, flat, options)
-            grads = bwd(dy, tensors, list(saved.values()), *_codec.pack(layout, options), split(needs))
-            if not (
-                torch.compiler.is_compiling()
-                or torch._C._are_functorch_transforms_active()
-                or is_legacy_batchedtensor(dy)
-            ):  # where dy stands for no others: of a graph that is compiled, or of a batch
+            compiling = torch.compiler.is_compiling()
+            seen = _OBSERVED if compiling else state.observe((dy, *flat))
+            if seen & _SUBCLASS and not compiling:
+                seen = _without_frozen(seen, (dy, *flat))
+            if not seen & _OBSERVED or runs_directly(seen):
+                return run_backward(op, dy, flat, options, needs, seen)
+            grads = call_backward(registered, dy, flat, options, needs)
+            # not of a graph that is compiled, or of a batch: where dy stands for others
+            if not (compiling or torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(dy)):
                 grads = [into_main_grad(flat[i], g) if needs >> i & 1 else g for i, g in enumerate(grads)]
         return [g if needs >> i & 1 else None for i, g in enumerate(grads)]
 
@@ -203,15 +191,27 @@ def _eager_function(registered: Registered, gradients) -> type:
 
         @staticmethod
         def forward(ctx, call, *tensors):
-            """call: (options, needs, what `observe` saw of the tensors), one argument because each costs the host time."""
-            options, needs, seen = call
-            if seen & DISPATCHED and not Bodies.seen:
+            """call: (options, needs, what `observe` saw of the tensors, made), one argument because each costs the host time.
+            made: a list that receives what the library op returns besides its results, where a graph calls it (Bare)."""
+            options, needs, seen, made = call
+            more = op.more_results
+            if made is not None:
+                with torch._C._AutoDispatchBelowAutograd():
+                    results = call_forward(registered, tensors, options)
+                made += results[1 + len(more) :]
+            elif seen & DISPATCHED and not Bodies.seen:
                 results = call_forward(registered, tensors, options)
             else:
-                results = direct_forward(op, tensors, options, seen)
+                results = run_forward(op, tensors, options, seen)
             weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
             ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
-            return _finished(ctx, op, tensors, results)
+            ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
+            if not more:
+                return results[0]
+            results = tuple(results[: 1 + len(more)])
+            ctx.set_materialize_grads(False)  # of results that nothing was computed of, backward makes zeros
+            ctx.results = [(t.shape, t.dtype, t.device) for t in results]
+            return results
 
         @staticmethod
         def backward(ctx, dy, *more):
@@ -237,16 +237,6 @@ def _eager_function(registered: Registered, gradients) -> type:
     return named(Eager, op, "")
 
 
-def _finished(ctx, op: type[Op], tensors, results):
-    """Saves for backward, and which of several results nothing was computed of; returns what the Function returns."""
-    options, needs, *_ = ctx.call
-    if more := op.more_results(options):
-        ctx.set_materialize_grads(False)
-        ctx.results = [(t.shape, t.dtype, t.device) for t in results[: 1 + len(more)]]
-    ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
-    return returned(op, options, results)
-
-
 def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
     """The gradients that the second of two passes asks for, if the first left them."""
     stash, ctx.stash = ctx.stash, None
@@ -268,10 +258,10 @@ def _in_parts(
 
     upstream: the gradients of the results, None where there is none; dy: the first, of zeros then."""
     wanted, by_hand = asked(needs, flat), Process.by_hand
-    seen = observed((dy, *flat))
+    seen = _without_frozen(state.observe((dy, *flat)), (dy, *flat))
     if by_hand is not None and not any(map(by_hand.takes, flat)):
         by_hand = None
-    limit = torch.inf if by_hand else stash_limit(_codec.values_of(options, "workspace"))
+    limit = torch.inf if by_hand else stash_limit(values_of(options, "workspace"))
     if (
         torch.is_grad_enabled()
         or not runs_directly(seen)
@@ -280,7 +270,7 @@ def _in_parts(
         return gradients(dy, flat, options, wanted)
     stash = Stash(limit, () if ctx.call[4] else flat)  # what hooks give is in memory for this pass alone
     with stashing(stash):
-        grads = list(direct_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
+        grads = list(run_backward(op, dy, flat, options, wanted if by_hand else needs, seen))
     places = [i for i in range(len(grads)) if wanted >> i & 1]
     if not all(is_valid(grads[i]) for i in places):
         return gradients(dy, flat, options, wanted)
@@ -299,23 +289,12 @@ def _autograd_kernel(registered: Registered, eager: type):
     """The library op for graphs that call the op itself, with a classic Function around it."""
     op, fwd, _, layout = registered
 
-    class Bare(eager):
-        @staticmethod
-        def forward(ctx, call, *tensors):
-            """call: (options, needs, a list that receives what the op returns besides its results)."""
-            options, needs, made = call
-            with torch._C._AutoDispatchBelowAutograd():
-                results = call_forward(registered, tensors, options)
-            made += results[1 + len(op.more_results(options)) :]
-            ctx.call = options, needs, state.Precision(), having_main_grad(tensors), True
-            return _finished(ctx, op, tensors, results)
-
-    bare = named(Bare, op, "Op")
+    bare = named(type("Bare", (eager,), {}), op, "Op")
 
     def kernel(tensors, *lists):
         if needs := wanted(tensors):
             made: list[Tensor] = []
-            results = bare.apply((_codec.unpack(layout, lists), needs, made), *tensors)
+            results = bare.apply((unpack(layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
             return [*(results if isinstance(results, tuple) else (results,)), *made]
         with torch._C._AutoDispatchBelowAutograd():
             return fwd(tensors, *lists)
@@ -337,14 +316,14 @@ def _functional_functions(registered: Registered, gradients) -> tuple[type, type
         @staticmethod
         def setup_context(ctx, inputs, output):
             ctx.options, ctx.needs, *tensors = inputs
-            more = len(op.more_results(ctx.options))
+            more = len(op.more_results)
             ctx.mark_non_differentiable(*output[1 + more :])
             ctx.set_materialize_grads(more > 0)  # of what is not used, backward reads zeros
             ctx.save_for_backward(*to_save(op, tensors, output, ctx.options, ctx.needs))
 
         @staticmethod
         def backward(ctx, dy, *others):
-            more = others[: len(op.more_results(ctx.options))]
+            more = others[: len(op.more_results)]
             return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
@@ -361,11 +340,13 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
     apply_eager = super(torch.autograd.Function, eager).apply
 
     def for_inference(options):
-        return _codec.replaced(options, recompute=op.inference_recompute)
+        return replaced(options, recompute=op.inference_recompute)
 
     def apply(options, *tensors) -> Any:
         compiling = torch.compiler.is_compiling()
-        seen = 0 if compiling else observed(tensors)
+        seen = 0 if compiling else state.observe(tensors)
+        if seen & _SUBCLASS:
+            seen = _without_frozen(seen, tensors)
         if (compiling or seen & _SUBCLASS) and (kind := own_dispatch(tensors)):
             compose_of(op.name, kind)
             with autocast_off(tensors[0]):
@@ -373,7 +354,12 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
         if torch._C._are_functorch_transforms_active() if compiling else seen & _TRANSFORMS:
             if compiling:
                 raise NotImplementedError(f"{op.name}: torch.compile of a torch.func transform is not supported")
-            return returned(op, options, transformed.apply(options, present(tensors) & ~constants, *tensors))
+            present = sum(
+                1 << i
+                for i, t in enumerate(tensors)
+                if t is not None and t.is_floating_point() and type(t) is not Frozen
+            )
+            return returned(op, options, transformed.apply(options, present & ~constants, *tensors))
         if compiling:
             needs = wanted(tensors)
             if not needs:
@@ -387,9 +373,9 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
             return returned(op, options, functional.apply(options, needs, *tensors))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
-            seen = observed(tensors)
+            seen = _without_frozen(state.observe(tensors), tensors)
         needs = seen >> state.NEEDS if len(tensors) <= state.MOST_NEEDS else wanted(tensors)
-        return apply_eager((options if needs else for_inference(options), needs, seen), *tensors)
+        return apply_eager((options if needs else for_inference(options), needs, seen, None), *tensors)
 
     apply.for_inference = for_inference
     return apply

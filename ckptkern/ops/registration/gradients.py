@@ -3,76 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...eager import upcasts
-from .delayed import THREAD, Delayed, Sum, accumulates
-from .rows import cast_parameter
+from .delayed import Delayed, Sum, accumulates
+from .op import cast_parameter
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
-
-CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
-
-
-def token_chunks(
-    rows: int, bytes_per_row: int | Callable[[], int], workspace: int | None, unit: int = CHUNK_ROWS
-) -> list[tuple[int, int]]:
-    """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
-    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
-    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called.
-
-    Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
-    """
-    if workspace is None:
-        return [(0, rows)]
-    bytes_per_row = bytes_per_row() if callable(bytes_per_row) else bytes_per_row
-    if rows * bytes_per_row <= workspace:
-        return [(0, rows)]
-    units = -(-rows // unit)
-    count = -(-units // max(workspace // bytes_per_row // unit, 1))
-    bounds = [i * units // count * unit for i in range(count)]
-    return list(itertools.pairwise([*bounds, rows]))
-
-
-def by_chunks(
-    chunks: Sequence[tuple[int, int]],
-    of_rows: Callable[[int, int], dict[str, Tensor]],
-    into: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place, in a tensor of `into` or a new one,
-    and freed."""
-    if len(chunks) == 1:
-        return of_rows(*chunks[0])
-    whole = dict(into or {})
-    for start, stop in chunks:
-        for name, part in of_rows(start, stop).items():
-            if name not in whole:
-                whole[name] = part.new_empty((chunks[-1][1], *part.shape[1:]))
-            whole[name][start:stop] = part
-            part = None
-    return whole
-
-
-def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed: int, beside: int) -> int:
-    """Bytes of a row's transient tensors of a dtype in a backward pass.
-
-    tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
-    of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 matmul of 16-bit
-    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was
-    measured to take up to one more copy there.
-    """
-    size = dtype.itemsize
-    bytes_ = tensors * size + masks
-    if size >= 4 or on_gpu:
-        return bytes_
-    copies = summed * (8 if dtype == torch.float16 else 4)
-    return max(bytes_ + summed // 2, beside * size + copies)
-
 
 IN_GRAD = "grad"  # a main_grad that stands for the parameter's .grad
 
@@ -207,20 +148,6 @@ class BiasGrad:
 
     def result(self) -> Tensor:
         return cast_parameter(self.total, self.dtype)
-
-
-def weight_grad(a: Tensor, b: Tensor, weight: Tensor) -> Tensor | None:
-    """`WeightGrad` of all tokens at once."""
-    if (
-        THREAD.stash is None
-        and a.dtype is weight.dtype
-        and not hasattr(weight, "main_grad")
-        and not (a.is_cpu and upcasts(a.dtype))
-    ):
-        return torch.mm(a.t(), b)
-    grad = WeightGrad(weight, 1)
-    grad.add(a, b)
-    return grad.result()
 
 
 class PartGrads:

@@ -7,21 +7,27 @@ gives on meta tensors, in PyTorch ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+from torch.types import IntLikeType
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from ...frozen import regrouped
+from ...state import Observed
 from ..dispatch.choices import read_precision
-from . import codec as _codec
-from .needs import joined
-from .op import Op, names_of_saved, results_of, run_forward
-from .vmap import in_legacy_vmap, loop_over_batch
+from .op import Op, call_of, in_results, run_backward, run_forward
 
+_AUTOCAST = int(Observed.AUTOCAST)
+_WORD = 62
 LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
 
 
@@ -31,68 +37,61 @@ class Registered(NamedTuple):
     op: type[Op]
     fwd: torch._ops.OpOverload
     bwd: torch._ops.OpOverload
-    layout: _codec.Layout  # of its options
+    layout: Layout  # of its options
 
 
 def call_forward(registered: Registered, tensors: Sequence, options) -> Sequence[Tensor]:
     """[y, *more, *saved] by the library op."""
-    return registered.fwd(tensors, *_codec.pack(registered.layout, options))
+    return registered.fwd(tensors, *pack(registered.layout, options))
+
+
+def call_backward(registered: Registered, dy: Tensor, flat: Sequence, options, needs: int) -> list[Tensor]:
+    """The gradients by the library op, empty where not needed. needs goes in words of 62 bits: a stack of 31 layers has more
+    inputs than an int64 has bits."""
+    tensors, saved = call_of(registered.op, flat, options)
+    words = [needs >> start & (1 << _WORD) - 1 for start in range(0, max(needs.bit_length(), 1), _WORD)]
+    return registered.bwd(dy, tensors, list(saved.values()), *pack(registered.layout, options), words)
 
 
 def _on_meta(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [t if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
 
 
-def _in_torch_ops(options) -> Any:
-    """The options with which an op's body runs in PyTorch ops, all tokens at once."""
-    return _codec.replaced(options, backend="eager", fused="", workspace=None)
-
-
 def register(op: type[Op]) -> Registered:
     """Schemas, bodies, fakes, vmap rules and FLOP formulas of the two library ops."""
-    names, layout = (f"{op.name}_fwd", f"{op.name}_bwd"), _codec.layout_of(op.Options)
-    LIBRARY.define(f"{names[0]}(Tensor?[] tensors, {_codec.SCHEMA}) -> Tensor[]")
-    LIBRARY.define(
-        f"{names[1]}(Tensor dy, Tensor?[] tensors, Tensor?[] saved, {_codec.SCHEMA}, int[] needs) -> Tensor[]"
-    )
+    names, layout = (f"{op.name}_fwd", f"{op.name}_bwd"), layout_of(op.Options)
+    LIBRARY.define(f"{names[0]}(Tensor?[] tensors, {SCHEMA}) -> Tensor[]")
+    LIBRARY.define(f"{names[1]}(Tensor dy, Tensor?[] tensors, Tensor?[] saved, {SCHEMA}, int[] needs) -> Tensor[]")
     packets = tuple(getattr(torch.ops.ckptkern, name) for name in names)
 
-    def options_of(lists: Sequence) -> Any:
-        options = _codec.unpack(layout, lists)
-        if "auto" in _codec.values_of(
-            options, "precision"
-        ):  # a compiled graph's, which reads torch's setting when it runs
-            options = _codec.replaced(options, precision=read_precision())
+    def options_of(lists: Sequence, on_meta: bool) -> Any:
+        options = unpack(layout, lists)
+        if on_meta:  # in PyTorch ops, all tokens at once
+            return replaced(options, backend="eager", fused="", workspace=None)
+        if "auto" in values_of(options, "precision"):  # a compiled graph's, which reads torch's setting when it runs
+            options = replaced(options, precision=read_precision())
         return options
 
     def forward(tensors, *lists):
-        with torch._C._DisableAutocast():
-            return run_forward(op, regrouped(tensors, lists[2]), options_of(lists))
-
-    def backward(dy, tensors, saved, *lists_and_needs):
-        *lists, needs = lists_and_needs
-        options = options_of(lists)
-        with torch._C._DisableAutocast():
-            made = dict(zip(names_of_saved(op, options), saved, strict=True))
-            # a function of tensors, which changes no main_grad that hangs on one
-            own = [t.detach() if hasattr(t, "main_grad") else t for t in regrouped(tensors, lists[2])]
-            grads = op.backward(dy, own, made, options, joined(needs))
-            return [dy.new_empty(0) if g is None else g for g in grads]
+        return run_forward(op, regrouped(tensors, lists[2]), options_of(lists, False), _AUTOCAST)
 
     def forward_on_meta(tensors, *lists):
-        options = _codec.unpack(layout, lists)
         with torch._C._DisableAutocast():
-            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), _in_torch_ops(options))
-            return results_of(op, options, y, op.made_on_meta(tensors[0], made, options))
+            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options_of(lists, True))
+        options = unpack(layout, lists)
+        return in_results(op, options, y, op.made_on_meta(tensors[0], made, options))
 
-    def backward_on_meta(dy, tensors, saved, *lists_and_needs):
-        *lists, needs = lists_and_needs
-        options = _in_torch_ops(_codec.unpack(layout, lists))
-        (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
-        with torch._C._DisableAutocast():
-            made = dict(zip(names_of_saved(op, options), saved, strict=True))
-            return op.backward(dy, regrouped(tensors, lists[2]), made, options, joined(needs))
+    def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
+        *lists, words = lists_and_needs
+        needs = sum(word << _WORD * i for i, word in enumerate(words))
+        if on_meta:
+            (dy,), tensors, saved = _on_meta([dy]), _on_meta(tensors), _on_meta(saved)
+        # a function of tensors, which changes no main_grad that hangs on one
+        tensors = [t.detach() if hasattr(t, "main_grad") else t for t in regrouped(tensors, lists[2])]
+        grads = run_backward(op, dy, (*tensors, *saved), options_of(lists, on_meta), needs, _AUTOCAST)
+        return [dy.new_empty(0) if g is None else g for g in grads]
 
+    backward_on_meta = functools.partial(backward, on_meta=True)
     for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):
         name = packet.default._schema.name
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
@@ -108,10 +107,7 @@ def _fake(on_meta: Callable) -> Callable:
 
     def fake(first, *others):
         like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
-        return [
-            like.new_empty(0) if t is None else like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype)
-            for t in on_meta(first, *others)
-        ]
+        return [like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in on_meta(first, *others)]
 
     return fake
 
@@ -171,3 +167,152 @@ def _flops(on_meta: Callable) -> Callable:
         return counter.get_total_flops()
 
     return flops
+
+
+# -- options as arguments
+
+SCHEMA = "int[] ints, float[] floats, str[] strings, SymInt[] sizes"
+_LISTS = {bool: 0, int: 0, float: 1, str: 2, torch.dtype: 2, IntLikeType: 3}
+_DTYPES = {
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class Layout(NamedTuple):
+    """How values of a type lie in the lists; plain data, which torch.compile can trace.
+
+    kind: "value", "dtype", "bool", "fields" of a NamedTuple, "many" of one type, or "optional". place: of the list. type: the
+    NamedTuple, None for others.
+    """
+
+    kind: str
+    place: int
+    type: type | None
+    inner: tuple[Layout, ...]
+
+
+def layout_of(hint: Any) -> Layout:
+    """hint: a NamedTuple of bool, int, float, str, torch.dtype and IntLikeType, of such NamedTuples, of tuple[X, ...] of any of
+    these, or of any of these or None."""
+    if hint in _LISTS:
+        kind = {bool: "bool", torch.dtype: "dtype"}.get(hint, "value")
+        return Layout(kind, _LISTS[hint], None, ())
+    if hasattr(hint, "_fields"):
+        return Layout("fields", 0, hint, tuple(map(layout_of, typing.get_type_hints(hint).values())))
+    if typing.get_origin(hint) is tuple:
+        return Layout("many", 0, None, (layout_of(typing.get_args(hint)[0]),))
+    others = tuple(one for one in typing.get_args(hint) if one is not types.NoneType)  # IntLikeType is a union, too
+    if len(others) == len(typing.get_args(hint)):
+        raise TypeError(f"no list of a schema holds options of type {hint!r}; see layout_of")
+    return Layout("optional", 0, None, (layout_of(typing.Union[others]),))  # noqa: UP007 (of a tuple)
+
+
+def _write(layout: Layout, value: Any, lists: tuple[list, ...]) -> None:
+    kind, place, _, inner = layout
+    if kind == "fields":
+        for one, part in zip(inner, value, strict=True):
+            _write(one, part, lists)
+    elif kind in ("many", "optional"):
+        parts = value if kind == "many" else () if value is None else (value,)
+        lists[0].append(len(parts))
+        for part in parts:
+            _write(inner[0], part, lists)
+    elif kind == "dtype":
+        lists[place].append(_NAMES[value])
+    else:
+        lists[place].append((1 if value else 0) if kind == "bool" else value)
+
+
+def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
+    kind, place, type_, inner = layout
+    if kind == "fields":
+        return type_(*(_read(one, lists) for one in inner))
+    if kind == "many":
+        return tuple(_read(inner[0], lists) for _ in range(next(lists[0])))
+    if kind == "optional":
+        return _read(inner[0], lists) if next(lists[0]) else None
+    value = next(lists[place])
+    return _DTYPES[value] if kind == "dtype" else bool(value) if kind == "bool" else value
+
+
+def pack(layout: Layout, options: Any) -> tuple[list, list, list, list]:
+    """The four lists of SCHEMA."""
+    lists: tuple[list, list, list, list] = ([], [], [], [])
+    _write(layout, options, lists)
+    return lists
+
+
+def unpack(layout: Layout, lists: Sequence) -> Any:
+    """The inverse of `pack`."""
+    return _read(layout, tuple(map(iter, lists)))
+
+
+def replaced(options: Any, **values: Any) -> Any:
+    """options with new values of the fields of these names, its own and those of the NamedTuples in it."""
+    if not hasattr(options, "_fields"):
+        return tuple(replaced(one, **values) for one in options) if isinstance(options, tuple) else options
+    fields = zip(options._fields, options, strict=True)
+    inner = {name: replaced(one, **values) for name, one in fields if isinstance(one, tuple)}
+    return options._replace(**inner | {name: value for name, value in values.items() if name in options._fields})
+
+
+def values_of(options: Any, name: str) -> list:
+    """The values of the fields of this name, likewise."""
+    if not isinstance(options, tuple):
+        return []
+    own = [getattr(options, name)] if name in getattr(options, "_fields", ()) else []
+    return own + [value for one in options for value in values_of(one, name)]
+
+
+# -- under vmap: once per sample
+
+
+def loop_over_batch(op):
+    """A vmap rule that calls the op per sample: gradients of weights are per sample, so nothing could be shared."""
+
+    def rule(info, in_dims, *args):
+        def sample(i):
+            def pick(arg, dim):
+                if isinstance(arg, (list, tuple)):
+                    dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(arg)
+                    return [pick(a, d) for a, d in zip(arg, dims, strict=True)]
+                return arg if dim is None or not isinstance(arg, Tensor) else arg.select(dim, i)
+
+            return op(*(pick(arg, dim) for arg, dim in zip(args, in_dims, strict=True)))
+
+        def stack(column):
+            if isinstance(column[0], Tensor):
+                return torch.stack(column), 0
+            stacked = [stack(list(inner)) for inner in zip(*column, strict=True)]
+            kind = type(column[0])
+            return kind(value for value, _ in stacked), kind(dim for _, dim in stacked)
+
+        return stack([sample(i) for i in range(info.batch_size)])
+
+    return rule
+
+
+def in_legacy_vmap(op):
+    """The same for the older vmap behind torch.autograd.grad's is_grads_batched, whose own fallback takes no lists."""
+    rule = loop_over_batch(op)
+
+    def call(*args):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+
+        def split(arg):
+            """(physical tensor, dimension of the batch)"""
+            if isinstance(arg, (list, tuple)):
+                return tuple(map(list, zip(*map(split, arg), strict=True))) if arg else (arg, None)
+            if isinstance(arg, Tensor) and is_legacy_batchedtensor(arg):
+                return torch._remove_batch_dim(arg, level, 1, 0), 0
+            return arg, None
+
+        values, dims = zip(*map(split, args), strict=True)
+        results, _ = rule(types.SimpleNamespace(batch_size=values[0].shape[0]), dims, *values)
+        return tree_map(lambda result: torch._add_batch_dim(result, 0, level), results)
+
+    return call

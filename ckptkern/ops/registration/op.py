@@ -1,27 +1,35 @@
 """What an op is: (tensors, options) -> y, with some tensors saved for backward. `functions.build` makes it callable.
 
 Op bodies run with autocast off and cast weights inside, so that a cast copy never lives from forward to backward; the public
-function casts x.
+function casts x. They read x as rows of tokens. `needs` is the needs_input_grad mask: a bitmask of any length over an op's
+tensors, set for those whose gradients are wanted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import collections
+import functools
+import itertools
+import math
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...state import Observed
+from ... import state
+from ...frozen import Frozen, frozen_bytes
 
-_AUTOCAST = int(Observed.AUTOCAST)
+_AUTOCAST = int(state.Observed.AUTOCAST)
 
 
 class Op:
     """What an op is. Subclasses give these attributes and methods; `build()` makes it callable.
 
     name       the op's word, as users know it
-    Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (of types that `codec.layout_of` says)
+    Options    a NamedTuple of what is no tensor: recompute, backend, precision and so on (of types that `library.layout_of`
+               says)
     forward    (tensors, options) -> (y, what it saves by name, at least what `saves` names)
     backward   (dy, tensors, saved by name, options, needs) -> a gradient for each tensor; None where it is not needed, or was
                added to a main_grad
@@ -29,6 +37,8 @@ class Op:
                for second order
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
     kernels    are there Triton kernels of it?
+    more_results  names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient
+               of each among what was saved, as "d" and its name
     """
 
     name: str
@@ -38,17 +48,12 @@ class Op:
     reference: Callable[..., Any]
     constants: frozenset[int] = frozenset()
     kernels = True
+    more_results: tuple[str, ...] = ()
     inference_recompute = "full"  # the mode in which forward writes nothing for a backward
 
     @staticmethod
     def saves(options) -> tuple[str, ...]:
         """What forward saves for backward besides tensors: the one declaration of it. "y" is the result itself."""
-        return ()
-
-    @staticmethod
-    def more_results(options) -> tuple[str, ...]:
-        """Names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient of each
-        among what was saved, as "d" and its name."""
         return ()
 
     @staticmethod
@@ -75,9 +80,93 @@ class Op:
         )
 
 
+class SublayerOp(Op):
+    """The op of a sublayer, which `transformer_layer` runs, too. Subclasses give these, of x [..., d], its other tensors t, a
+    `Tensors`, and its options o.
+
+    Tensors       a NamedTuple of the op's tensors without x
+    compute       (x, t, o) -> (y [tokens, e], what it saves by name)
+    gradients     (dy [tokens, e], x, t, o, saved, needs) -> those that needs asks for, by name: "x" and the fields of Tensors
+    in_torch_ops  (x, t, o) -> y, or a tuple of all results, in differentiable PyTorch ops
+    decisions     names of what forward saves that the reference takes, by name, instead of deciding again
+    """
+
+    Tensors: type
+    compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+    gradients: Callable[..., dict[str, Any]]
+    in_torch_ops: Callable[..., Any]
+    decisions: tuple[str, ...] = ()
+
+    @classmethod
+    def forward(cls, tensors, o):
+        x, *others = tensors
+        y, saved = cls.compute(x, cls.Tensors(*others), o)
+        return unflattened(y, x), saved
+
+    @classmethod
+    def backward(cls, dy, tensors, saved, o, needs):
+        x, *others = tensors
+        return in_order(cls.gradients(rows_2d(dy), x, cls.Tensors(*others), o, saved, needs), cls.Tensors, needs)
+
+    @classmethod
+    def reference(cls, tensors, o, **decided):
+        x, *others = tensors
+        return cls.in_torch_ops(x, cls.Tensors(*others), o, **decided)
+
+    @classmethod
+    def reference_of(cls, saved, o):
+        return functools.partial(cls.reference, **{name: saved[name] for name in cls.decisions})
+
+
+def with_fields(*parts: Any) -> Callable[[type], type]:
+    """Decorates a NamedTuple with the fields and defaults of others: `...` among the parts is where its own are, whose names
+    are in `own`."""
+
+    def decorated(own: type) -> type:
+        kinds = [own if part is ... else part for part in parts]
+        hints = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
+        defaults = {name: value for kind in kinds for name, value in kind._field_defaults.items()}
+        made = collections.namedtuple(own.__name__, hints, defaults=defaults.values(), module=own.__module__)
+        made.__annotations__, made.__doc__, made.own = hints, own.__doc__, own._fields
+        for name in vars(own).keys() - vars(made).keys():  # properties, and values that are no fields
+            setattr(made, name, vars(own)[name])
+        return made
+
+    return decorated
+
+
+# -- a call's results, and what backward is given
+
+
+def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list[Tensor]:
+    """[y, *more, *saved] by the op's body: the dispatcher itself takes a tenth of a tiny mlp's host time.
+
+    seen: what `observe` saw."""
+    if seen & _AUTOCAST:
+        with torch._C._DisableAutocast():
+            return run_forward(op, tensors, options)
+    y, made = op.forward(tensors, options)
+    return in_results(op, options, y, made) if made else [y]
+
+
+def in_results(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
+    """[y, *more, *saved] of what `forward` gives."""
+    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
+
+
+def run_backward(
+    op: type[Op], dy: Tensor, flat: Sequence, options, needs: int, seen: int = 0
+) -> Sequence[Tensor | None]:
+    """The gradients, likewise; flat: what `to_save` gave, and the gradients of more results."""
+    if seen & _AUTOCAST:
+        with torch._C._DisableAutocast():
+            return run_backward(op, dy, flat, options, needs)
+    return op.backward(dy, *call_of(op, flat, options), options, needs)
+
+
 def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: int) -> list:
     """The flat list of tensors that backward is given, from the op's tensors and results [y, *more, *saved]."""
-    flat = [*tensors, *results[1 + len(op.more_results(options)) :]]
+    flat = [*tensors, *results[1 + len(op.more_results) :]]
     names = op.saves(options)
     if "y" in names:
         flat.insert(len(tensors) + names.index("y"), results[0])
@@ -89,45 +178,157 @@ def to_save(op: type[Op], tensors: Sequence, results: Sequence, options, needs: 
 def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
     """The inverse of `to_save`: (tensors, saved by name), as the op's backward takes them. Gradients of more results follow in
     `flat`."""
-    names = names_of_saved(op, options)
-    if not names:
-        return flat, {}
+    names = op.saves(options)
+    if op.more_results:
+        names = (*names, *("d" + name for name in op.more_results))
     count = len(flat) - len(names)
-    return flat[:count], dict(zip(names, flat[count:], strict=True))
+    return flat[:count], dict(zip(names, flat[count:], strict=True)) if names else {}
 
 
-def names_of_saved(op: type[Op], options) -> tuple[str, ...]:
-    """What backward is given besides dy and tensors."""
-    more = op.more_results(options)
-    return (*op.saves(options), *("d" + name for name in more)) if more else op.saves(options)
+# -- needs
 
 
-def run_forward(op: type[Op], tensors: Sequence, options) -> list[Tensor]:
-    """[y, *more, *saved] by the op's body."""
-    y, made = op.forward(tensors, options)
-    return results_of(op, options, y, made) if made else [y]
+def needed(needs: int, index: int) -> bool:
+    return bool(needs >> index & 1)
 
 
-def results_of(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
-    return [y, *[made[name] for name in (*op.more_results(options), *op.saves(options)) if name != "y"]]
+@functools.cache
+def flags(needs: int, count: int) -> tuple[bool, ...]:
+    """The lowest `count` bits of needs."""
+    return tuple(needed(needs, i) for i in range(count))
 
 
-def direct_forward(op: type[Op], tensors: Sequence, options, seen: int) -> list[Tensor]:
-    """[y, *more, *saved] by the op's body, as the dispatcher would run it. That takes a tenth of a tiny mlp's host time itself.
-
-    seen: what `observe` saw."""
-    if not seen & _AUTOCAST:
-        return run_forward(op, tensors, options)
-    with torch._C._DisableAutocast():
-        return run_forward(op, tensors, options)
+@functools.cache
+def needed_names(kind: type, needs: int) -> frozenset[str]:
+    """The names that needs asks for, among "x" and the fields of a NamedTuple `kind`, in this order."""
+    return frozenset(name for i, name in enumerate(("x", *kind._fields)) if needs >> i & 1)
 
 
-def direct_backward(
-    op: type[Op], dy: Tensor, flat: Sequence, options, needs: int, seen: int
-) -> Sequence[Tensor | None]:
-    """The gradients, likewise."""
-    tensors, saved = call_of(op, flat, options)
-    if not seen & _AUTOCAST:
-        return op.backward(dy, tensors, saved, options, needs)
-    with torch._C._DisableAutocast():
-        return op.backward(dy, tensors, saved, options, needs)
+def mask(kind: type, *names: str) -> int:
+    """needs that ask for these names; a constant of an op whose method torch.compile traces, as it does not `needed_names`."""
+    return sum(1 << i for i, name in enumerate(("x", *kind._fields)) if name in names)
+
+
+def in_order(grads: Mapping[str, Tensor | None], kind: type, needs: int) -> list[Tensor | None]:
+    """Gradients by name as a list of the same order; None where not needed."""
+    made: list[Tensor | None] = []
+    for name in ("x", *kind._fields):
+        made.append(grads[name] if needs & 1 else None)
+        needs >>= 1
+    return made
+
+
+def asked(needs: int, tensors: Sequence[Tensor | None]) -> int:
+    """The part of needs that the running backward pass asks the node of these tensors for: all, except in
+    `torch.autograd.grad` and `backward(inputs=...)`; in a graph that is compiled always all. The first tensor has an
+    edge, saved or not; None has none."""
+    edges = None if torch.compiler.is_compiling() else state.asked()
+    if edges is None:
+        return needs
+    places = (i for i, t in enumerate(tensors) if i == 0 or t is not None)
+    return needs & sum(1 << i for i, edge in zip(places, edges, strict=False) if edge)
+
+
+def wanted(tensors) -> int:
+    """needs of a call that autograd records."""
+    if not torch.is_grad_enabled():
+        return 0
+    return sum(1 << i for i, t in enumerate(tensors) if t is not None and t.requires_grad)
+
+
+# -- tensors as the bodies read them
+
+
+def row_count(x: Tensor) -> int:
+    """Rows of [..., K]. torch.Size.numel() would fix a symbolic batch at the size that is traced."""
+    return math.prod(x.shape[:-1])
+
+
+def rows_2d(x: Tensor) -> Tensor:
+    """[..., K] -> [rows, K]; a view where the strides allow it."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def unflattened(rows: Tensor, like: Tensor) -> Tensor:
+    """[rows, K] -> [..., K] as `like`, not a view, because autograd refuses to change a view that a Function returned in
+    place."""
+    return rows if like.dim() == 2 else torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[1]))
+
+
+def cast_parameter(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The parameter in a dtype; a Frozen one dequantised."""
+    if type(parameter) is Frozen:
+        return parameter.dequantize(dtype)
+    return parameter if parameter is None or parameter.dtype == dtype else parameter.to(dtype)
+
+
+def beside_frozen(weights: Iterable[Any], o: Any, dtype: torch.dtype) -> tuple[Any, bool]:
+    """(the options, whose workspace is what the dequantised Frozen weights leave of it; are all of these held for the pass?).
+
+    They are held if they take half the workspace at most. Otherwise each is dequantised where it is read, and dropped.
+    """
+    if Frozen not in map(type, weights) or o.workspace is None:  # before sizes that may be symbols are compared
+        return o, True
+    at_once, largest = frozen_bytes(weights, dtype)
+    holds = 2 * at_once <= o.workspace
+    return o._replace(workspace=max(o.workspace - (at_once if holds else largest), 1)), holds
+
+
+# -- chunks of rows that fit the workspace
+
+CHUNK_ROWS = 128  # chunks start at multiples of every kernel's BLOCK_M, so that a row keeps its place in the tile
+
+
+def token_chunks(
+    rows: int, bytes_per_row: int | Callable[[], int], workspace: int | None, unit: int = CHUNK_ROWS
+) -> list[tuple[int, int]]:
+    """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
+    multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
+    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called.
+
+    Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
+    """
+    if workspace is None:
+        return [(0, rows)]
+    bytes_per_row = bytes_per_row() if callable(bytes_per_row) else bytes_per_row
+    if rows * bytes_per_row <= workspace:
+        return [(0, rows)]
+    units = -(-rows // unit)
+    count = -(-units // max(workspace // bytes_per_row // unit, 1))
+    bounds = [i * units // count * unit for i in range(count)]
+    return list(itertools.pairwise([*bounds, rows]))
+
+
+def by_chunks(
+    chunks: Sequence[tuple[int, int]],
+    of_rows: Callable[[int, int], dict[str, Tensor]],
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """What of_rows(start, stop) gives for all rows: each chunk's is written to its place, in a tensor of `into` or a new one,
+    and freed."""
+    if len(chunks) == 1:
+        return of_rows(*chunks[0])
+    whole = dict(into or {})
+    for start, stop in chunks:
+        for name, part in of_rows(start, stop).items():
+            if name not in whole:
+                whole[name] = part.new_empty((chunks[-1][1], *part.shape[1:]))
+            whole[name][start:stop] = part
+            part = None
+    return whole
+
+
+def row_bytes(dtype: torch.dtype, on_gpu: bool, tensors: int, masks: int, summed: int, beside: int) -> int:
+    """Bytes of a row's transient tensors of a dtype in a backward pass.
+
+    tensors, masks: elements of that dtype, and bools, that are alive at the worst moment. summed: elements of the two operands
+    of the largest weight gradient; beside: elements that are alive while it is formed. A CPU has no float32 matmul of 16-bit
+    operands: it copies both to float32, and an eighth of the rows for the sums of columns. torch's float16 matmul was
+    measured to take up to one more copy there.
+    """
+    size = dtype.itemsize
+    bytes_ = tensors * size + masks
+    if size >= 4 or on_gpu:
+        return bytes_
+    copies = summed * (8 if dtype == torch.float16 else 4)
+    return max(bytes_ + summed // 2, beside * size + copies)

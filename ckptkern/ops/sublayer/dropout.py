@@ -14,8 +14,7 @@ from ..dispatch.checks import check_input, check_probability
 from ..dispatch.choices import choose_backend, primitives
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
-from ..registration.op import Op
-from ..registration.rows import rows_2d, unflattened
+from ..registration.op import Op, rows_2d, unflattened
 
 
 def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.Dropout:

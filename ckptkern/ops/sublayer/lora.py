@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from ...errors import ShapeError
 from ..dispatch.checks import check_number, check_probability, check_tensor
 from ..dispatch.choices import autocast_dtype
 from ..registration.gradients import WeightGrad
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter
 from .dropout import apply_dropout, dropout_arguments
 
 
@@ -160,8 +160,13 @@ def grouped_low_rank(
 
 
 def names_of(layer: str) -> tuple[str, str]:
-    """The fields of a sublayer's tensors that hold a layer's A and B."""
+    """Returns the fields of a sublayer's tensors that hold a layer's A and B."""
     return f"{layer}_lora_a", f"{layer}_lora_b"
+
+
+def updates_of(layers: Iterable[str]) -> type:
+    """Creates a NamedTuple of these fields, for `with_fields`."""
+    return NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
 
 
 def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
@@ -187,15 +192,23 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
     return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
 
 
+NO_UPDATES: tuple[dict[str, Tensor | None], tuple[float, ...]] = (
+    {},
+    (),
+)  # what `gather_lora` gives of a sublayer that has none
+
+
 def gather_lora(
     op: str,
     x: Tensor,
     lora: Mapping[str, Any] | None,
-    weights: Mapping[str, tuple[str, Tensor]],
-    layers: tuple[str, ...],
+    weights: Mapping[str, Tensor | None],
+    layers: tuple[str, ...] = (),
+    layer_of: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, Tensor | None], tuple[float, ...]]:
-    """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: (layer, weight) by name in
-    `lora`."""
+    """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: by their name in `lora`,
+    None if there is none. layers: in their order, if these are not the names; layer_of: a name's layer, if it is another."""
+    layers = layers or tuple(weights)
     tensors: dict[str, Tensor | None] = dict.fromkeys(name for layer in layers for name in names_of(layer))
     if lora is None:
         return tensors, ()
@@ -203,10 +216,11 @@ def gather_lora(
         raise TypeError(f"{op}: lora must be a dict of ckptkern.LoRA by layer, not {type(lora).__name__}")
     numbers = dict.fromkeys(layers, (0.0, 0.0))
     for name, given in lora.items():
-        if name not in weights:
-            raise ValueError(f"{op}: lora has {name!r}, but the layers are {', '.join(map(repr, weights))}")
-        layer, weight = weights[name]
-        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", given, weight, x)
+        if weights.get(name) is None:
+            known = ", ".join(repr(one) for one, weight in weights.items() if weight is not None)
+            raise ValueError(f"{op}: lora has {name!r}, but the layers are {known}")
+        layer = layer_of.get(name, name)
+        a, b, *numbers[layer] = check_update(op, f"lora[{name!r}]", given, weights[name], x)
         tensors |= zip(names_of(layer), (a, b), strict=True)
     return tensors, tuple(itertools.chain(*numbers.values())) if lora else ()
 

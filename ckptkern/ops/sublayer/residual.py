@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,10 @@ from ... import eager
 from ...errors import ShapeError
 from ...frozen import Frozen, viewed
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
-from ..dispatch.choices import primitives
-from ..registration.gradients import by_chunks, token_chunks
-from ..registration.rows import beside_frozen, cast_parameter, rows_2d
+from ..dispatch.choices import choose_mode, choose_workspace, matmul_precision, primitives
+from ..registration.op import beside_frozen, by_chunks, cast_parameter, rows_2d, token_chunks
 from .dropout import apply_dropout, draw_state, dropout_arguments
+from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
@@ -33,19 +33,58 @@ LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
 OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
 
 
+class AroundTensors(NamedTuple):
+    """The tensors around a branch, which begin those of every sublayer."""
+
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    norm_scale: Tensor | None
+    norm_shift: Tensor | None
+    post_norm_weight: Tensor | None
+    post_norm_bias: Tensor | None
+    layer_scale: Tensor | None
+
+
+class RandomStates(NamedTuple):
+    """The random states of a sublayer, which end its tensors: of dropout in the branch, of its result, of whole samples of that
+    (drop_path), and of the low-rank updates' inputs."""
+
+    rng: Tensor | None = None
+    resid_rng: Tensor | None = None
+    path_rng: Tensor | None = None
+    lora_rng: Tensor | None = None
+
+
+class SublayerOptions(NamedTuple):
+    """The options of every sublayer. norm, post_norm "" is none; branch_factor: layer_scale, if it is a number; lora: scale and
+    dropout_p of the low-rank update of each layer, nothing without updates; lora_dtype: `update_dtype`; dtype: the compute
+    dtype."""
+
+    norm: str
+    norm_eps: float
+    norm_first: bool
+    post_norm: str
+    post_norm_eps: float
+    branch_factor: float
+    resid_p: float
+    path_p: float
+    residual: bool
+    recompute: str
+    precision: str
+    workspace: int
+    lora: tuple[float, ...]
+    lora_dtype: torch.dtype
+    dtype: torch.dtype
+
+
 def drawn(t, o, x: Tensor, training: bool):
     """t with its random states filled in. They are drawn last, so that an error leaves the generator alone."""
-    drops_of = {"lora_rng": any(o.lora[1::2])} if hasattr(o, "lora") else {}  # has an update dropout?
-    drops_of |= {"rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
-    if not training or not any(drops_of.values()):
+    drops = {"lora_rng": any(o.lora[1::2]), "rng": o.dropout_p, "resid_rng": o.resid_p, "path_rng": o.path_p}
+    if not training or not any(drops.values()):
         return t
     of_sequence = {"path_rng", "rng"} if hasattr(o, "context") else {"path_rng"}  # masks of samples and of scores
-    drawn_by = {
-        name: draw_state(x, p, training, of_sequence=name in of_sequence)
-        for name, p in drops_of.items()
-        if name in t._fields
-    }
-    return t._replace(**drawn_by)
+    states = {name: draw_state(x, p, training, of_sequence=name in of_sequence) for name, p in drops.items()}
+    return t._replace(**states)
 
 
 class Sublayer:
@@ -65,9 +104,11 @@ class Sublayer:
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
         self.lead, self.samples = x.shape[:-1], sample_shape(x)
         self.wide = torch.promote_types(x.dtype, o.dtype)
-        self.leading = bool(o.norm) and o.norm_first
-        self.trailing = has_trailing_norm(o)
+        self.out_dtype = self.wide if o.residual else o.dtype
+        self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
+        # of the workspace for norms and vectors of samples: most is for what is alive beside them
+        self.quarter = None if o.workspace is None else o.workspace // 4
 
     def rows(self, start: int, stop: int):
         """What it computes for some rows of x."""
@@ -111,11 +152,6 @@ class Sublayer:
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the rows that forward and backward take at once; `row_bytes`: of a row's transient tensors."""
         return token_chunks(self.x.shape[0], self.row_bytes, self.o.workspace)
-
-    @property
-    def quarter(self) -> int | None:
-        """Returns what norms and vectors of samples have of the workspace: most is for what is alive beside them."""
-        return None if self.o.workspace is None else self.o.workspace // 4
 
     def norm_chunks(self, x: Tensor) -> list[tuple[int, int]]:
         """[start, stop) of the rows that a norm takes at once: kernels have nothing transient, PyTorch ops have."""
@@ -167,6 +203,7 @@ class Sublayer:
         return dx, *sums
 
     def norm(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The leading or trailing norm of x."""
         return self.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
 
     def inputs(self) -> Tensor:
@@ -184,30 +221,26 @@ class Sublayer:
 
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
-        return apply_dropout(self.p, f, dropout_arguments(self.t.resid_rng, self.o.resid_p), self.first_row)
+        rng = self.t.resid_rng
+        return f if rng is None else apply_dropout(self.p, f, dropout_arguments(rng, self.o.resid_p), self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
-        """What the branch's result f, dropout done, becomes before it is added to x."""
+        """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
         t, o = self.t, self.o
         if not o.post_norm:
             return f
-        dtype = output_dtype(self.x, o)
-        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, dtype)
+        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, self.out_dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
-        """layer_scale * z."""
-        z = z.to(output_dtype(self.x, self.o))
+        """layer_scale * z, forward and backward."""
+        z, scale = z.to(self.out_dtype), self.t.layer_scale
         z = z if self.o.branch_factor == 1.0 else z * self.o.branch_factor
-        if self.t.layer_scale is None:
+        if scale is None:
             return z
-        if self.t.layer_scale.dim() == 1:
-            return z * cast_parameter(self.t.layer_scale, z.dtype)
-        return self.by_sample.multiplied(z, self.t.layer_scale)
+        return z * cast_parameter(scale, z.dtype) if scale.dim() == 1 else self.by_sample.multiplied(z, scale)
 
     def drop_path(self, z: Tensor) -> Tensor:
         """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
-        if self.t.path_rng is None:
-            return z
         state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
         saved = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
         if self.is_part:
@@ -217,7 +250,8 @@ class Sublayer:
 
     def total(self, f: Tensor) -> Tensor:
         """The sublayer's output before a trailing norm, from the branch's result f."""
-        z = self.drop_path(self.scaled(self.post_normed(f)))
+        z = self.scaled(self.post_normed(f))
+        z = z if self.t.path_rng is None else self.drop_path(z)
         return self.x + z if self.o.residual else z
 
     def output(self, f: Tensor) -> Tensor:
@@ -258,7 +292,7 @@ class Sublayer:
         if self.trailing:
             grads = self.norm_gradients(dy, self.total(f), need)
             dy = grads.pop("x")
-        df = self.drop_path(dy)
+        df = dy if self.t.path_rng is None else self.drop_path(dy)
         if "layer_scale" in need:
             grads["layer_scale"] = self.scale_gradient(df, f, need)
         df = self.scaled(df)
@@ -345,10 +379,6 @@ class Sublayer:
         return grads
 
 
-def output_dtype(x: Tensor, o: Any) -> torch.dtype:
-    return torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype
-
-
 def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
 
@@ -383,7 +413,8 @@ def reference_inputs(x: Tensor, t: Any, o: Any) -> Tensor:
 
 def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     """The sublayer's output from its branch's last matmul f, in differentiable PyTorch ops."""
-    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p)).to(output_dtype(x, o))
+    z = eager.reference_dropout(f, dropout_arguments(t.resid_rng, o.resid_p))
+    z = z.to(torch.promote_types(x.dtype, o.dtype) if o.residual else o.dtype)
     if o.post_norm:
         z = reference_norm(z, o.post_norm, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps)
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
@@ -428,10 +459,14 @@ def check_layer_scale(op: str, x: Tensor, layer_scale, features: int) -> tuple[f
 def around(
     op,
     x,
+    probe,
     output,
     features,
+    updates,
+    summed=0,
     *,
     residual,
+    training,
     norm,
     norm_weight,
     norm_bias,
@@ -446,14 +481,19 @@ def around(
     resid_dropout_p,
     layer_scale,
     drop_path_p,
+    recompute,
+    workspace,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checks a sublayer's arguments around its branch, whose last weight, `output`, has `features` rows; returns them as
-    tensors and options."""
+    """Checks a sublayer's arguments around its branch; returns them as AroundTensors' and SublayerOptions' fields.
+
+    probe: empty, like x in the compute dtype. output, features: name and rows of the branch's last weight. updates: what
+    `gather_lora` gave. summed: `choose_workspace`'s.
+    """
     if residual and features != x.shape[-1]:
         raise ShapeError(f"{op}: residual needs {output} with {x.shape[-1]} rows, but it has {features}")
     check_probability(op, resid_dropout_p)
     check_probability(op, drop_path_p)
-    check_flags(op, norm_first=norm_first, residual=residual)
+    check_flags(op, norm_first=norm_first, residual=residual, training=training)
     check_norm(op, x, "norm", norm, norm_weight, norm_bias, x.shape[-1] if norm_first else features)
     check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
     check_number(op, "norm_eps", norm_eps)
@@ -466,6 +506,7 @@ def around(
                 f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
             )
         modulation[name] = None if value is None else check_vectors(op, x, name, value, x.shape[-1])
+    of_updates, numbers = updates
     tensors = dict(
         norm_weight=norm_weight,
         norm_bias=norm_bias,
@@ -473,6 +514,7 @@ def around(
         post_norm_weight=post_norm_weight,
         post_norm_bias=post_norm_bias,
         layer_scale=layer_scale,
+        **of_updates,
     )
     options = dict(
         norm=norm or "",
@@ -484,5 +526,11 @@ def around(
         resid_p=float(resid_dropout_p),
         path_p=float(drop_path_p),
         residual=residual,
+        recompute=choose_mode(recompute),
+        precision=matmul_precision(probe),
+        workspace=choose_workspace(op, workspace, probe, summed),
+        lora=numbers,
+        lora_dtype=update_dtype(x, probe.dtype, of_updates.values()),
+        dtype=probe.dtype,
     )
     return tensors, options

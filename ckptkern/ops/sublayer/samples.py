@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..dispatch.checks import check_tensor
-from ..registration.rows import cast_parameter
+from ..registration.op import cast_parameter
 
 
 def sample_shape(x: Tensor) -> tuple[int, ...]:

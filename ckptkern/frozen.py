@@ -1,0 +1,488 @@
+"""Frozen quantised weights as arguments of the ops, in the place of a weight.
+
+A `Frozen` has the shape and dtype of the weight that it stands for, and holds only the quantised tensors of the library that
+made them. An op saves it for backward as it is, and dequantises it in each pass; in other PyTorch operations it is dequantised
+where it is read.
+
+The functions of the library that made a weight dequantise it. Those of raw tensors (block_fp8, mxfp4) are written here, in the
+formulas that their publishers' own code has.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .errors import DtypeError, ShapeError
+from .extras import missing
+
+aten = torch.ops.aten
+VIEWS = frozenset(
+    (
+        aten.t.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.unbind.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unsqueeze.default,
+    )
+)
+SAME = frozenset((aten.detach.default, aten.alias.default, aten.lift_fresh.default))
+_MARK = "frozen:"  # begins the string in which an op's options say which of its tensors are parts of a Frozen
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+BLOCK = 128  # of block_fp8, in both dimensions
+GROUP = 32  # values that share a scale in mxfp4
+AT_ONCE = 2**20  # elements that are dequantised at a time where that has temporaries
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+TORCHAO = {"Int8Tensor": "int8", "IntxUnpackedToInt8Tensor": "intx", "Float8Tensor": "float8"}
+OPTIONAL = {"Int8Tensor": ("zero_point",)}
+QUANTISES_INPUT = ("act_quant_kwargs", "activation_quantization", "act_quant_scale", "act_pre_scale")
+
+
+class Layout(NamedTuple):
+    """What a Frozen is besides its tensors, in plain values. shape: of the whole weight; dtype: of the weight that it stands
+    for; numbers: of its kind; views: that are taken of the dequantised weight, in order."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    numbers: tuple
+    views: tuple = ()
+
+
+class Kind(NamedTuple):
+    """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
+    of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it."""
+
+    dequantized: Callable[[Sequence[Tensor], Layout, torch.dtype], Tensor]
+    transient: float
+    package: str = ""
+
+
+def layout_of(
+    data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None
+) -> tuple[Layout, tuple[Tensor, ...]]:
+    """(layout, the library's tensors) of what `Frozen` is given. Raises what `Frozen` raises."""
+    if dtype is not None and dtype not in (*FLOATS, torch.float64):
+        raise DtypeError(f"Frozen: dtype must be float16, bfloat16, float32 or float64, not {dtype}")
+    if kind is not None:
+        return _raw(data, scales, kind, dtype or torch.bfloat16)
+    if scales is not None:
+        raise TypeError("Frozen: scales are given without a kind; pass kind='block_fp8' or kind='mxfp4'")
+    package = type(data).__module__.partition(".")[0]
+    if package == "bitsandbytes" and type(data).__name__ == "Params4bit":
+        return _of_bitsandbytes(data, dtype)
+    if package == "torchao" and type(data).__name__ in TORCHAO:
+        return _of_torchao(data, dtype)
+    raise TypeError(
+        f"Frozen: data must be bitsandbytes' Params4bit, a weight-only {', '.join(TORCHAO)} of torchao, or raw tensors "
+        f"with a kind, not {type(data).__module__}.{type(data).__name__}"
+    )
+
+
+def transient_bytes(layout: Layout) -> int:
+    """Bytes of what is alive beside the weight while it is dequantised."""
+    transient, numel = KINDS[layout.kind].transient, math.prod(layout.shape[-2:])
+    return int(transient * (numel if transient < 1 else min(numel, AT_ONCE)))
+
+
+def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Computes the whole weight, in `dtype` if the kind can. Raises ImportError without the library that made it."""
+    kind = KINDS[layout.kind]
+    if kind.package and (advice := missing(kind.package)):
+        raise ImportError(f"Frozen: a weight of {kind.package} is dequantised by {kind.package}. {advice}")
+    if kind.package or len(layout.shape) == 2:
+        return kind.dequantized(parts, layout, dtype)
+    whole = parts[0].new_empty(layout.shape, dtype=dtype)
+    for expert, made in enumerate(whole):
+        made.copy_(kind.dequantized([part[expert] for part in parts], layout._replace(shape=layout.shape[1:]), dtype))
+    return whole
+
+
+def is_made_of(data: Any, parts: Sequence[Tensor]) -> bool:
+    """Are these still the tensors of a library's weight? A library may pack it anew, or quantise it again."""
+    if hasattr(data, "quant_state"):
+        state = data.quant_state
+        return state is not None and data.data_ptr() == parts[0].data_ptr() and state.absmax is parts[1]
+    return data.qdata is parts[0] and data.scale is parts[1]
+
+
+def why_not(data: Any) -> str:
+    """Why no Frozen can be made of a weight; "" if one can."""
+    try:
+        layout_of(data, None, None, None)
+    except (TypeError, ValueError) as error:  # ShapeError and DtypeError are such
+        return str(error)
+    return ""
+
+
+# -- bitsandbytes: NF4 and FP4
+
+
+def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tuple[Tensor, ...]]:
+    state = data.quant_state
+    if state is None:
+        raise ValueError("Frozen: the Params4bit is not quantised yet; move its module to its device first")
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            "Frozen: the Params4bit is packed for inference on this CPU, which bitsandbytes does in an evaluation without "
+            "gradients; load the weight again for training"
+        )
+    if state.quant_type not in ("nf4", "fp4") or state.dtype not in FLOATS:
+        raise ValueError(
+            f"Frozen: of bitsandbytes' kinds it takes nf4 and fp4 of 16-bit or float32 weights, not {state.quant_type!r} of "
+            f"{state.dtype}"
+        )
+    shape = tuple(state.shape)
+    if len(shape) != 2 or -(-math.prod(shape) // 2) != data.numel() * data.element_size():
+        raise ShapeError(
+            f"Frozen: the Params4bit has {data.numel() * data.element_size()} bytes for a weight of shape {shape}; it must be "
+            f"[out_features, in_features] with two values in each byte"
+        )
+    parts, numbers = [data.data.as_subclass(Tensor), state.absmax], [state.blocksize]
+    if state.nested:
+        parts += [state.offset, state.state2.absmax, state.state2.code]
+        numbers += [state.state2.blocksize]
+    return Layout(state.quant_type, shape, dtype or state.dtype, tuple(numbers)), tuple(parts)
+
+
+def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+
+    packed, absmax, *nested = parts
+    offset, absmax2, code2 = nested or (None, None, None)
+    blocksize, *inner = layout.numbers
+    state2 = QuantState(absmax2, blocksize=inner[0], code=code2, dtype=torch.float32) if nested else None
+    made = dtype if dtype in FLOATS else torch.float32
+    return dequantize_4bit(packed, QuantState(absmax, layout.shape, None, blocksize, layout.kind, made, offset, state2))
+
+
+# -- torchao: int8, int1 to int8, float8
+
+
+def _of_torchao(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tuple[Tensor, ...]]:
+    name = type(data).__name__
+    for attribute in QUANTISES_INPUT:
+        if getattr(data, attribute, None) is not None:
+            raise TypeError(
+                f"Frozen: a torchao {name} with {attribute} changes its layer's input too, so that it does not multiply by the "
+                f"dequantised weight; quantise weight-only"
+            )
+    block = tuple(data.block_size or ())
+    optional = [part for part in OPTIONAL.get(name, ()) if getattr(data, part) is not None]
+    parts = [getattr(data, part) for part in (*data.tensor_data_names, *optional)]
+    if data.dim() not in (2, 3) or len(block) != data.dim() or parts[0].shape != data.shape:
+        raise ShapeError(
+            f"Frozen: a torchao {name} must be [out_features, in_features] or [experts, ...], a value in each element, but is "
+            f"{tuple(data.shape)} in blocks {block}, of data {tuple(parts[0].shape)}"
+        )
+    target = str(getattr(data, "target_dtype", "")).removeprefix("torch.")
+    numbers = (str(data.dtype).removeprefix("torch."), target, *block)
+    return Layout(TORCHAO[name], tuple(data.shape), dtype or data.dtype, numbers), tuple(parts)
+
+
+def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    from torchao import quantization
+
+    own, target, *block = layout.numbers
+    own, block = getattr(torch, own), block[-len(layout.shape) :]
+
+    def of(parts: Sequence[Tensor]) -> Tensor:
+        if layout.kind == "int8":
+            return quantization.Int8Tensor(*parts[:2], block, own, *parts[2:]).dequantize()
+        if layout.kind == "float8":
+            return quantization.Float8Tensor(*parts, block_size=block, dtype=own).dequantize()
+        kind = quantization.IntxUnpackedToInt8Tensor
+        return kind(*parts, getattr(torch, target), tuple(block), own, None).dequantize()
+
+    if len(layout.shape) == 3 or block[0] != 1:
+        return of(parts)
+    return by_rows(layout, dtype, lambda rows: of([part[rows] if part.dim() == 2 else part for part in parts]))
+
+
+# -- raw tensors: DeepSeek's blocks, and MXFP4
+
+
+def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> tuple[Layout, tuple[Tensor, ...]]:
+    if kind not in ("block_fp8", "mxfp4"):
+        raise ValueError(
+            f"Frozen: kind must be 'block_fp8' or 'mxfp4', not {kind!r}; a weight of bitsandbytes or torchao has its own"
+        )
+    if not isinstance(data, Tensor) or not isinstance(scales, Tensor):
+        raise TypeError(f"Frozen: kind={kind!r} needs data and scales as tensors")
+    if kind == "mxfp4":
+        *lead, groups, width = data.shape if data.dim() > 2 else (0, 0, 0)
+        shape, wanted = (*lead, groups * GROUP), (*lead, groups)
+        dtypes, fits = "uint8 data and uint8 scales", data.dtype == scales.dtype == torch.uint8
+        layout = "[n, k / 32, 16] or [E, n, k / 32, 16]"
+        good = width == GROUP // 2 and len(shape) in (2, 3)
+    else:
+        shape = tuple(data.shape)
+        wanted = (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+        dtypes, fits = "float8 data and floating-point scales", data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        fits = fits and scales.dtype in FLOATS
+        layout, good = "[n, k] or [E, n, k]", len(shape) in (2, 3)
+    if not fits:
+        raise DtypeError(f"Frozen: kind={kind!r} needs {dtypes}, not {data.dtype} and {scales.dtype}")
+    if not good or tuple(scales.shape) != wanted:
+        raise ShapeError(
+            f"Frozen: kind={kind!r} needs data {layout}, here with scales {wanted}, but they have shapes "
+            f"{tuple(data.shape)} and {tuple(scales.shape)}"
+        )
+    return Layout(kind, tuple(shape), dtype, ()), (data, scales)
+
+
+def _block_fp8(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    """float32(data) * scale, rounded once: weight_dequant of DeepSeek-V3's inference/kernel.py."""
+    data, scales = parts
+    columns = torch.arange(data.shape[1], device=data.device) // BLOCK
+
+    def rows_of(rows: slice) -> Tensor:
+        own = scales[rows.start // BLOCK : -(-rows.stop // BLOCK)].float()
+        own = own[:, columns].repeat_interleave(BLOCK, 0)[: rows.stop - rows.start]
+        return data[rows].float().mul_(own)
+
+    return by_rows(layout, dtype, rows_of)
+
+
+def _mxfp4(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
+    """transformers' convert_moe_packed_tensors (integrations/mxfp4.py), without its transposition."""
+    blocks, scales = parts
+    table = torch.tensor(FP4, dtype=torch.float32, device=blocks.device)
+
+    def rows_of(rows: slice) -> Tensor:
+        own = blocks[rows]
+        values = table[torch.stack((own & 15, own >> 4), -1).int()].flatten(2)
+        return torch.ldexp(values, scales[rows].int()[..., None] - 127).flatten(1)
+
+    return by_rows(layout, dtype, rows_of)
+
+
+def by_rows(layout: Layout, dtype: torch.dtype, rows_of: Callable[[slice], Tensor]) -> Tensor:
+    """The weight [n, k] from rows_of(some of its rows), which begin at multiples of BLOCK."""
+    n, k = layout.shape
+    step = max(AT_ONCE // max(k, 1) // BLOCK, 1) * BLOCK
+    if n <= step:
+        return rows_of(slice(0, n)).to(dtype)
+    made: Tensor | None = None
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        part = rows_of(rows)
+        made = part.new_empty(layout.shape, dtype=dtype) if made is None else made
+        made[rows] = part
+    return made
+
+
+KINDS = {  # bytes as measured on a CPU, and a little more
+    "nf4": Kind(
+        _bitsandbytes, 0.25, "bitsandbytes"
+    ),  # of float32 scales; of all elements, because they are all at once
+    "fp4": Kind(_bitsandbytes, 0.25, "bitsandbytes"),
+    "int8": Kind(_torchao, 13, "torchao"),
+    "intx": Kind(_torchao, 7, "torchao"),
+    "float8": Kind(_torchao, 13, "torchao"),
+    "block_fp8": Kind(_block_fp8, 13),
+    "mxfp4": Kind(_mxfp4, 21),
+}
+
+
+# -- the tensor
+
+
+class Frozen(Tensor):
+    """Stands for a frozen quantised weight where an op takes a weight: `ckptkern.gated_mlp(x, Frozen(q1), Frozen(q2), ...)`.
+
+    data: a quantised weight with its own numbers,
+
+        bitsandbytes' Params4bit (NF4 and FP4, with and without double quantisation) [n, k];
+        torchao's Int8Tensor, IntxUnpackedToInt8Tensor (int1 to int8) and Float8Tensor, weight-only, [n, k] or [E, n, k];
+
+    or raw tensors of a `kind`,
+
+        "block_fp8"  float8 data [n, k] or [E, n, k], scales [ceil(n / 128), ceil(k / 128)] or [E, ...] (DeepSeek-V3's
+                     weight_scale_inv): w = data * scale of its 128 x 128 block;
+        "mxfp4"      uint8 data [n, k / 32, 16] or [E, n, k / 32, 16] of two 4-bit floats, the low one first, uint8 scales
+                     [n, k / 32] or [E, ...]: w = value * 2 ** (scale - 127) (OCP Microscaling Formats 1.0; GPT-OSS's blocks
+                     and scales).
+
+    dtype: that of the weight that it stands for; by default what the library dequantises to, and bfloat16 for raw tensors.
+    The library's own function dequantises (`dequantize`); of raw tensors it is ours. Only references are held: a state_dict,
+    merging and saving are the library's. An op saves the quantised memory for backward, dequantises in forward and again in
+    backward, counts that against its workspace, and forms no gradient. Any other operation dequantises, too.
+
+    Raises TypeError for data of an unknown class, a torchao tensor that quantises activations too, and a `kind` without scales;
+    ValueError for an unknown kind or number; ShapeError and DtypeError for tensors that do not fit the kind.
+    """
+
+    layout_: Layout
+    part_names: list[str]
+
+    @staticmethod
+    def __new__(
+        cls, data: Tensor, scales: Tensor | None = None, *, kind: str | None = None, dtype: torch.dtype | None = None
+    ) -> Frozen:
+        return _made(*layout_of(data, scales, kind, dtype))
+
+    @property
+    def kind(self) -> str:
+        """The kind of quantisation: "nf4", "fp4", "int8", "intx", "float8", "block_fp8" or "mxfp4"."""
+        return self.layout_.kind
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The library's tensors."""
+        return tuple(getattr(self, name) for name in self.part_names)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Computes the weight that it stands for, as a plain tensor in `dtype`, by default its own."""
+        layout, parts, views = self.layout_, self.parts, self.layout_.views
+        dtype = dtype or layout.dtype
+        if views and len(layout.shape) == 3 and views[0][0] == "select.int" and views[0][1][0] == 0:  # of one expert
+            expert = views[0][1][1]
+            parts = tuple(part[expert] if part.dim() and len(part) == layout.shape[0] else part for part in parts)
+            layout, views = layout._replace(shape=layout.shape[1:]), views[1:]
+        if parts[0].is_meta:
+            whole = parts[0].new_empty(layout.shape, dtype=dtype)
+        else:
+            with torch.no_grad():
+                whole = dequantized(parts, layout, dtype)
+        return viewed(whole.to(dtype), views)
+
+    def whole(self) -> tuple[Frozen, tuple]:
+        """(the whole weight, the views of it that this one is)."""
+        return _made(self.layout_._replace(views=()), self.parts), self.layout_.views
+
+    def data_ptr(self) -> int:
+        raise RuntimeError(
+            "ckptkern.Frozen has no address, because its numbers are quantised; take that of dequantize()"
+        )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Frozen:
+        if requires_grad:
+            raise RuntimeError(
+                "ckptkern.Frozen has no gradient, because its numbers are quantised; train a low-rank update of it "
+                "(ckptkern.LoRA), or dequantize()"
+            )
+        return self
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Frozen({self.kind}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _made, (self.layout_, self.parts)
+
+    def __deepcopy__(self, memo: dict) -> Frozen:
+        return self  # frozen: what a copy reads is the same
+
+    def __tensor_flatten__(self) -> tuple[list[str], Layout]:
+        return self.part_names, self.layout_
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, outer_size: Any, outer_stride: Any) -> Frozen:
+        return _made(layout, tuple(inner.values()))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if function.namespace == "ckptkern":
+            return function(*flattened(function, args, kwargs))
+        if type(first) is Frozen and function in SAME:
+            return _made(first.layout_, first.parts)
+        if type(first) is Frozen and function in VIEWS and not kwargs:
+            return first.viewed(function, args[1:])
+        if function is aten._to_copy.default and type(first) is Frozen:
+            dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device")
+            parts = first.parts if device is None else tuple(part.to(device) for part in first.parts)
+            return _made(first.layout_._replace(dtype=dtype), parts)
+        changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+        if any(type(given.get(a.name)) is Frozen for a in changed):
+            raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
+        args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
+        return function(*args, **kwargs)
+
+    def viewed(self, function: Any, args: tuple) -> Frozen | list[Frozen]:
+        """What a view operation gives: the view is taken of what is dequantised."""
+        name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
+        layout, results = self.layout_, function(_like(self.layout_), *args)
+        places = [None] if isinstance(results, Tensor) else range(len(results))
+        made = [_made(layout._replace(views=(*layout.views, (name, args, i))), self.parts) for i in places]
+        return made[0] if isinstance(results, Tensor) else made
+
+
+def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
+    """tensor after views, each (operation, arguments, which of several results)."""
+    for name, args, place in views:
+        packet, overload = name.split(".")
+        tensor = getattr(getattr(aten, packet), overload)(tensor, *args)
+        tensor = tensor if place is None else tensor[place]
+    return tensor
+
+
+def _like(layout: Layout) -> Tensor:
+    return viewed(torch.empty(layout.shape, dtype=layout.dtype, device="meta"), layout.views)
+
+
+def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
+    like = _like(layout)
+    made = Tensor._make_wrapper_subclass(
+        Frozen, like.shape, strides=like.stride(), dtype=layout.dtype, device=parts[0].device, requires_grad=False
+    )
+    names = [f"part{i}" for i in range(len(parts))]
+    vars(made).update(zip(names, parts, strict=True), layout_=layout, part_names=names)
+    return made
+
+
+def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
+    """(bytes of all Frozen among the weights dequantised at once for an op that computes in `dtype`, of the largest alone, of
+    experts one expert), each with what is transient while one is dequantised."""
+    found = [w for w in weights if type(w) is Frozen]
+    if not found:
+        return 0, 0
+    transient = [transient_bytes(w.layout_) for w in found]
+    whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in found) * dtype.itemsize
+    singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in found)
+    return whole + max(transient), max(map(operator.add, singles, transient))
+
+
+# -- in the arguments of a library op
+
+
+def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments of a library op of ours with the parts of each Frozen in its place, and a string that says so."""
+    given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
+    flat: list[Tensor | None] = []
+    places = []
+    for i, tensor in enumerate(given["tensors"]):
+        if type(tensor) is Frozen:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            places.append((i, len(tensor.parts), tuple(tensor.layout_._replace(dtype=dtype))))
+            flat += tensor.parts
+        else:
+            flat.append(tensor)
+    return list((given | {"tensors": flat, "strings": [*given["strings"], f"{_MARK}{places!r}"]}).values())
+
+
+def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Sequence[Tensor | None]:
+    """The inverse of `flattened`."""
+    if not strings or not strings[-1].startswith(_MARK):
+        return tensors
+    rest, made, done = iter(tensors), [], 0
+    for place, count, (kind, shape, dtype, numbers, views) in ast.literal_eval(strings[-1].removeprefix(_MARK)):
+        made += [next(rest) for _ in range(place - done)]
+        layout = Layout(kind, shape, getattr(torch, dtype), numbers, views)
+        made.append(_made(layout, [next(rest) for _ in range(count)]))
+        done = place + 1
+    return [*made, *rest]
