@@ -10,6 +10,7 @@ a sum.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from ..conversion.recorder import (
     set_gradients,
     step_of,
 )
-from ..conversion.trace import Call, leaves_of, mapped
+from ..conversion.trace import Call, mapped, tensors_in
 from ..storage import offload
 from .segments import Segment, Strategy, Workspaces, in_strategies
 from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
@@ -89,7 +90,7 @@ class Alone(nn.Module):
     def forward(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = mapped(as_result, (args, kwargs))
         output = self.region(*args, **kwargs)
-        results = [one for one in leaves_of(output) if isinstance(one, Tensor) and one.requires_grad]
+        results = [one for one in tensors_in(output) if one.requires_grad]
         return Seeds.apply(*results) if results else torch.zeros((), requires_grad=True)
 
 
@@ -100,9 +101,8 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     step.names |= names
     step = step_of(alone, call, {}, [("", alone.region)], step=step)
     forward = next(one for one in step.stretches if one.region is not None)
-    begun = [i for i, one in enumerate(step.stretches) if one.backward and one.region is not None]
-    backward = step.stretches[begun[0] :] if begun else []
-    rise = max((one.highest for one in backward), default=0) - (backward[0].start if backward else 0)
+    backward = list(itertools.dropwhile(lambda one: not one.backward or one.region is None, step.stretches))
+    rise = max((one.highest - backward[0].start for one in backward), default=0)
     cost = Cost(step.seconds, step.flops, forward.highest - forward.start, max(0, rise), max(0, rise - step.gradients))
     return cost, held_of(step.calls[0][0].saved, step)
 
@@ -115,7 +115,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     device, start = device_of(alone, call), time.perf_counter()
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
-    leaves = [one for one in (*alone.parameters(), *leaves_of(call)) if isinstance(one, Tensor) and one.is_leaf]
+    leaves = [one for one in (*alone.parameters(), *tensors_in(call)) if one.is_leaf]
 
     def prepare() -> Callable[[], Any]:
         set_gradients(leaves)
@@ -161,21 +161,18 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
 
 def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy]) -> int:
     """Returns the place of the kind that the region is of, which may be a new one."""
+    gradients = [one.requires_grad for one in tensors_in(call)]
     for i, kind in enumerate(kinds):
         with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
             if (
                 kind.first.replaced_by == segment.replaced_by
                 and call_kinds([kind.call]) == call_kinds([call])
-                and gradients_of(kind.call) == gradients_of(call)
+                and gradients == [one.requires_grad for one in tensors_in(kind.call)]
                 and same_inside(segment.name, segment.module, kind.first.name, kind.first.module)
             ):
                 return i
     kinds.append(Kind(segment, call, strategies))
     return len(kinds) - 1
-
-
-def gradients_of(call: Call) -> list[bool]:
-    return [one.requires_grad for one in leaves_of(call) if isinstance(one, Tensor)]
 
 
 def measure(
