@@ -365,36 +365,27 @@ def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
     return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
 
 
-def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
+def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
     """(q, k, v, the kernel's other arguments)."""
     H = q.shape[1]
     heads = map(as_readable, (q, _heads(k, H), _heads(v, H)))
     return heads, {"is_causal": _causal(core), "attn_mask": _bias(q, k, core), "scale": core.scale}
 
 
-def _flash_block(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     if not k.shape[2]:
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
     heads, options = _flash_arguments(q, k, v, core)
     return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
 
 
-def flash_fwd(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+def flash_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
     o, lse = forward_by_blocks(_flash_block, list(_flash_blocks(q, k, core)), q, k, v, core)
     return o, lse.contiguous()  # aten lays it out as [B, S, H]
 
 
-def flash_bwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    core: AttentionCore,
-    outs: tuple[Tensor | None, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
+def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
     blocks = list(_flash_blocks(q, k, core))
 
