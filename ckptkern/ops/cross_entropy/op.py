@@ -271,7 +271,7 @@ class LinearCrossEntropy(Op):
             check_targets(classes, entries, o.ignore_index)
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
-        y = Sums(target, all_weights, o, entries, candidates).results(statistics, o.results)
+        y = Sums(target, all_weights, o, entries).results(statistics, o.results, candidates)
         saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
         return y, saved | statistics._asdict()
 
