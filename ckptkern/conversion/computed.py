@@ -20,7 +20,7 @@ from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_off
 from .guard import OF_EVERY_MODULE
 from .reading import Argument, Reading, Weight
-from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed
+from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed, tensors_in
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
 LARGEST = 64  # calls. What is computed for each sample takes fewer
@@ -152,7 +152,7 @@ class Resolver:
         of = call.source if call.kind == "module" else call.function
         inner = self.module.get_submodule(of).modules() if of is call.source else ()
         own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
-        if any(isinstance(value, Tensor) for value in leaves_of(own)):  # an earlier part of a forward may have set them
+        if tensors_in(own):  # an earlier part of a forward may have set them
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
         if call.at not in self.made:
             count = len(self.steps)

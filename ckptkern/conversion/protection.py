@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import operator
 import random
 import sys
@@ -55,23 +56,17 @@ def generators() -> list[torch.Generator]:
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
     """Seeds the global generators of torch, Python and NumPy alike each time, and gives them back their states afterwards."""
-    numpy = sys.modules.get("numpy.random")
+    numpy: Any = sys.modules.get("numpy.random")
     # torch.manual_seed would also seed accelerators that are initialised later
-    before = [(one, one.get_state()) for one in generators()]
-    pythons, numpys = random.getstate(), None if numpy is None else numpy.get_state()
+    drawn: list[Any] = [*generators(), random._inst, *([] if numpy is None else [numpy.mtrand._rand])]
+    restorers = [restorer_of(one) for one in drawn]
     try:
-        for one, _ in before:
-            one.manual_seed(SEED)
-        random.seed(SEED)
-        if numpy is not None:
-            numpy.seed(SEED)
+        for one in drawn:
+            (one.manual_seed if isinstance(one, torch.Generator) else one.seed)(SEED)
         yield
     finally:
-        for one, state in before:
-            one.set_state(state)
-        random.setstate(pythons)
-        if numpy is not None:
-            numpy.set_state(numpys)
+        for restore in restorers:
+            restore()
 
 
 def drawn_elsewhere() -> tuple:
@@ -85,14 +80,11 @@ def restorer_of(generator: object) -> Callable[[], None] | None:
     """Returns what gives a generator its present state back; None for other objects."""
     numpy: Any = sys.modules.get("numpy.random")
     if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        state: Any = generator.getstate()
-        return lambda: generator.setstate(state)
+        return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, torch.Generator) or (numpy is not None and isinstance(generator, numpy.RandomState)):
-        state = generator.get_state()
-        return lambda: generator.set_state(state)
+        return functools.partial(generator.set_state, generator.get_state())
     if numpy is not None and isinstance(generator, numpy.Generator):
-        state = generator.bit_generator.state
-        return lambda: setattr(generator.bit_generator, "state", state)
+        return functools.partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
     return None
 
 

@@ -27,7 +27,7 @@ from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .protection import gradients_unmoved, seeded, unmoved
 from .sharding import holds_sharded, is_sharded
-from .trace import Call, leaves_of, mapped, recomputed
+from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
 Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
 Saved = dict[StorageWeakRef, int]  # bytes of storages
@@ -159,8 +159,8 @@ class Step(TorchDispatchMode):
             self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
             self.count += 1
             self.name(i, "in", (args, kwargs))
-            for tensor in leaves_of((args, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(end_backward)
             self.cut(i, name)
 
@@ -170,10 +170,8 @@ class Step(TorchDispatchMode):
             self.name(i, "out", output)
             self.cut()
             self.done.add(i)
-            for tensor in leaves_of(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(begin_backward)
-                    break
+            for tensor in [one for one in tensors_in(output) if one.requires_grad][:1]:
+                tensor.register_hook(begin_backward)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
@@ -247,7 +245,7 @@ def as_input(tensor: Tensor) -> Tensor:
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
-    tensors = [*model.parameters(), *(one for one in leaves_of(call) if isinstance(one, Tensor))]
+    tensors = [*model.parameters(), *tensors_in(call)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -272,8 +270,7 @@ def step_of(
     before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
     step = step or Step()
-    inputs = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]
-    leaves = [one for one in (*model.parameters(), *inputs) if one.requires_grad and one.is_leaf]
+    leaves = [one for one in (*model.parameters(), *tensors_in((args, kwargs))) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
     with contextlib.ExitStack() as stack:
@@ -327,7 +324,7 @@ def differentiated(output: Any) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss]
     leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    tensors = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [one for one in leaves if is_floating(one)]
     tensors = [one for one in tensors if one.requires_grad] or tensors
     return [one for one in tensors if one.dim() == 0] or tensors
 
@@ -359,12 +356,10 @@ def loss_of(
     return value
 
 
-def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
     """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
-    given = leaves_of((args, kwargs))
-    wanted = x.detach().requires_grad_()
-    args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))
-    shared = [value for value in given if isinstance(value, Tensor) and value is not x]
+    wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
+    args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
         module.train()
         with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
@@ -376,9 +371,9 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
     """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
-    x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
+    x = next(filter(is_floating, leaves_of(call)), None) if x is None else x
     with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
-        return saved_bytes(module, run, *call, x)
+        return saved_bytes(module, run, call, x)
     return None
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .calls import keywords_of, parameters_of
-from .trace import leaves_of
+from .trace import tensors_in
 
 
 def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]
             f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
             "torch.no_grad() is no problem"
         )
-    tensors = [*model.parameters(), *(one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))]
+    tensors = [*model.parameters(), *tensors_in((args, kwargs))]
     if any(is_lazy(one) for one in tensors):
         raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
     if any(one.is_inference() for one in tensors):

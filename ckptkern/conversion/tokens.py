@@ -48,8 +48,8 @@ VIEWS = frozenset(
     )
 )
 PARTS = {"chunk": 2, "split": 2, "unbind": 1}  # the place of `dim`
-COPIES = frozenset(("bfloat16", "clone", "contiguous", "flatten", "float", "half", "reshape", "to", "type"))
 CASTS = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"))  # to a dtype or a device
+COPIES = frozenset(("clone", "contiguous", "flatten", "reshape", *CASTS))
 NEGATE = ("neg", "__neg__", "negative")
 SCALES = frozenset(name for name in (*MULTIPLY, *DIVIDE, *NEGATE) if not is_in_place(name))
 

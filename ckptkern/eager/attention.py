@@ -11,25 +11,31 @@ import torch
 from torch import Tensor
 
 from .attention_core import (
+    ROWS,
     AttentionCore,
+    Block,
     attention_keep,
     attention_scores,
+    block_bytes,
     by_group,
     by_head,
     by_rows,
     capped_scores,
     each_sequence,
+    forward_by_blocks,
     is_packed,
     masked_scores,
+    query_blocks,
     rows_and_columns,
     sink_share,
+    sum_by_blocks,
     weighted_sum,
+    whole,
     wide,
     wide_dtype,
 )
 from .elementwise import where_keep
 from .fused_attention import flash_bwd, flash_fwd, flash_on_cpu, fused_attn_bwd, fused_attn_fwd
-from .query_blocks import ROWS, Block, block_bytes, forward_by_blocks, query_blocks, sum_by_blocks, whole
 
 FLOATS = 6  # that are alive for each score in backward, the most
 
@@ -142,8 +148,8 @@ def attn_grads(
     else:
         delta = attn_delta(o, do, core) if delta is None else delta
         return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, dmask_shape, need_dslopes, outs)
-    dq, dk, dv = made
-    return dq if need_dq else None, *((dk, dv) if need_dkv else (None, None)), None, None
+    dq, dk, dv = made if need_dkv else (made[0], None, None)
+    return dq if need_dq else None, dk, dv, None, None
 
 
 def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmask_shape, need_dslopes, outs) -> tuple:

@@ -15,8 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_core import AttentionCore, empty_heads, heads_layout, rows_and_columns, wide_dtype
-from .query_blocks import ROWS, Block, block_bytes, forward_by_blocks, is_whole, query_blocks, sum_by_blocks, whole
+from .attention_core import (
+    ROWS,
+    AttentionCore,
+    Block,
+    block_bytes,
+    empty_heads,
+    forward_by_blocks,
+    heads_layout,
+    is_whole,
+    query_blocks,
+    rows_and_columns,
+    sum_by_blocks,
+    whole,
+    wide_dtype,
+)
 
 _aten = torch.ops.aten
 
@@ -305,29 +318,29 @@ def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return seen.to(dtype).reciprocal_().neg_().add_(1)
 
 
-def _bias(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
-    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window unless it is causal."""
+def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
+    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window, if it is not causal."""
     mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
     if mask is not None:
         parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
     if core.slopes is not None:
         dtype = wide_dtype(q)
         parts.append((i - j).abs().to(dtype) * -core.slopes.to(dtype)[:, :, None, None])
-    if core.window != (None, None) and not _causal(core):
+    if windowed:
         seen = j >= (i - left if left is not None else 0)
         parts.append(_hidden(seen if right is None else seen & (j <= i + right), q.dtype)[None, None])
-    if not parts:
-        return None
     bias = functools.reduce(torch.add, parts)
     return bias if _is_bias(bias, q) else bias.to(wide_dtype(q)).contiguous()
 
 
-def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
+def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
     the workspace."""
     (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
     group, size, mask = H // H_kv, q.element_size(), core.mask
     windowed = (left, right) != (None, None) and not _causal(core)
+    if group == 1 and mask is None and core.slopes is None and not windowed:
+        return [whole(q, k)]
     shapes = [] if mask is None else [mask.shape]
     shapes += [] if core.slopes is None else [(core.slopes.shape[0], H, Sq, Sk)]
     shapes += [(1, 1, Sq, Sk)] if windowed else []
@@ -351,8 +364,8 @@ def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> Iterator[Block]:
     if windowed and core.workspace is not None:  # fewer rows see fewer columns
         rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
     if rows >= Sq and cost(B, H_kv, Sq) <= budget:
-        return iter((whole(q, k),))
-    return query_blocks(q, k, core, cost, budget, rows, one_each)
+        return [whole(q, k)]
+    return list(query_blocks(q, k, core, cost, budget, rows, one_each))
 
 
 def _heads(x: Tensor, H: int) -> Tensor:
@@ -367,9 +380,12 @@ def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
 
 def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
     """(q, k, v, the kernel's other arguments)."""
-    H = q.shape[1]
-    heads = map(as_readable, (q, _heads(k, H), _heads(v, H)))
-    return heads, {"is_causal": _causal(core), "attn_mask": _bias(q, k, core), "scale": core.scale}
+    H, causal = q.shape[1], _causal(core)
+    windowed = core.window != (None, None) and not causal
+    heads = map(as_readable, (q, k, v) if k.shape[1] == H else (q, _heads(k, H), _heads(v, H)))
+    biased = windowed or core.mask is not None or core.slopes is not None
+    bias = _bias(q, k, core, windowed) if biased else None
+    return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
 
 
 def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
@@ -381,34 +397,33 @@ def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
 
 def flash_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
-    o, lse = forward_by_blocks(_flash_block, list(_flash_blocks(q, k, core)), q, k, v, core)
+    o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
     return o, lse.contiguous()  # aten lays it out as [B, S, H]
 
 
-def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
+    heads, options = _flash_arguments(q, k, v, core)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        as_readable(do), *heads, as_readable(o), lse, 0.0, **options
+    )
+    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+
+
+def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | None, ...]) -> tuple:
     """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
-    blocks = list(_flash_blocks(q, k, core))
-
-    def gradients(block: Block) -> tuple[Tensor, Tensor, Tensor]:
-        own_k = block.of_keys(k)
-        heads, options = _flash_arguments(block.of_queries(q), own_k, block.of_keys(v), block.core(core, q))
-        do_part, o_part = (as_readable(block.of_queries(x)) for x in (do, o))
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do_part, *heads, o_part, block.of_queries(lse), 0.0, **options
-        )
-        return dq, summed_by_group(dk, own_k.shape[1]), summed_by_group(dv, own_k.shape[1])
-
+    blocks = _flash_blocks(q, k, core)
     if is_whole(blocks, k):
-        return gradients(blocks[0])
+        return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))
     dq = empty_heads(q) if outs[0] is None else outs[0]
     dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
 
     def of_block(block: Block) -> tuple[Tensor, Tensor]:
-        place, keys = block.of_queries(dq), block.of_keys(k)
+        q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
+        keys = block.of_keys(k)
         if not keys.shape[2]:
             place.zero_()
             return keys, keys
-        part, *of_keys = gradients(block)
+        part, *of_keys = _flash_grads(q_part, keys, block.of_keys(v), *others, block.core(core, q))
         place.copy_(part)
         return of_keys
 

@@ -13,8 +13,7 @@ from .. import ops
 from ..ops.dispatch.checks import modes_of_sublayers
 from .activations import named
 from .attention import MultiheadAttention
-from .dropout import Dropout
-from .layer import Layer, weights
+from .layer import Dropout, Layer, weights
 from .unmodified import DROPOUT, composed, unmodified, untouched
 
 

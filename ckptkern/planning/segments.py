@@ -194,7 +194,7 @@ def blocks_of(
     model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment], include: Any, exclude: Any
 ) -> list[Segment]:
     """Returns blocks in which there is no region, as activation checkpoints to be: those with which a step peaks lowest."""
-    record, taken = recorded(model, args, kwargs), {m for segment in segments for m in segment.module.modules()}
+    record, taken = recorded(model, (args, kwargs)), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return []
     found = Cuts(record, selected(model, include, exclude) - taken, slices=False)

@@ -161,8 +161,8 @@ PLANNING = [
     Fault(
         "solve: of layers that are alike the first save most",
         "ckptkern/planning/search.py",
-        "key=lambda w, group=group: («group.own[w]», w)",
-        "-group.own[w]",
+        "strategies.insert(«0», w)",
+        "len(strategies)",
         ("tests/planning/test_solve.py",),
     ),
     Fault(
@@ -253,7 +253,7 @@ EAGER = [
     ),
     Fault(
         "eager: blocks of heads drop the same scores",
-        "ckptkern/eager/query_blocks.py",
+        "ckptkern/eager/attention_core.py",
         "plane_base=core.plane_base + self.samples.start * planes «+ self.heads.start»",
         "",
         ("tests/ops/test_properties.py -k 'pairs_of_options and [scaled_dot_product_attention-dropout'",),

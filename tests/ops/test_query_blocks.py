@@ -6,7 +6,7 @@ from support.cases import Watch
 
 import ckptkern
 from ckptkern import eager
-from ckptkern.eager import query_blocks
+from ckptkern.eager import attention_core
 from ckptkern.memory import peak_memory
 
 S, D, SLOPES = 1024, 6, torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -43,7 +43,7 @@ def test_scores_are_never_written_out(name):
 
 def test_the_least_block_is_of_one_sample_and_one_head():
     q = torch.empty(3, 4, 20, 1)
-    blocks = query_blocks.query_blocks(q, q, eager.AttentionCore(1.0, "ieee"), lambda *sizes: sum(sizes), 1, 64)
+    blocks = attention_core.query_blocks(q, q, eager.AttentionCore(1.0, "ieee"), lambda *sizes: sum(sizes), 1, 64)
     assert {block.of_queries(q).shape[:3] for block in blocks} == {(1, 1, 16), (1, 1, 4)}
 
 

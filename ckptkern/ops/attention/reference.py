@@ -49,7 +49,7 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
 
     sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
     blocks = [linear(sources[part.of_key_value], part).flatten(0, -2) for part in projections(t, o)]
-    q, k, v = split_heads(blocks, t, o, B)
+    q, k, v = split_heads(blocks, t, o, B, S)
     if t.q_norm is not None:
         q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
     cos, sin = rotary_of(S, D, t, o)
@@ -59,6 +59,6 @@ def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> 
     out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
     out = out.transpose(1, 2)
     if t.wg is not None or o.gate_in_query:
-        out = out * torch.sigmoid(split_gate(blocks, t, o, B))
+        out = out * torch.sigmoid(split_gate(blocks, t, o, B, S))
     f = linear(out.reshape(*x.shape[:-1], H * D), Projection("o", t.wo, t.bo, False))
     return reference_output(x, f, t, o)

@@ -130,7 +130,7 @@ class AttentionSublayer(CoreSublayer):
 
     def split(self, qkv: Tensor, group: AttentionSublayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, S, heads, D] of the projections; of a group of the heads that qkv holds."""
-        return split_heads(self.blocks(qkv), self.t, self.o, self.B, None if group is None else group.own)
+        return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, None if group is None else group.own)
 
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
         """q, k, v and a gate, or of these alone what `letters` names: all weights write into one buffer, none is copied."""
@@ -200,7 +200,7 @@ class AttentionSublayer(CoreSublayer):
 
     def gate_of(self, qkv: Tensor, whole: AttentionSublayer) -> Tensor:
         """This group's gate [B, S, heads, D or 1] of projections, which may be those of the whole sublayer."""
-        gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B)
+        gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B, self.S)
         return gate if whole is self else self.own(gate, 2)
 
     def gate_alone(self, whole: AttentionSublayer, h: Tensor | None, saved: dict[str, Tensor | None]) -> Tensor:

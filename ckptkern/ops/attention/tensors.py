@@ -138,6 +138,7 @@ def split_heads(
     t: AttentionTensors,
     o: AttentionOptions,
     B: int,
+    S: int,
     own: Callable[[Tensor, int], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [B, S, heads, D] of the results [tokens, outputs] of `projections`. own: takes from all heads, along a
@@ -147,7 +148,7 @@ def split_heads(
     """
     H, H_kv = o.num_heads, o.num_kv_heads
     D, (first, *others) = t.wo.shape[1] // H, blocks if t.wg is None else blocks[:-1]
-    first = first.view(B, -1, first.shape[1])
+    first = first.view(B, S, first.shape[1])
     if o.qkv_layout == "heads":
         heads = first.unflatten(-1, (H_kv, H // H_kv + 2, D))
         q, k, v = (heads if own is None else own(heads, 2)).split([H // H_kv, 1, 1], 3)
@@ -157,15 +158,16 @@ def split_heads(
         q, rest = first[..., : 2 * width].unflatten(-1, (H, 2, D))[..., 0, :], first[..., 2 * width :]
     else:
         q, rest = first[..., :width].unflatten(-1, (H, D)), first[..., width:]
-    keys = [rows.view(B, -1, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
+    S_k = S if t.key_value is None else t.key_value.shape[-2]
+    keys = [rows.view(B, S_k, rows.shape[1] // D, D) for rows in others] or [rest.unflatten(-1, (2 * H_kv, D))]
     k, v = keys if len(keys) == 2 else keys[0].split(H_kv, 2)
     return (q, k, v) if own is None else (own(q, 2), own(k, 2), own(v, 2))
 
 
-def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOptions, B: int) -> Tensor:
+def split_gate(blocks: Sequence[Tensor], t: AttentionTensors, o: AttentionOptions, B: int, S: int) -> Tensor:
     """The gate [B, S, H, D or 1], likewise."""
     rows, H = blocks[0 if o.gate_in_query else -1], o.num_heads
-    rows = rows.view(B, -1, rows.shape[1])
+    rows = rows.view(B, S, rows.shape[1])
     if o.gate_in_query:
         return rows[..., : 2 * t.wo.shape[1]].unflatten(-1, (H, 2, t.wo.shape[1] // H))[..., 1, :]
     return rows.unflatten(-1, (H, rows.shape[2] // H))
