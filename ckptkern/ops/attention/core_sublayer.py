@@ -18,10 +18,10 @@ from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
 from ..registration.late import arrived, is_late
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
-from ..sublayer.residual import Sublayer
-from .core import CoreTensors, attend, attention_grads, core_of, merged_mask, sink_gradient
+from ..sublayer.residual import RandomStates, Sublayer
+from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import Division, batch_and_rows
+from .tensors import Division, PositionTensors, batch_and_rows
 
 # Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
 # values that its gradient is formed of, beside the quantity's own gradient and the parameters.
@@ -342,24 +342,21 @@ class CoreSublayer(Sublayer):
             return made | {"heads": [None] * 3}
         if out.shape[-1] < self.D:
             out = eager.empty_heads(do).copy_(self.filled(out))
-        if "sinks" in plan.need:
-            of_sinks = sink_gradient if self.o.context is None else heads.sink_gradient
-            dsinks, delta = of_sinks(self.p, do, out, lse, self.core, delta)
-            grads.put("sinks", dsinks, self.places.get("sinks"))
         made["buffer"] = buffer = self.buffer() if self.writes_buffer else None
         outs = [None] * 3 if buffer is None else [place.transpose(1, 2) for place in buffer[1]]
-        options = dict(delta=delta, need_dq="q_heads" in plan.formed)
-        options["need_dkv"] = "k_heads" in plan.formed or "v" in plan.formed
+        needs = dict(need_dq="q_heads" in plan.formed, need_dkv="k_heads" in plan.formed or "v" in plan.formed)
+        options = dict(delta=delta, need_dsinks="sinks" in plan.need, out=outs, **needs)
         if self.o.context is not None:
-            made["heads"] = heads.grads(self.p, do, out, lse, self.core, dq=outs[0], **options)
-            heads.close()
-            return made
-        mask_shape = self.t.mask.shape if "mask" in plan.need else None
-        *made["heads"], dmask, _ = attention_grads(
-            self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, out=outs, **options
-        )
-        if dmask is not None:
-            self.add_part("mask", dmask, grads)
+            *made["heads"], dsinks = heads.grads(self.p, do, out, lse, self.core, **options)
+        else:
+            mask_shape = self.t.mask.shape if "mask" in plan.need else None
+            *made["heads"], dmask, _, dsinks = attention_grads(
+                self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, **options
+            )
+            if dmask is not None:
+                self.add_part("mask", dmask, grads)
+        if dsinks is not None:
+            self.add_part("sinks", dsinks, grads)
         return made
 
     # -- layers
@@ -424,6 +421,6 @@ class CoreOp(SublayerOp):
 
 
 def constants_of(kind: type) -> frozenset[int]:
-    """Returns the places, among an op's inputs with x first, of those without a gradient: all from cos on, except the mask."""
-    places = enumerate(("x", *kind._fields))
-    return frozenset(i for i, name in places if i > kind._fields.index("cos") and name != "mask")
+    """Returns the places, among an op's inputs with x first, of those without a gradient."""
+    names = {"slopes", "cu", *PositionTensors._fields, *RandomStates._fields} - {"mask"}
+    return frozenset(i for i, name in enumerate(("x", *kind._fields)) if name in names)

@@ -7,16 +7,15 @@ from torch import Tensor
 
 from ...errors import ShapeError
 from ..dispatch.checks import check_count, check_number, check_weight
-from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered
+from ..dispatch.choices import compute_dtype
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES
-from ..sublayer.residual import around, check_norm, drawn
-from .arguments import check_hidden, check_rotary, check_scores
-from .core import check_whole_sequence, fused_core
+from ..sublayer.residual import check_norm, drawn
+from .arguments import around_core, check_scores
+from .core import check_whole_sequence
 from .core_sublayer import CoreOp, constants_of
 from .latent_sublayer import LatentOptions, LatentSizes, LatentSublayer, LatentTensors, latent_reference
-from .tensors import batch_and_rows
 
 
 class LatentAttentionBlock(CoreOp):
@@ -77,36 +76,15 @@ def gather_latent(
     kv_b_bias,
     out_bias,
     latent_norm_eps,
-    rotary,
-    rotary_interleaved,
-    is_causal,
-    attn_mask,
-    mask_is_exclusion,
-    key_padding_mask,
-    window_size,
-    scale,
-    softcap,
-    dropout_p,
     **others,
 ) -> tuple[LatentTensors, LatentOptions]:
     """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
     options."""
     check_whole_sequence(op)
-    softcap = check_scores(
-        op,
-        x,
-        others["recompute"],
-        dropout_p,
-        scale,
-        softcap,
-        "[B, S, d] or [S, d]",
-        rotary_interleaved=rotary_interleaved,
-        is_causal=is_causal,
-        mask_is_exclusion=mask_is_exclusion,
-    )
+    check_scores(op, x, "[B, S, d] or [S, d]", **others)
     check_number(op, "latent_norm_eps", latent_norm_eps)
     check_count(op, "num_heads", num_heads)
-    (B, S), H = batch_and_rows(x), num_heads
+    H = num_heads
     sizes = check_latents(
         op,
         x,
@@ -119,26 +97,8 @@ def gather_latent(
     )
     check_weight(op, "out_weight", out_weight, out_bias, x, H * sizes.v, "core attention")
     probe = x.new_empty(0, dtype=compute_dtype(op, x, q_weight, kv_a_weight, kv_b_weight, out_weight, q_a_weight))
-    tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], NO_UPDATES, **others)
-    cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, x, rotary, B, S, sizes.rope)
-    mask, padding, left, right = check_hidden(op, x, H, S, attn_mask, key_padding_mask, window_size, is_causal)
-    scale = float(max(sizes.qk, 1) ** -0.5 if scale is None else scale)
-    backend = choose_backend(op, probe, head_dim_not_covered(sizes.D))
-    shape = (B, H, S, sizes.D)
-    fused = fused_core(
-        backend,
-        x,
-        probe.dtype,
-        options["precision"],
-        shape,
-        shape,
-        left,
-        right,
-        scale,
-        "dropout" if others["training"] and dropout_p > 0.0 else None,
-        softcap or None,
-        masks=(mask, padding),
-    )
+    dims = dict(qk=sizes.qk, rope=sizes.rope)
+    tensors, options = around_core(op, x, probe, NO_UPDATES, out_weight.shape[0], H, H, sizes.D, **dims, **others)
     t = LatentTensors(
         wqa=q_a_weight,
         bqa=q_a_bias,
@@ -152,28 +112,9 @@ def gather_latent(
         bkvb=kv_b_bias,
         wo=out_weight,
         bo=out_bias,
-        cos=cos,
-        sin=sin,
-        mask=mask,
-        padding=padding,
         **tensors,
     )
-    o = LatentOptions(
-        num_heads=H,
-        latent_norm_eps=float(latent_norm_eps),
-        theta=theta,
-        interleaved=rotary_interleaved,
-        mask_is_exclusion=mask_is_exclusion,
-        left=left,
-        right=right,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=float(dropout_p),
-        backend=backend,
-        fused=fused,
-        **options,
-    )
-    return t, o
+    return t, LatentOptions(latent_norm_eps=float(latent_norm_eps), **options)
 
 
 def latent_attention_block(

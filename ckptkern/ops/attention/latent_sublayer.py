@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.types import IntLikeType
 
 from ... import eager
 from ..registration.gradients import add_matmul
@@ -34,16 +33,13 @@ from .core_sublayer import (
     sublayer_core,
 )
 from .rotary import reference_rotary
-from .tensors import Division, batch_and_rows, bytes_around
+from .tensors import Division, HeadsOptions, PositionTensors, batch_and_rows, bytes_around
 
 
-@with_fields(AroundTensors, ..., RandomStates)
+@with_fields(AroundTensors, ..., PositionTensors, RandomStates)
 class LatentTensors(NamedTuple):
     """The tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h itself;
-    wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent.
-
-    padding: key_padding_mask [B, S], or a second attn_mask, which has four dimensions.
-    """
+    wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent."""
 
     wqa: Tensor | None
     bqa: Tensor | None
@@ -57,30 +53,15 @@ class LatentTensors(NamedTuple):
     bkvb: Tensor | None
     wo: Tensor
     bo: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    mask: Tensor | None
-    padding: Tensor | None
 
     slopes = sinks = cu = None  # what it does not take of attention
 
 
-@with_fields(..., SublayerOptions)
+@with_fields(HeadsOptions, ..., SublayerOptions)
 class LatentOptions(NamedTuple):
     """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
 
-    num_heads: int
     latent_norm_eps: float
-    theta: float
-    interleaved: bool
-    mask_is_exclusion: bool
-    left: IntLikeType | None
-    right: IntLikeType | None
-    scale: float
-    softcap: float
-    dropout_p: float
-    backend: str
-    fused: str
 
     max_len, first_plane, planes, context = 0, 0, 0, None  # as attention's
 
