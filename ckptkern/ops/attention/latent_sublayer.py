@@ -24,6 +24,7 @@ from ..sublayer.residual import (
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
+    Saved,
     Table,
     from_core,
     input_operands,
@@ -233,7 +234,7 @@ class LatentSublayer(CoreSublayer):
             self.rotate(kv[:, -rope:], 1)
         return raw
 
-    def source(self, saved: dict[str, Tensor | None]) -> Latents:
+    def source(self, saved: Saved) -> Latents:
         """The latents, of which the raw ones may have been saved."""
         t, o, raw = self.t, self.o, saved.get("latents")
         h = self.inputs() if raw is None or t.wqa is None else None
@@ -256,7 +257,7 @@ class LatentSublayer(CoreSublayer):
         return {"latents": latents.raw, "q": q, "kv": kv}
 
     def heads(
-        self, whole: LatentSublayer, latents: Latents, saved: dict, save_raw: bool, *, backward: bool
+        self, latents: Latents, saved: Saved, save_raw: bool, *, backward: bool
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple, None]:
         """(q, k, v [B, H, S, D] as the core reads them, nothing else that backward reads), of `saved` of all heads or
         projected: k is each head's own part beside the one that all share."""
