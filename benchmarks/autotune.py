@@ -253,9 +253,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def outcome_of(problem: Problem, device: torch.device, seconds: float) -> Outcome:
     """Times a problem, and prints its line. What does not run here costs its implementation, or the problem, alone."""
-    default = _impls.default_impl(
-        problem.op, _choices.capability_of(device.type, device.index), problem.dtype, problem.key[2]
-    )
+    capability = (9, 0) if device.type == "cpu" else torch.cuda.get_device_capability(device)
+    default = _impls.default_impl(problem.op, capability, problem.dtype, problem.key[2])
     try:
         rows = timed(problem, device, seconds)
     except Exception as error:  # of the reference itself, or of a device that is lost

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ..conversion import Conversion, convert, masks
 from ..conversion.alike import same_inside
 from ..conversion.binding import Forward, Fused
-from ..conversion.fuse import watch_of
 
 NARROW, CLASSES, TOKENS = 64, 256, 8  # of the narrow model: its MLP's width, its vocabulary, the tokens of its call
 HEAD = 8  # the narrow model's width, for each head: rotary embeddings halve it, and some rotate a half of it
@@ -231,7 +230,7 @@ def watch_anew(model: nn.Module) -> None:
     """The inside of all layers, and their configuration, are as checked now."""
     for forward in forwards_of(model):
         if isinstance(forward, Fused):
-            forward.watch = watch_of(forward.form, forward.segments)
+            forward.watch_anew()
 
 
 def original_of(model: nn.Module) -> list[str]:

@@ -324,7 +324,7 @@ class Frozen(Tensor):
     """
 
     layout_: Layout
-    part_names: tuple[str, ...]
+    part_names: list[str]
 
     @staticmethod
     def __new__(
@@ -384,7 +384,7 @@ class Frozen(Tensor):
         return self  # frozen: what a copy reads is the same
 
     def __tensor_flatten__(self) -> tuple[list[str], Layout]:
-        return list(self.part_names), self.layout_
+        return self.part_names, self.layout_
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], layout: Layout, outer_size: Any, outer_stride: Any) -> Frozen:
@@ -440,9 +440,8 @@ def _made(layout: Layout, parts: Sequence[Tensor]) -> Frozen:
     made = Tensor._make_wrapper_subclass(
         Frozen, like.shape, strides=like.stride(), dtype=layout.dtype, device=parts[0].device, requires_grad=False
     )
-    made.layout_, made.part_names = layout, tuple(f"part{i}" for i in range(len(parts)))
-    for name, part in zip(made.part_names, parts, strict=True):
-        setattr(made, name, part)
+    names = [f"part{i}" for i in range(len(parts))]
+    vars(made).update(zip(names, parts, strict=True), layout_=layout, part_names=names)
     return made
 
 
@@ -468,8 +467,8 @@ def flattened(function: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     places = []
     for i, tensor in enumerate(given["tensors"]):
         if type(tensor) is Frozen:
-            layout = tensor.layout_._asdict() | {"dtype": str(tensor.layout_.dtype).removeprefix("torch.")}
-            places.append((i, len(tensor.parts), tuple(layout.values())))
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            places.append((i, len(tensor.parts), tuple(tensor.layout_._replace(dtype=dtype))))
             flat += tensor.parts
         else:
             flat.append(tensor)
@@ -487,8 +486,3 @@ def regrouped(tensors: Sequence[Tensor | None], strings: Sequence[str]) -> Seque
         made.append(_made(layout, [next(rest) for _ in range(count)]))
         done = place + 1
     return [*made, *rest]
-
-
-def only_frozen(tensors: Iterable[Any], plain: Callable[[type], bool]) -> bool:
-    """Is every tensor that is not plain a Frozen?"""
-    return all(type(t) is Frozen or plain(type(t)) for t in tensors)

@@ -29,7 +29,7 @@ from ckptkern.benchmarks.measure import OUT_OF_MEMORY, OVER_TIME, Row
 from ckptkern.errors import BudgetError
 from ckptkern.extras import missing
 from ckptkern.memory import dense_parts, format_size, free_memory, peak_memory, saved_tensors
-from ckptkern.planning.frontier import CLOSE, crossing, search
+from ckptkern.planning.plan import CLOSE, crossing, search
 
 from . import variants
 from .variants import Model, Runner

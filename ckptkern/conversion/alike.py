@@ -9,34 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from .binding import Fused
 from .calls import pattern_of
 from .guard import inside, objects_of, ties_of
 from .trace import Call, leaves_of, plain_attributes
-
-
-class Checked(NamedTuple):
-    """Holds a fused module, with which others are compared.
-
-    calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
-    """
-
-    name: str
-    module: nn.Module
-    calls: list[tuple]
-    fused: Fused
-    log: list[tuple]
-    which: int
-
-    def is_like(self, name: str, module: nn.Module, calls: list[Call]) -> bool:
-        return (
-            call_kinds(calls) == self.calls
-            and same_inside(name, module, self.name, self.module)
-            and all(x is y or torch.equal(x, y) for x, y in zip(module.buffers(), self.module.buffers(), strict=True))
-        )
 
 
 class Numbers(NamedTuple):

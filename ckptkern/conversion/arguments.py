@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -76,40 +76,39 @@ def of_experts(parameter: Parameter, factor: str, experts: int, call: Inputs) ->
     return matrix.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
-def argument_of(index: int, form: str, call: Inputs) -> Any:
-    return in_form(call.flat[index], form, call.length)
+def live_form(values: Any, key: Any, form: str, call: Inputs) -> Any:
+    """values: a module's buffers, or None for the call's arguments."""
+    return in_form((call.flat if values is None else values)[key], form, call.length)
 
 
-def table_rows(buffers: dict[str, Tensor], name: str, form: str, call: Inputs) -> Tensor:
-    return in_form(buffers[name], form, call.length)
-
-
-def probability_of(module: nn.Module, attribute: str, call: Inputs) -> float:
+def probability_of(module: nn.Module | None, attribute: str, value: float, call: Inputs) -> float:
+    if module is None:
+        return value if call.training else 0.0
     return getattr(module, attribute) if module.training else 0.0
-
-
-def in_training(value: float, call: Inputs) -> float:
-    return value if call.training else 0.0
 
 
 def scale_of(module: nn.Module, adapter: str, call: Inputs) -> float:
     return getattr(module, SCALING)[adapter]
 
 
-def values_in(values: tuple | list, live: list[Callable[[Inputs], Any] | None], call: Inputs) -> Any:
-    """A tuple or list, in which some are live."""
-    return type(values)(value if get is None else get(call) for value, get in zip(values, live, strict=True))
+@dataclass
+class Arguments:
+    """Those of a template, some of which are live. kind: dict, by name, tuple or list. switches: by name of a low-rank update
+    the layer that leaves it out while it is switched off."""
 
+    template: dict[Any, Any]
+    live: list[tuple[Any, Callable[[Inputs], Any]]]
+    kind: type = dict
+    switches: dict[str, nn.Module] = field(default_factory=dict)
 
-def arguments_in(constants: dict[str, Any], live: list[tuple[str, Callable]], call: Inputs) -> dict[str, Any]:
-    """Arguments by name: constants, and those that are live."""
-    return constants | {name: get(call) for name, get in live}
-
-
-def updates_in(updates: Callable, switches: dict[str, nn.Module], call: Inputs) -> dict[str, Any] | None:
-    """The argument `lora`: the updates that are not switched off."""
-    off = [name for name, layer in switches.items() if getattr(layer, SWITCH)]
-    return {name: one for name, one in updates(call).items() if name not in off} or None
+    def __call__(self, call: Inputs) -> Any:
+        found = self.template | {name: get(call) for name, get in self.live}
+        for name, layer in self.switches.items():
+            if getattr(layer, SWITCH):
+                del found[name]
+        if self.switches and not found:
+            return None
+        return found if self.kind is dict else self.kind(found.values())
 
 
 SWITCH = "_disable_adapters"  # of peft's layers: is the low-rank update left out for now, as in disable_adapter()?
@@ -125,7 +124,7 @@ def switch_of(module: nn.Module, update: Update) -> str | None:
     return None
 
 
-def live_attributes(module: nn.Module, template: dict[str, Any]) -> set[tuple[str, str]]:
+def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
     """(path, name) of the attributes that each call reads anew."""
     switches = (switch_of(module, one) for one in templates(template, Update))
     return {
@@ -160,33 +159,30 @@ def getter(module: nn.Module, value: Any) -> Callable[[Inputs], Any] | None:
     if isinstance(value, OfExperts):
         return partial(of_experts, getter(module, value.weight), value.factor, value.experts)
     if isinstance(value, Argument):
-        return partial(argument_of, *value)
+        return partial(live_form, None, *value)
     if isinstance(value, Table):
         owner, name = look_up(module, value.path)
-        return partial(table_rows, owner._buffers, name, value.form)
+        return partial(live_form, owner._buffers, name, value.form)
     if isinstance(value, Computed):
         return partial(value.of, module)
     if isinstance(value, Probability):
-        if not value.attribute:
-            return partial(in_training, value.value)
-        return partial(probability_of, module.get_submodule(value.path), value.attribute)
+        owner = module.get_submodule(value.path) if value.attribute else None
+        return partial(probability_of, owner, value.attribute, value.value)
     if isinstance(value, Scale):
         return partial(scale_of, module.get_submodule(value.path), value.adapter)
     if isinstance(value, dict):
-        found = arguments_getter(module, value)
         paths = {name: switch_of(module, one) for name, one in value.items() if isinstance(one, Update)}
-        switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
-        return partial(updates_in, found, switches) if switches else found
+        found = arguments_getter(module, value)
+        found.switches = {name: module.get_submodule(path) for name, path in paths.items() if path is not None}
+        return found
     if isinstance(value, (tuple, list)):
-        live = [getter(module, one) for one in value]
-        return partial(values_in, tuple(value) if isinstance(value, tuple) else value, live) if any(live) else None
+        found = arguments_getter(module, dict(enumerate(value)), tuple if isinstance(value, tuple) else list)
+        return found if found.live else None
     return None
 
 
-def arguments_getter(module: nn.Module, template: dict[str, Any]) -> Callable[[Inputs], dict[str, Any]]:
-    getters = {name: getter(module, value) for name, value in template.items()}
-    live = [(name, get) for name, get in getters.items() if get is not None]
-    return functools.partial(arguments_in, {name: template[name] for name, get in getters.items() if get is None}, live)
+def arguments_getter(module: nn.Module, template: dict[Any, Any], kind: type = dict) -> Arguments:
+    return Arguments(template, [(name, get) for name, one in template.items() if (get := getter(module, one))], kind)
 
 
 def in_form(tensor: Tensor, form: str, length: int) -> Tensor:
@@ -248,17 +244,15 @@ def table_of(tensor: Tensor, form: str, length: int) -> Tensor:
     return tensor
 
 
-def values_of(template: dict[str, Any], name: str) -> Iterator[Any]:
-    """What an op, or each of its sublayers, is given under this name."""
+def values_of(template: dict[str, Any], *names: str) -> Iterator[Any]:
+    """What an op, or each of its sublayers, is given under these names."""
     for key, value in template.items():
         if isinstance(value, dict):
-            yield from values_of(value, name)
-        elif key == name:
+            yield from values_of(value, *names)
+        elif key in names:
             yield value
 
 
 def named(template: dict[str, Any], *names: str) -> Iterator[Argument]:
-    """The call's arguments that an op, or each of its sublayers, is given under one of these names."""
-    for name in names:
-        for value in values_of(template, name):
-            yield from templates(value, Argument)
+    """The call's arguments that an op, or each of its sublayers, is given under these names."""
+    return templates(list(values_of(template, *names)), Argument)

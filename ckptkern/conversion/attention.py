@@ -4,6 +4,7 @@ all heads."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,13 +27,11 @@ from .reading import (
     Table,
     Weight,
     in_training,
+    layers_as,
     updates,
 )
 from .trace import Node, Unreadable
 
-MHA = (
-    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
-)  # fmt: skip
 # What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
 ROTATING = (
     *ADD,
@@ -77,7 +76,12 @@ def read_attention(steps: Steps, node: Node) -> Part:
     if end.kind == "module" and isinstance(steps.leaf(end), nn.MultiheadAttention):
         return _of_module(steps, end, resid_dropout_p)
     out = steps.linear(end, "the branch's end")
-    gate, inner = read_gate(steps, steps.strip(out.input))
+    gate, inner = None, steps.strip(out.input)
+    for one, o in inner.pairs if inner.is_function(*MULTIPLY) else ():
+        one = steps.strip(one)
+        if one.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(one), nn.Sigmoid):
+            gate, inner = steps.strip(one.inputs[0]), steps.strip(o)  # o * sigmoid(linear(x))
+            break
     core, k = read_core(steps, inner), Projection()
     q, v = projection(steps, core.query), projection(steps, core.value)
     for part in joined_of(steps, core.key):
@@ -99,20 +103,13 @@ def read_attention(steps: Steps, node: Node) -> Part:
         arguments |= _norms(steps, core, q, k)
     arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
     factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
-    arguments |= out.named("out") | core.options | {"scale": core.scale * factor, "resid_dropout_p": resid_dropout_p}
+    arguments |= (
+        {"out_weight": out.weight, "out_bias": out.bias}
+        | core.options
+        | {"scale": core.scale * factor, "resid_dropout_p": resid_dropout_p}
+    )
     arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
     return Part(arguments, x, choices + rotary_choices)
-
-
-def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
-    """(the linear layer of o * sigmoid(linear(x)), o); o alone without a gate."""
-    for gate, o in node.pairs if node.is_function(*MULTIPLY) else ():
-        gate = steps.strip(gate)
-        if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(gate), nn.Sigmoid):
-            linear = steps.strip(gate.inputs[0])
-            steps.linear(linear, "what an output gate's sigmoid reads")
-            return linear, steps.strip(o)
-    return None, node
 
 
 # -- what is before it
@@ -132,14 +129,13 @@ def projection(steps: Steps, node: Node, found: Projection | None = None, apart:
             found.outside.append(node)
         found.tables.append(view)
         return found
+    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
+    is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
-    elif node.is_function("normalize"):
-        how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
-        found.unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
-        if not found.unit:
-            raise steps.refuse("between projection and core is", node)
+    elif node.is_function("normalize") and is_unit:
+        found.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
@@ -179,18 +175,25 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     x_source, *sources = (steps.strip(one.input) for one in layers)
     crossing = _crossing(x_source, *sources)
     x, D, rows = layers[0].input, core.query.shape[-1], layers[0].out_features
-    gated = _gate(steps, gate, nodes[0], x_source)
-    if "gate_in_query" in gated:
-        if nodes[0] in nodes[1:]:
+    gated: dict[str, Any] = {}
+    if gate is nodes[0]:
+        if gate in nodes[1:]:
             raise Unreadable("a gate in one projection with q and k or v")
-        rows //= 2
+        gated, rows = {"gate_in_query": True}, rows // 2
+    elif gate is not None:
+        layer = steps.linear(gate, "what an output gate's sigmoid reads")
+        if layer.update is not None:
+            raise Unreadable("a low-rank update of an output gate")
+        if steps.strip(layer.input) is not x_source:
+            raise Unreadable("an output gate of another tensor than q's projection reads")
+        gated = layers_as(gate=layer)
     if nodes[0] is nodes[1] is nodes[2]:
         # a matmul of [B H, S, D] does not tell the number of heads
         H = core.query.shape[1] if len(core.query.shape) == 4 else rows // (3 * D)
         H_kv, rest = divmod(rows // D - H, 2)
         if rows % D or rest or H_kv < 1:
             raise Unreadable(f"a packed projection of {rows} rows for {H} heads of {D}")
-        arguments = layers[0].named("qkv") | updates(qkv=layers[0], out=out)
+        arguments = layers_as(qkv=layers[0], out=out)
         choices = [[{}, {"qkv_layout": "heads"}]]
         return arguments | {"num_heads": H, "num_kv_heads": H_kv} | gated, x, choices
     if nodes[1] is nodes[2]:  # q, and k with v
@@ -208,20 +211,6 @@ def _projections(steps: Steps, core: Core, q: Projection, k: Projection, v: Proj
     return arguments, x, []
 
 
-def _gate(steps: Steps, gate: Node | None, query: Node, x: Node) -> dict[str, Any]:
-    """The arguments of an output gate, whose projection may be q's."""
-    if gate is None:
-        return {}
-    if gate is query:
-        return {"gate_in_query": True}
-    layer = steps.linear_of(gate)
-    if layer.update is not None:
-        raise Unreadable("a low-rank update of an output gate")
-    if steps.strip(layer.input) is not x:
-        raise Unreadable("an output gate of another tensor than q's projection reads")
-    return layer.named("gate")
-
-
 def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
     """What the projections of k and v read, if it is not what that of q reads."""
     if query is key is value:
@@ -235,7 +224,15 @@ def _crossing(query: Node, key: Node, value: Node) -> dict[str, Any]:
 
 def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, Any]:
     if q.unit or k.unit or core.head_scale is not None:
-        return _cosine(core, q, k)
+        # rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)
+        if not (q.unit and k.unit) or q.norms or k.norms:
+            raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
+        (_, H, _, D), device = core.query.shape, torch.device("cpu")
+        factor = ones = call(torch.ones, D, device=device, shape=(D,))
+        if core.head_scale is not None:
+            factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
+        # normalize divides by 1e-12 at least, so that a row of zeros is zero
+        return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
     if not q.norms and not k.norms:
         return {}
     if len(q.norms) != 1 or len(k.norms) != 1:
@@ -248,19 +245,6 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
     pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
     arguments = {"qk_norm": pairs, "qk_norm_eps": found[0].eps}
     return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
-
-
-def _cosine(core: Core, q: Projection, k: Projection) -> dict[str, Any]:
-    """Rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)."""
-    if not (q.unit and k.unit) or q.norms or k.norms:
-        raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
-    (_, H, _, D), device = core.query.shape, torch.device("cpu")
-    ones = call(torch.ones, D, device=device, shape=(D,))
-    factor = ones
-    if core.head_scale is not None:
-        factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
-    # normalize divides by 1e-12 at least, so that a row of zeros is zero
-    return {"qk_norm": (Computed(factor), Computed(ones)), "qk_norm_eps": 1e-24}
 
 
 def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
@@ -341,23 +325,18 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
                 causal = True  # a guess, which must hold for another length too
         else:
             found.append((_mask(steps, one, sliced), node.shape))
-    if len(found) > 2:
-        found = _joined(found)
+    if len(found) > 2:  # that are computed: the sum of those of all heads, which are alike, and of the others
+        if any(isinstance(mask, Argument) for mask, _ in found):
+            raise Unreadable(f"{len(found)} masks are added")
+        sums: dict[bool, Node] = {}
+        for mask, shape in found:
+            alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
+            sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
+        found = [(Computed(node), node.shape) for node in sums.values()]
     # of two masks the first may be trained: that is a bias, which differs from head to head
     masks = [mask for mask, shape in sorted(found, key=lambda one: len(one[1]) < 4 or one[1][1] == 1)]
     arguments = {"is_causal": True} if causal else {}
     return arguments | {"attn_mask": tuple(masks) if len(masks) == 2 else masks[0] if masks else None}
-
-
-def _joined(found: list[tuple[Argument | Computed, torch.Size]]) -> list[tuple[Argument | Computed, torch.Size]]:
-    """Two masks of several that are computed: the sum of those of all heads, which are alike, and of the others."""
-    if any(isinstance(mask, Argument) for mask, _ in found):
-        raise Unreadable(f"{len(found)} masks are added")
-    sums: dict[bool, Node] = {}
-    for mask, shape in found:
-        alike = len(mask.node.shape) > 3 and mask.node.shape[1] == 1
-        sums[alike] = call(torch.add, sums[alike], mask.node, shape=shape) if alike in sums else mask.node
-    return [(Computed(node), node.shape) for node in sums.values()]
 
 
 def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Computed | None:
@@ -390,7 +369,7 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
 def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
     """Attention by an nn.MultiheadAttention inside the module."""
     module: nn.MultiheadAttention = steps.leaf(node)
-    call, path = node.called_with(*MHA), node.source
+    call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
         raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
@@ -455,9 +434,7 @@ def _latent_projections(steps: Steps, q: Node, kv_a: Node, kv_b: Node, out: Laye
             raise Unreadable("the latents are projected from different tensors")
     if any(layer.update is not None for layer in (*layers.values(), out)):
         raise Unreadable("latent attention with low-rank updates")
-    found: dict[str, Any] = {}
-    for name, layer in layers.items():
-        found |= layer.named(name)
+    found = layers_as(**layers)
     used = {name: norm for name, norm in norms.items() if norm is not None}
     if any(norm.kind != "rms" or norm.bias is not None for norm in used.values()):
         raise Unreadable("a norm of a latent that is not an RMS norm")

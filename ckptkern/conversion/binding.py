@@ -35,7 +35,7 @@ from ..segments.decisions import saved_decisions
 from ..segments.reachable import makes_cached
 from ..segments.segment import Span
 from ..storage import Store
-from .arguments import arguments_getter, named, values_of
+from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch
@@ -48,10 +48,6 @@ from .trace import mapped
 ANSWERED = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "dtype", "grad_fn", "is_leaf", "requires_grad")
 )
-
-
-class Probabilities:
-    """Stands for attention's probabilities in what a forward returns."""
 
 
 class Original:
@@ -97,13 +93,11 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = mapped(read, (args, kwargs or {}))
+        def values(one: Tensor) -> Tensor:
+            return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
+
+        args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-def read(one: Tensor) -> Tensor:
-    """Its values, of a placeholder."""
-    return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
 
 
 # what a module keeps of its forward hooks and of how they are called
@@ -174,7 +168,7 @@ class Segment:
     @property
     def unread(self) -> bool:
         """Does the forward return probabilities, for which placeholders stand?"""
-        return self.reading.result is not None and Probabilities in map(type, self.reading.result[1])
+        return self.reading.result is not None and Unread in self.reading.result[1]
 
     def y(self, flat: list[Any], mode: str, workspace: int | str | None = None) -> Tensor:
         """The op's result, in the call with these values."""
@@ -203,10 +197,10 @@ class Segment:
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Argument):
                 results.append(flat[leaf.index])
-            elif isinstance(leaf, Probabilities):  # for which nothing stands without a forward
-                results.append(None if original is None else Unread(original, i, y))
+            elif leaf is Unread and original is not None:  # for which nothing stands without a forward
+                results.append(Unread(original, i, y))
             else:
-                results.append(y if i == at else leaf)
+                results.append(y if i == at else None)
         return tree_unflatten(results, spec)
 
 
@@ -316,9 +310,16 @@ class Fused(Forward):
     checkpoint, which saves its inputs alone.
     """
 
-    def __init__(self, form: Form, segments: dict[tuple, Segment | None], watch: Watch, recompute: str):
+    def __init__(self, form: Form, segments: dict[tuple, Segment | None], recompute: str):
         super().__init__(form.module, recompute)
-        self.form, self.segments, self.watch = form, segments, watch
+        self.form, self.segments = form, segments
+        self.watch_anew()
+
+    def watch_anew(self) -> None:
+        """Takes the inside as it is now for what was checked."""
+        segments = [one for one in self.segments.values() if one is not None]
+        live = live_attributes(self.module, [one.template for one in segments])
+        self.watch = Watch(self.module, self.form.reads, live, {one.reading.logits_of for one in segments} - {""})
 
     def segment_of(self, pattern: tuple) -> Segment | None:
         segment = self.segments.get(pattern, UNSEEN)
@@ -337,10 +338,9 @@ class Fused(Forward):
         wants_torchs = is_compiling() or torch.jit.is_tracing() or forward_ad._current_level >= 0
         if not trains and wants_torchs:
             return self.original(*args, **kwargs)
-        if not self.form.takes(kwargs):
-            return self.unfused(lambda: self.form.unknown(kwargs), args, kwargs)
         flat: list[Any] = []
-        segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat))
+        takes = self.form.takes(kwargs)
+        segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat)) if takes else None
         if segment is None:
             return self.unfused(lambda: self.form.difference(args, kwargs), args, kwargs)
         if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):

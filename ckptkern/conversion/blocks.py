@@ -32,7 +32,7 @@ from .check import TOLERANCE, difference, random_parameters, results, wide
 from .protection import drawn_elsewhere, seeded, unmoved
 from .recorder import Saved, Step, saved_bytes, step_of
 from .sharding import holds_sharded
-from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings
+from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, mapped, recomputed, settings, tensors_in
 
 
 def is_listed(name: str, module: nn.Module) -> bool:
@@ -61,8 +61,7 @@ def held_by(module: nn.Module) -> list[tuple[str, int]]:
     a state that the next call reads, which a recompute would find changed."""
     held = [item for m in module.modules() for item in m.__dict__.items()]
     found = [(name, len(value)) for name, value in held if type(value) in (list, dict, set)]
-    tuples = [(name, leaf) for name, value in held if type(value) is tuple for leaf in leaves_of(value)]
-    return found + [(name, id(leaf)) for name, leaf in tuples if isinstance(leaf, Tensor)]
+    return found + [(name, id(one)) for name, value in held if type(value) is tuple for one in tensors_in(value)]
 
 
 def general(module: nn.Module, recompute: str, call: Call) -> General:
@@ -87,7 +86,7 @@ class Around:
         self.before = self.saved(module.forward)
 
     def saved(self, run: Callable) -> int:
-        return saved_bytes(self.module, run, *self.call, leaves_of(self.call)[self.x])
+        return saved_bytes(self.module, run, self.call, leaves_of(self.call)[self.x])
 
     def step(self, run: Callable) -> tuple[list[Tensor | None], list[Any]]:
         """(all outputs with a graph, as one, and gradients of a training step of it in float32 at least, from one random state
@@ -96,8 +95,7 @@ class Around:
 
         def outputs(flat: list[Any]) -> Tensor:
             args, kwargs = recomputed(call, iter(flat))
-            found = leaves_of(run(*args, **kwargs))
-            return torch.cat([one.flatten() for one in found if isinstance(one, Tensor) and one.requires_grad])
+            return torch.cat([one.flatten() for one in tensors_in(run(*args, **kwargs)) if one.requires_grad])
 
         with seeded(), unmoved(self.module), random_parameters(self.module):
             self.module.train()
@@ -223,8 +221,8 @@ class Record(Step):
 
     def others(self, values: Any) -> Saved:
         """The storages of what are no parameters and buffers."""
-        found = memory.storages_of(value for value in leaves_of(values) if isinstance(value, Tensor))
-        return {key: size for key, size in found.items() if key not in self.names}
+        storages = memory.storages_of(tensors_in(values))
+        return {key: size for key, size in storages.items() if key not in self.names}
 
     def save(self, tensor: Tensor) -> None:
         self.saves += self.others(tensor).items()
@@ -244,12 +242,12 @@ class Record(Step):
         return dict(self.saves[start:stop])
 
 
-def recorded(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Record | None:
+def recorded(model: nn.Module, call: Call) -> Record | None:
     """Records a training forward of the model, which is afterwards as before; None if the call raises in training."""
     record = Record(model)
     regions = [("", module) for module in outside_of_converted(model)]  # inside, a hook would change what runs
     with contextlib.suppress(Exception):
-        step_of(model, args, kwargs, regions, there=(), step=record)
+        step_of(model, *call, regions, there=(), step=record)
         record.root.stop = len(record.saves)
         return record
     return None

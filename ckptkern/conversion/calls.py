@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .guard import Reads
 from .protection import no_trace, unmoved
 from .trace import PLAIN_VALUES, Call, leaves_of, mapped, recomputed, trace
 
@@ -168,27 +167,16 @@ class Form:
         calls = [self.complete(args, kwargs) for args, kwargs in calls]
         self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
         self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
-        self.reads: dict[
-            str, Reads | None
-        ] = {}  # what forward reads of its modules' attributes in the calls that were checked
+        self.reads: dict[str, Any] = {}  # `Reads` of its modules' attributes, of forward in the calls that were checked
         self.fixed: dict[str, Any] = {}  # what stands for the arguments that do not count
         self.refused: set[tuple[str, Any]] = set()
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
         self.example = mapped(lambda one: Like(one.shape, one.dtype), calls[0])
 
-    def ignore(self, calls: list[Call]) -> None:
-        """Leaves out the keyword arguments that none of these complete calls looks at."""
-        names = self.keywords
-        for call in calls:
-            names = not_looked_at(self.module, call, [name for name in names if name in call[1]])
-        self.fixed = {name: recomputed(self.example[1].get(name), itertools.repeat(None)) for name in names}
-
     def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
         """The call by keywords, with the defaults of what is not given."""
-        given = dict(zip(self.by_place, args, strict=False)) | kwargs
-        given = {name: value for name, value in self.defaults.items() if name not in given} | given
-        order = [name for name in self.by_place if name in given]
-        return args[len(self.by_place) :], {name: given[name] for name in order} | given
+        given = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
+        return args[len(self.by_place) :], {name: given[name] for name in self.by_place if name in given} | given
 
     def counting(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """The values that count, in their order, and what stands for the others."""
@@ -215,34 +203,26 @@ class Form:
                 return not torch.compiler.is_compiling() and self.learns(kwargs)
         return True
 
-    def unknown(self, kwargs: dict[str, Any]) -> str:
-        """Which names of a call that `takes` refuses were not in the example's."""
-        names = ", ".join(name for name in kwargs if name not in self.known)
-        return f"the example for convert had no {names}. Give convert a call like those of training"
-
     def difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        """What is not in this call as in the example's."""
+        """What is not in this call as in the example's, and the remedy."""
+        again = "Give convert a call like those of training"
+        if names := ", ".join(name for name in kwargs if name not in self.known):
+            return f"the example for convert had no {names}. {again}"
         ours, examples = self.counting(args, kwargs), self.counting(*self.made())
         names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
         for name, one, example in zip(names, ours, examples, strict=False):
             if len({regardless_of_precision(pattern_of([value], [])) for value in (one, example)}) > 1:
-                found = f"{name} is {described(one)}, and was {described(example)} in the example for convert"
-                break
-        else:
-            found = "it has other arguments than the example for convert"
-        return f"{found}. Give convert a call like those of training"
+                return f"{name} is {described(one)}, and was {described(example)} in the example for convert. {again}"
+        return f"it has other arguments than the example for convert. {again}"
 
     def made(self) -> Call:
         """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
-        parameter = next(self.module.parameters())
-
-        def zeros(value: Any) -> Any:
-            if not isinstance(value, Like):
-                return value
-            dtype = parameter.dtype if value.dtype.is_floating_point else value.dtype
-            return torch.zeros(value.shape, dtype=dtype, device=parameter.device)
-
-        return recomputed(self.example, map(zeros, leaves_of(self.example)))
+        parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
+        for i, one in enumerate(leaves):
+            if isinstance(one, Like):
+                dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
+                leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
+        return recomputed(self.example, iter(leaves))
 
     def learns(self, kwargs: dict[str, Any]) -> bool:
         """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""

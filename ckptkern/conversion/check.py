@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..frozen import Frozen
 from .protection import seeded
-from .quantized import multiplies_dequantised, plain_like, setting
+from .quantized import is_quantised, multiplies_dequantised, setting
 from .trace import Unreadable
 
 ROUNDING = 1e-3  # that of sums over many tokens in float32 may be, and is looked at in float64
@@ -63,7 +64,9 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
 
     def random_like(parameter: Tensor) -> Tensor:
         """Of a size at which scores and activations are of order 1, so that a wrong scale shows."""
-        parameter = plain_like(parameter)
+        if is_quantised(parameter):
+            frozen = Frozen(parameter)
+            parameter = torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
         values = parameter.detach()
         if parameter.is_floating_point():
             dtype = torch.promote_types(parameter.dtype, torch.float32)

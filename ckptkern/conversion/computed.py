@@ -20,7 +20,7 @@ from ..errors import ShapeError
 from ..ops.dispatch.choices import autocast_off
 from .guard import OF_EVERY_MODULE
 from .reading import Argument, Reading, Weight
-from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed
+from .trace import Node, Unreadable, is_in_place, leaves_of, recomputed, tensors_in
 
 COMPARED = frozenset((bool, float, int, slice, str, torch.dtype, torch.Size))
 LARGEST = 64  # calls. What is computed for each sample takes fewer
@@ -138,10 +138,12 @@ class Resolver:
         if node.kind == "constant":
             raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
         for outer in reversed(node.calls):  # the largest part that does not read the input
+            count, made = len(self.steps), dict(self.made)
             try:
                 return Result(self.step(outer), outer.output)
             except Unreadable:
-                continue
+                self.made = made
+                del self.steps[count:]
         in_place = is_in_place(str(node.source)) or node.kwargs.get("out") is not None
         if node.kind == "function" and (in_place or node.source == "__setitem__"):
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
@@ -152,16 +154,10 @@ class Resolver:
         of = call.source if call.kind == "module" else call.function
         inner = self.module.get_submodule(of).modules() if of is call.source else ()
         own = [value for m in inner for name, value in m.__dict__.items() if name not in OF_EVERY_MODULE]
-        if any(isinstance(value, Tensor) for value in leaves_of(own)):  # an earlier part of a forward may have set them
+        if tensors_in(own):  # an earlier part of a forward may have set them
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
         if call.at not in self.made:
-            count = len(self.steps)
-            try:
-                leaves = [self.leaf(one, call.at, i) for i, one in enumerate(leaves_of((call.args, call.kwargs)))]
-            except Unreadable:
-                self.made = {at: place for at, place in self.made.items() if place < count}
-                del self.steps[count:]
-                raise
+            leaves = [self.leaf(one, call.at, i) for i, one in enumerate(call.leaves)]
             if len(self.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))

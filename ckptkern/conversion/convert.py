@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,18 +19,16 @@ from ..nn.unmodified import untouched
 from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
 from . import blocks, masks
-from .alike import Checked
 from .binding import Forward, General, Own, Runs, group_layers, warn_again, without_caches
 from .blocks import Around, around, error_of, general, is_layer, is_marked
 from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import check_keywords, pattern_of
-from .fuse import calls_of, fuse, runs_of
+from .fuse import Checked, calls_of, fuse, runs_of
 from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
-from .recorder import saved_by, saved_bytes, step_of_all
-from .refused import check_step
+from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, Conversion, Row
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
@@ -114,26 +113,24 @@ class Found(NamedTuple):
     put: Callable[[], None] | None = None
 
 
+@dataclass
 class _Conversion:
-    """One call of convert."""
+    """One call of convert. shown: is told the name of each module that is tried."""
 
-    def __init__(
-        self,
-        probe: Probe,
-        shards: Shards,
-        shown: Callable[[str], None],
-        recompute: str | tuple[str, str],
-        workspace: int | str | None,
-        include,
-        exclude,
-        otherwise: str,
-    ):
-        self.workspace = workspace
-        self.recompute, self.include, self.exclude, self.shards = recompute, include, exclude, shards
-        self.attention, self.mlp = recompute if isinstance(recompute, tuple) else (recompute, recompute)
-        self.checkpoints = otherwise != "leave" and "none" not in (self.attention, self.mlp)  # may layers become some?
-        self.calls, self.hooked, self.heads = probe
-        self.shown = shown  # is told the name of each module that is tried
+    probe: Probe
+    shards: Shards
+    shown: Callable[[str], None]
+    recompute: str | tuple[str, str]
+    workspace: int | str | None
+    include: Any
+    exclude: Any
+    otherwise: str
+
+    def __post_init__(self) -> None:
+        self.attention, self.mlp = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,) * 2
+        # may layers become some?
+        self.checkpoints = self.otherwise != "leave" and "none" not in (self.attention, self.mlp)
+        self.calls, self.hooked, self.heads = self.probe
         self.within = False  # a layer that an activation checkpoint may stand around
         self.rows: list[Row] = []
         self.seen: set[int] = set()
@@ -150,8 +147,7 @@ class _Conversion:
             if may_be:
                 found = self.drop_in(name, module) or self.head(name, module) or self.fused(name, module)
             if not self.shards.agree(tuple((row.name, row.replaced_by) for row in found.rows if found.put)):
-                row = Row(name, class_of(module).__name__, None, reason="another rank has found something else")
-                found = Found([row])
+                found = Found([row_of(name, module, "another rank has found something else")])
             if found.put is not None:
                 found.put()
                 self.rows += found.rows
@@ -166,10 +162,8 @@ class _Conversion:
             self.within = outer
             self.surround(module, layer, found.rows, self.rows[start:])
             is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
-            if (
-                is_unknown and self.heads is not None and self.heads.ran.misses(module)
-            ):  # one row in place of those inside
-                self.rows[start:] = [Row(name, class_of(module).__name__, None, reason=NOT_RUN)]
+            if is_unknown and self.heads is not None and self.heads.ran.misses(module):
+                self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
 
     def layer(self, name: str, module: nn.Module) -> Around | None:
         """The layer, if an activation checkpoint may stand around it."""
@@ -233,7 +227,7 @@ class _Conversion:
             calls = calls_of(module[0])
         if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
             return Found([])
-        row = Row(name, kind.__name__, None)
+        row = row_of(name, module)
         if module in self.hooked:
             row.reason = "there are hooks or parametrizations inside that last for a call of the model only"
             return Found([row])
@@ -289,7 +283,7 @@ class _Conversion:
             forward.unbind()
         try:
             allowed = selected(model, self.include, self.exclude).difference(self.hooked)
-            record, cuts = blocks.recorded(model, *call), []
+            record, cuts = blocks.recorded(model, call), []
             if record is not None:
                 best = blocks.Cuts(record, allowed, given).best(self.include is not None)
                 cuts = [cut for cut in best if cut.module not in given]
@@ -298,7 +292,7 @@ class _Conversion:
                 runs = []
                 for cut in own:
                     name = names[module] + ("" if cut.layers is None else "[{}:{}]".format(*cut.layers))
-                    row = Row(name, class_of(module).__name__, None)
+                    row = row_of(name, module)
                     if (put := self.general(row, cut.part, [calls[cut.begins]], "").put) is not None:
                         put()
                         inside = set(cut.part.modules())
@@ -321,12 +315,9 @@ class _Conversion:
     def runs(self, name: str, module: nn.Sequential) -> Found | None:
         found, rows = runs_of(module, self.mlp), []
         for start, stop, run, error in found:
-            segment = next(iter(run.segments.values()))
-            row = Row(f"{name}[{start}:{stop}]", "Sequential", segment.op, error=error)
-            call = calls_of(module[start])[1]
-            runs = run.original, run
-            row.saved_before, row.saved_after = (saved_bytes(run.module, one, *call, call[0][0]) for one in runs)
-            rows.append(row)
+            call, op = calls_of(module[start])[1], next(iter(run.segments.values())).op
+            bytes_ = (saved_by(run.module, one, call) for one in (run.original, run))
+            rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 
         def put() -> None:
             self.set(rows[0], module, Runs(module, [one[:3] for one in found], self.mlp))
@@ -334,6 +325,11 @@ class _Conversion:
                 row.calls = run.calls
 
         return Found(rows, put) if found else None
+
+
+def row_of(name: str, module: nn.Module, reason: str = "") -> Row:
+    """That of a module that is left."""
+    return Row(name, class_of(module).__name__, None, reason=reason)
 
 
 def why_general(module: nn.Module) -> str:
@@ -429,39 +425,39 @@ def convert(
     there = [p for p in model.parameters() if p.grad is not None]
     with no_trace(model, (example_inputs, example_kwargs), bound):
         try:
-            return _converted(
-                model, example_inputs, example_kwargs, there, every, recompute, workspace, include, exclude, otherwise
-            )
+            args, kwargs = example_inputs, example_kwargs
+            before, peak_before = step_of_all(model, args, kwargs, there)
+            probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
+            places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+            with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
+                conversion = _Conversion(
+                    probe,
+                    Shards(model),
+                    lambda name: shown(name, places[name]),
+                    recompute,
+                    workspace,
+                    include,
+                    exclude,
+                    otherwise,
+                )
+                conversion.visit("", model)
+            masks.open_up(model)
+            if before is not None and blocks.may_be_found(model):
+                conversion.blocks(model, (args, kwargs))
+            rows = conversion.rows
+            if not rows and before is not None:
+                rows.append(row_of("", model, NOTHING))
+            groups = group_layers(model, rows, every) if every > 1 else []
+            after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
+            for row in rows:
+                row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
+            warn_again()
+            if not (args or kwargs or rows):
+                warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
+            regions = [names for group in groups for names in group.regions(ran=after is not None)]
+            if groups and not regions:
+                warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=2)
+            return Conversion(rows, before, after, peak_before, peak_after, regions)
         except BaseException:
             revert(model)
             raise
-
-
-def _converted(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor], every: int, *options: Any
-) -> Conversion:
-    """Converts a model with options that are checked. Raises what the model's call raises, perhaps halfway. there: parameters
-    that have a gradient."""
-    before, peak_before = step_of_all(model, args, kwargs, there)
-    probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
-    places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-    with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
-        conversion = _Conversion(probe, Shards(model), lambda name: shown(name, places[name]), *options)
-        conversion.visit("", model)
-    masks.open_up(model)
-    if before is not None and blocks.may_be_found(model):
-        conversion.blocks(model, (args, kwargs))
-    rows = conversion.rows
-    if not rows and before is not None:
-        rows.append(Row("", class_of(model).__name__, None, reason=NOTHING))
-    groups = group_layers(model, rows, every) if every > 1 else []
-    after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
-    for row in rows:
-        row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
-    warn_again()
-    if not (args or kwargs or rows):
-        warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=3)
-    regions = [names for group in groups for names in group.regions(ran=after is not None)]
-    if groups and not regions:
-        warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=3)
-    return Conversion(rows, before, after, peak_before, peak_after, regions)

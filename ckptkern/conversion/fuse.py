@@ -15,21 +15,21 @@ from torch.utils._pytree import tree_flatten
 
 from ..nn.unmodified import runs_class_forward, untouched
 from ..ops.dispatch.choices import autocast_dtype
-from .alike import Checked, call_kinds
-from .arguments import live_attributes, named, rescaled
-from .binding import Fused, Probabilities, Segment, is_cache
-from .calls import Form
+from .alike import call_kinds, same_inside
+from .arguments import named, rescaled
+from .binding import Fused, Segment, Unread, is_cache
+from .calls import Form, not_looked_at
 from .check import ROUNDING, TOLERANCE, Check, difference, in_float64, random_parameters, results, varied, wide
 from .computed import Computed, Followed, following, resolve, templates
-from .grammar import read, read_call
-from .guard import Watch, all_reads, reads_of
-from .layouts import experts_layout, is_experts, parts_of, why_unread
+from .grammar import read
+from .guard import all_reads, reads_of
+from .layouts import is_experts, parts_of, why_unread
 from .masks import has_ours
 from .moe import read_block, read_experts, routed, vary_choices
 from .protection import unmoved
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Probability, Reading, Steps
-from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, trace
+from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, recomputed, trace
 
 
 def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
@@ -38,19 +38,20 @@ def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], b
         return output, None
     leaves, spec = tree_flatten(output)
     given = {id(value): i for i, value in enumerate(arguments) if isinstance(value, Tensor)}
-    leaves = [Argument(given[id(one)]) if id(one) in given else one for one in leaves]
-    tensors = [i for i, one in enumerate(leaves) if isinstance(one, Tensor)]
-    others = [one for one in leaves if not isinstance(one, (Tensor, Argument, type(None)))]
-    for i in tensors[1:]:
-        if unread(leaves[i]):
-            leaves[i] = Probabilities()
-    tensors = [i for i in tensors if isinstance(leaves[i], Tensor)]
-    if len(tensors) != 1:
-        raise Unreadable(f"forward returns {len(tensors)} tensors")
-    if others:
-        raise Unreadable("forward returns an object")
-    (at,) = tensors
-    return leaves[at], (spec, [None if i == at else one for i, one in enumerate(leaves)], at)
+    found: dict[int, Tensor] = {}
+    for i, one in enumerate(leaves):
+        if id(one) in given:
+            leaves[i] = Argument(given[id(one)])
+        elif isinstance(one, Tensor):
+            leaves[i] = Unread if found and unread(one) else None
+            if leaves[i] is None:
+                found[i] = one
+        elif one is not None:
+            raise Unreadable("forward returns an object")
+    if len(found) != 1:
+        raise Unreadable(f"forward returns {len(found)} tensors")
+    ((at, y),) = found.items()
+    return y, (spec, leaves, at)
 
 
 def attempt(
@@ -75,15 +76,13 @@ def attempt(
             with torch.no_grad():
                 apart, log = apart_in(module, call), []
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
-            reading = read_experts(module, flat) if is_experts(module) else read_block(module, call, flat, read_call)
+            reading = read_experts(module, flat) if is_experts(module) else read_block(module, call, flat)
         else:
-            traced = trace(module, call, flat)
-            steps = Steps(module)
-
-            def is_softmax(one: Tensor) -> bool:  # with a dropout or without: attention's probabilities
-                return steps.strip(traced.node(one), []).is_function("softmax")
-
-            y, result = result_of(traced.result, flat, is_softmax)
+            traced, steps = trace(module, call, flat), Steps(module)
+            # another result that is a softmax, with a dropout or without, is attention's probabilities
+            y, result = result_of(
+                traced.result, flat, lambda one: steps.strip(traced.node(one), []).is_function("softmax")
+            )
             reading, log, apart = read(module, traced.node(y), blocks), traced.log, traced.apart
             if any(templates([reading.arguments, reading.choices], Computed)):
                 resolve(module, reading, followed(form, reading, traced, call))
@@ -127,6 +126,11 @@ def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
     return [inputs, found] if found - inputs else [inputs]
 
 
+def reason_of(error: Exception) -> Unreadable:
+    """Why a module is not fused. On random parameters and inputs a forward may raise anything."""
+    return error if isinstance(error, Unreadable) else Unreadable(f"{type(error).__name__} in the probe: {error}")
+
+
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
     """Each MoE block inside as moe_block, checked by itself, or why it is none."""
     found: dict[str, Reading | Unreadable] = {}
@@ -134,17 +138,14 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
         parts = parts_of(block) if path else None
         if parts is None:
             continue
-        experts = block.get_submodule(parts.experts)
-        d = experts.get_parameter(experts_layout(experts)["gate_up_weight"]).shape[-1]
+        d = block.get_parameter(parts.router_weight).shape[-1]
         try:
             like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
             found[path] = attempt(form, form.complete(*call))[0].reading
-        except Unreadable as why:
-            found[path] = why
-        except Exception as error:  # on random inputs a forward may raise anything
-            found[path] = Unreadable(f"{type(error).__name__} in the probe: {error}")
+        except Exception as error:
+            found[path] = reason_of(error)
     return found
 
 
@@ -213,9 +214,10 @@ class RegionCheck(Check):
                 if length > 1
                 else "with more tokens than the example's one (give an example of at least two)"
             )
-            yield what, [twice(value, i, length) for i, value in enumerate(flat)]
+            longer = [twice(value, i, length) for i, value in enumerate(flat)]
+            yield what, longer
             if conditions:
-                yield what, [value if i in conditions else twice(value, i, length) for i, value in enumerate(flat)]
+                yield what, [value if i in conditions else longer[i] for i, value in enumerate(flat)]
         if x.dim() < 3:
             return
         computes = self.segment.computes
@@ -243,9 +245,8 @@ def check_numerics(form: Form, reading: Reading, call: Call, gradients: bool) ->
             error = difference(results(check.ours, flat, None), theirs[:1])  # most choices show in the output
             if error <= TOLERANCE and gradients:
                 error = difference(results(check.ours, flat, trained, parameters), theirs)
-                if (
-                    TOLERANCE < error < ROUNDING
-                ):  # in float32 sums over many tokens, such as a key bias has, differ by more
+                # in float32 sums over many tokens, such as a key bias has, differ by more
+                if TOLERANCE < error < ROUNDING:
                     with contextlib.suppress(Exception), in_float64(module):  # a forward may take none
                         wider = [value.double() if is_floating(value) else value for value in flat]
                         own = [p for p in module.parameters() if p.requires_grad]
@@ -279,13 +280,11 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
         pairs = (pair for masks in (seen, added) for pair in itertools.product((None, *masks), repeat=len(names)))
         variants = [dict(zip(names, pair, strict=True)) for pair in pairs]
     args, kwargs = call
-    by_place = places[: len(args)]  # of a forward with *args, whose arguments stay where they are
-
-    def changed(masks: dict[str, Tensor | None]) -> Call:
-        values = (masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
-        return tuple(values), kwargs | {name: mask for name, mask in masks.items() if name not in by_place}
-
-    return [changed(masks) for masks in variants]
+    by_place, found = places[: len(args)], []  # of a forward with *args, whose arguments stay where they are
+    for masks in variants:
+        values = tuple(masks.get(name, value) for name, value in itertools.zip_longest(by_place, args))
+        found.append((values, kwargs | {name: mask for name, mask in masks.items() if name not in by_place}))
+    return found
 
 
 def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
@@ -296,21 +295,6 @@ def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
     return (args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs), caches
 
 
-def check_own_dtype(form: Form, segment: Segment, call: Call) -> None:
-    """In 16 bits, too, do both agree as far as rounding lets them? A forward may do another thing there."""
-    module = form.module
-    if all(p.dtype.itemsize >= 4 for p in module.parameters()):
-        return
-    check = RegionCheck(form, segment.reading, call, randomizes=False)
-    for size in (1, 16):  # also where such a forward would clamp
-        x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
-        with unmoved(module), autocast_like(module, x):
-            module.eval()
-            calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
-            # where a score rounds otherwise, a token goes to another expert
-            check.require(calls, 0.05, nearest_rows if segment.routes else None)
-
-
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of the rows of both, those that differ least."""
     ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
@@ -318,25 +302,18 @@ def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     return ours[nearest], theirs[nearest]
 
 
-def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
-    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
-    form, first = Form(module, calls), checked.fused
-    form.fixed, form.reads = dict(first.form.fixed), first.form.reads
-    segments = {
-        pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
-    }
-    call = form.complete(*calls[checked.which])
-    segment = segments[form.pattern(*call)]
-    call, _ = without_caches(form, call)
-    error = attempt(form, call, (segment.reading, checked.log))[1]
-    check_own_dtype(form, segment, call)
-    return Fused(form, segments, watch_of(form, segments), recompute), error, call
+class Checked(NamedTuple):
+    """A fused module, with which others are compared.
 
+    calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
+    """
 
-def watch_of(form: Form, segments: dict[tuple, Segment]) -> Watch:
-    module = form.module
-    live = {one for s in segments.values() for one in live_attributes(module, s.template)}
-    return Watch(module, form.reads, live, {s.reading.logits_of for s in segments.values()} - {""})
+    name: str
+    module: nn.Module
+    calls: list[tuple]
+    fused: Fused
+    log: list[tuple]
+    which: int
 
 
 class Attempt(NamedTuple):
@@ -347,6 +324,36 @@ class Attempt(NamedTuple):
     segment: Segment
     error: float
     log: list[tuple]
+
+
+def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
+    """The attempt of a complete call. Raises Unreadable."""
+    module, (call, caches) = form.module, without_caches(form, asked)
+    segment, error, log = attempt(form, call, like)
+    segment.caches = caches
+    if any(p.dtype.itemsize < 4 for p in module.parameters()):
+        # in 16 bits, too, both must agree as far as rounding lets them: a forward may do another thing there
+        check = RegionCheck(form, segment.reading, call, randomizes=False)
+        for size in (1, 16):  # also where such a forward would clamp
+            x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
+            with unmoved(module), autocast_like(module, x):
+                module.eval()
+                calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
+                # where a score rounds otherwise, a token goes to another expert
+                check.require(calls, 0.05, nearest_rows if segment.routes else None)
+    return Attempt(asked, call, segment, error, log)
+
+
+def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute: str) -> tuple[Fused, float, Call]:
+    """`fuse` of a module that is like one that was checked. Raises Unreadable if the same call shows a difference."""
+    form, first = Form(module, calls), checked.fused
+    form.fixed, form.reads = dict(first.form.fixed), first.form.reads
+    segments = {
+        pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
+    }
+    call = form.complete(*calls[checked.which])
+    found = tried(form, call, (segments[form.pattern(*call)].reading, checked.log))
+    return Fused(form, segments, recompute), found.error, found.call
 
 
 def fuse(
@@ -373,7 +380,9 @@ def fuse(
         raise Unreadable(f"{type(error).__name__}: {error}") from error
     for other in checked:
         with contextlib.suppress(Exception):  # comparing someone's objects may raise: it is then checked by itself
-            if other.is_like(name, module, calls):
+            same_call = call_kinds(calls) == other.calls and same_inside(name, module, other.name, other.module)
+            buffers = zip(module.buffers(), other.module.buffers(), strict=True)
+            if same_call and all(x is y or torch.equal(x, y) for x, y in buffers):
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
     which = 0  # the first call that was checked
@@ -382,20 +391,14 @@ def fuse(
         asked = form.complete(*call)
         pattern = form.pattern(*asked)
         if pattern not in attempts:
-            taken, caches = without_caches(form, asked)
-            segment, error, log = attempt(form, taken)
-            check_own_dtype(form, segment, taken)
-            segment.caches = caches
-            attempts[pattern] = Attempt(asked, taken, segment, error, log)
+            attempts[pattern] = tried(form, asked)
 
     for i, call in enumerate(calls):
         which = which if attempts else i
         try:
             add(*call)
-        except Unreadable as why:
-            reason = why
-        except Exception as error:  # on random parameters a forward may raise anything
-            reason = Unreadable(f"{type(error).__name__} in the probe: {error}")
+        except Exception as error:
+            reason = reason_of(error)
     if not attempts:
         adapter = why_unread(module)
         raise Unreadable(f"{adapter}: {reason}") if adapter else reason
@@ -407,9 +410,12 @@ def fuse(
             for call in mask_variants(module, like, inputs):
                 with contextlib.suppress(Exception):  # a mask that this module does not take
                     add(*call)
-    form.ignore([one.call for one in attempts.values()])
+    ignored = form.keywords
+    for _, call, *_ in attempts.values():
+        ignored = not_looked_at(module, call, [name for name in ignored if name in call[1]])
+    form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
     segments = {form.pattern(*one.asked): one.segment for one in attempts.values()}
-    fused = Fused(form, segments, watch_of(form, segments), recompute)
+    fused = Fused(form, segments, recompute)
     checked.append(Checked(name, module, call_kinds(calls), fused, first.log, which))
     return fused, max(one.error for one in attempts.values()), first.call
 

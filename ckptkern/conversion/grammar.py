@@ -13,13 +13,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .attention import read_attention
 from .computed import Computed
-from .moe import prefixed
-from .reading import ADD, DIVIDE, MULTIPLY, Layer, Part, Probability, Reading, Steps, updates
-from .trace import Node, Unreadable, trace
+from .reading import (
+    ADD,
+    DIVIDE,
+    MULTIPLY,
+    Layer,
+    Part,
+    Probability,
+    Reading,
+    Steps,
+    Weight,
+    find_scale,
+    layers_as,
+    prefixed,
+)
+from .trace import Node, Unreadable
 
 # of the MoE blocks in a module: as it was checked, or why it is no moe_block
 Blocks = Mapping[str, Reading | Unreadable]
@@ -52,16 +64,11 @@ class Grammar(Steps):
             return self.moe(down_node, after)
         down = self.linear(down_node, "the branch's end")
         h = self.strip(down.input, hidden)
-        arguments = {
-            **down.named("down"),
-            "dropout_p": self.probability(hidden),
-            "resid_dropout_p": self.probability(after),
-        }
+        arguments = {"dropout_p": self.probability(hidden), "resid_dropout_p": self.probability(after)}
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(self.strip(z), "what the activation reads")
-            arguments |= {"activation": activation} | up.named("up")
-            return Part(arguments | updates(up=up, down=down), up.input)
+            return Part(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
         if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
             return self.gated(h, arguments, down)
         raise self.refuse("the hidden layer ends in", h)
@@ -83,9 +90,7 @@ class Grammar(Steps):
                 pairs = [halves, halves[::-1]]
             elif self.strip(gate_layer.input) is not self.strip(up_layer.input):
                 continue
-            orders = [
-                one.named("gate") | other.named("up") | updates(gate=one, up=other, down=down) for one, other in pairs
-            ]
+            orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
             return Part(arguments | orders[0], up_layer.input, [orders] if gate_node is up else [])
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
 
@@ -114,11 +119,15 @@ class Grammar(Steps):
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """(layer_scale, what it scales)."""
-        if (scale := self.factor(node)) is not None:
-            return scale, self.strip(next(one for one in node.inputs if one.kind != "parameter"))
-        if node.is_function(*DIVIDE) and len(node.inputs) == 1:
+        if node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == len(node.numbers) == 1:
             return self.number(node), self.strip(node.inputs[0])
-        if node.is_function(*MULTIPLY) and (found := self.of_samples(node)) is not None:
+        if not node.is_function(*MULTIPLY):
+            weight = self.once("scale", node, find_scale)
+            return None if weight is None else (weight, self.strip(node.inputs[0]))
+        vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
+        if len(vectors) == 1:
+            return Weight(vectors[0].source), self.strip(next(one for one in node.inputs if one.kind != "parameter"))
+        if (found := self.of_samples(node)) is not None:
             return Computed(found[0], True), self.strip(found[1])
         return None
 
@@ -131,18 +140,6 @@ class Grammar(Steps):
                 return vectors, other
         return None
 
-    def less_one(self, node: Node) -> Node:
-        """The scale of a factor 1 + scale."""
-        inner = self.strip(node)
-        if (
-            inner.is_function(*ADD)
-            and len(inner.inputs) == 1
-            and inner.numbers == [1]
-            and inner.shape.numel() == node.shape.numel()
-        ):
-            return inner.inputs[0]
-        raise Unreadable("a norm is multiplied by something else than 1 + a scale")
-
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
         """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
         found: dict[str, Any] = {}
@@ -151,7 +148,11 @@ class Grammar(Steps):
         if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
             if self.norm(self.strip(pair[1])) is None:
                 return None
-            found["norm_scale"], node = Computed(self.less_one(pair[0]), True), self.strip(pair[1])
+            one_more = self.strip(pair[0])
+            is_one_more = one_more.is_function(*ADD) and len(one_more.inputs) == 1 and one_more.numbers == [1]
+            if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
+                raise Unreadable("a norm is multiplied by something else than 1 + a scale")
+            found["norm_scale"], node = Computed(one_more.inputs[0], True), self.strip(pair[1])
         return None if self.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
 
     def is_sum(self, node: Node) -> bool:
@@ -291,14 +292,6 @@ def layer_of(attention: Part, mlp: Part, x: Node, cross: Part | None = None, par
             for choice in part.choices:
                 choices.append([{f"{name}.{key}": value for key, value in one.items()} for one in choice])
     return Reading("transformer_layer", arguments, x.source, choices, mlp.logits_of)
-
-
-def read_call(module: nn.Module, x: Tensor) -> Reading:
-    """Returns the fused op that may compute a module's call with a tensor. Raises Unreadable."""
-    traced = trace(module, ((x,), {}))
-    if not isinstance(traced.result, Tensor):
-        raise Unreadable("forward returns more than a tensor")
-    return read(module, traced.node(traced.result))
 
 
 def read(module: nn.Module, output: Node, blocks: Blocks | None = None) -> Reading:

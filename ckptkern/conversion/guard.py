@@ -32,13 +32,7 @@ CONTAINERS = (list, dict, set, tuple)
 # Compared by ==.
 VALUES = (*PLAIN_VALUES, bytes, complex, slice, range, torch.dtype, torch.device, torch.Size, enum.Enum)
 CODE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial, type, types.ModuleType)
-
-
-def is_object(value: object) -> bool:
-    """Has it attributes that a forward may read, and is it no module, tensor, container or function?"""
-    return not isinstance(value, (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)) and isinstance(
-        getattr(value, "__dict__", None), dict
-    )
+UNREAD = (*VALUES, *CONTAINERS, *CODE, nn.Module, Tensor)  # what has no attributes that are noted as those of an object
 
 
 class _Recorder:
@@ -68,11 +62,12 @@ class _Recorder:
                 # nn.Module looks there for parameters
                 if sys._getframe(1).f_code.co_filename != nn.modules.module.__file__:
                     self.whole.add(id(self_))
-            elif not isinstance(value, nn.Module) and (id(value) in self.of or is_object(value)):
+            elif id(value) in self.of and not isinstance(value, nn.Module):
                 names[name] = value
-                if id(value) not in self.of:
-                    self.of[id(value)] = value, {}
-                    self.observe(value)
+            elif not isinstance(value, UNREAD) and isinstance(getattr(value, "__dict__", None), dict):
+                names[name] = value
+                self.of[id(value)] = value, {}
+                self.observe(value)
             return value
 
         try:
@@ -142,10 +137,7 @@ def is_container(value: object) -> bool:
     if not isinstance(value, CONTAINERS):
         return False
     held = value.values() if isinstance(value, dict) else value
-    return not any(
-        hasattr(one, "__array__") or (isinstance(one, (list, dict, set, tuple)) and not is_container(one))
-        for one in held
-    )
+    return not any(hasattr(one, "__array__") or (isinstance(one, CONTAINERS) and not is_container(one)) for one in held)
 
 
 def snapshot(value: Any) -> Any:
@@ -218,11 +210,7 @@ def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str]
             found.values[name] = snapshot(value)
         else:
             found.objects[name] = value
-            if (
-                reads is not None
-                and (reads[name] is None or reads[name])
-                and isinstance(getattr(value, "__dict__", None), dict)
-            ):
+            if reads is not None and reads[name] != {} and isinstance(getattr(value, "__dict__", None), dict):
                 yield from held_of(value, joined(path, name), reads[name])
     if any(found[2:]):
         yield found

@@ -29,13 +29,13 @@ from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
 from ..ops.dispatch.choices import parse_bytes
 from ..ops.sublayer.lora import LoRA
-from ..segments.patch import Patch
+from ..segments.checkpoint import Patch
 from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled
 from .binding import Forward, mode_of, requires_grad
 from .calls import described
-from .check import TOLERANCE, difference, random_parameters, results, rms, wide
+from .check import TOLERANCE, Check, difference, random_parameters, rms, wide
 from .computed import Inputs
 from .guard import Watch, reads_of
 from .logits import Matmul, Step, Wanted
@@ -45,7 +45,7 @@ from .recorder import saved_bytes
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
 from .tokens import NEVER, LMHead, after, callers, is_loss, loss_arguments
-from .trace import Call, Unreadable, is_floating, is_leaf, leaves_of, switched_off, trace, upcast
+from .trace import Call, Unreadable, is_floating, is_leaf, switched_off, tensors_in, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -76,7 +76,7 @@ class Ran(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.taken.update(id(one) for one in leaves_of((args, kwargs)) if isinstance(one, Tensor))
+        self.taken.update(map(id, tensors_in((args, kwargs))))
         if is_loss(function):
             given = loss_arguments(args, kwargs)
             logits, target = given["input"], given["target"]
@@ -269,7 +269,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     try:
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
-        row.saved_before, row.saved_after = (saved_bytes(module, run, (x,), {}, x) for run in runs)
+        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {}), x) for run in runs)
     except Exception:  # what convert need not replace stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
@@ -307,22 +307,18 @@ class Chain(NamedTuple):
             one *= one.shape[1] ** -0.5
         return made
 
-    def error(self) -> float:
-        """The largest relative error of the loss and its gradients."""
+    def compared(self, mode: str) -> tuple[float, int, int]:
+        """Returns (the largest relative error of the loss and its gradients, bytes that are saved for backward besides
+        parameters and targets without us, and with us)."""
         flat = self.example(wide)
-        places, lazy = list(range(len(flat))), functools.partial(self.loss, mode="full")
-        theirs, ours = (results(run, flat, places, []) for run in (self.loss, lazy))
-        return difference(ours, theirs)
-
-    def saved(self, mode: str) -> list[int]:
-        """Bytes that are saved for backward besides parameters and targets: without us, and with us."""
-        flat, bytes_, last = [one.requires_grad_() for one in self.example(lambda t: t)], [], self.steps[-1]
-        given = [one for one in last.others if type(one) is Tensor]
+        error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
+        flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
+        given = [one for one in self.steps[-1].others if type(one) is Tensor]
         for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 self.loss(flat, lazy)
             bytes_.append(saved.bytes)
-        return bytes_
+        return error, *bytes_
 
 
 class Heads:
@@ -359,18 +355,13 @@ class Heads:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor and type(y) is Tensor and args[0].dim() > 1:
                 norms.append((module, upcast(module)(args[0]), y.detach()))
 
-        hooks = [m.register_forward_hook(note, with_kwargs=True) for m in list(self.model.modules()) if may_be_norm(m)]
-        try:
+        with seeded(), unmoved(self.model), torch.no_grad():  # which takes hooks and forwards back, too
+            for m in filter(may_be_norm, list(self.model.modules())):
+                m.register_forward_hook(note, with_kwargs=True)
             for module, head in heads.items():
                 head.log, module.forward = [], head
-            with seeded(), unmoved(self.model), torch.no_grad():
-                self.model.eval()
-                returned = scalars(self.model(*args, **kwargs))
-        finally:
-            for hook in hooks:
-                hook.remove()
-            for head in heads.values():
-                head.unbind()
+            self.model.eval()
+            returned = scalars(self.model(*args, **kwargs))
         read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
         wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
@@ -407,12 +398,12 @@ class Heads:
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_replaced else row, None
         mode = mode_of(OP, None, recompute)
-        row.error = max(chain.error() for chain in chains.values())
-        saved = [chain.saved(mode) for chain in chains.values()]
+        errors, before, after = zip(*(chain.compared(mode) for chain in chains.values()), strict=True)
+        row.error = max(errors)
         if row.error > TOLERANCE:
             row.reason = f"the numbers of {OP} differ by {row.error:.1e}"
             return row, None
-        row.saved_before, row.saved_after = map(sum, zip(*saved, strict=True))
+        row.saved_before, row.saved_after = sum(before), sum(after)
         if row.saved_after >= row.saved_before:
             row.reason = f"{OP} saves no less"
             return row, None

@@ -19,14 +19,10 @@ def base_of(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def experts_layout(module: nn.Module) -> dict[str, str]:
-    """Paths of moe_mlp's parameters, by the shapes of the experts' own, maybe in wrappers; {} for other modules."""
+    """Paths of moe_mlp's parameters, by the shapes of the experts' own, [E, 2 h, d] and [E, d, h], maybe with biases and in
+    wrappers; {} for other modules."""
     path, base = base_of(module)
-    return {name: path + own for name, own in own_layout(base).items()}
-
-
-def own_layout(module: nn.Module) -> dict[str, str]:
-    """moe_mlp's parameters by the shapes of the module's own, [E, 2 h, d] and [E, d, h], maybe with biases; {} for others."""
-    own = {name: p.shape for name, p in module._parameters.items() if p is not None}
+    own = {path + name: p.shape for name, p in base._parameters.items() if p is not None}
     for (up, a), (down, b) in itertools.permutations(own.items(), 2):
         if len(a) == len(b) == 3 and a[0] == b[0] and a[1] == 2 * b[2] and a[2] == b[1] > 0:
             found = {"gate_up_weight": up, "down_weight": down}
@@ -41,9 +37,8 @@ def own_layout(module: nn.Module) -> dict[str, str]:
 
 def is_experts(module: nn.Module) -> bool:
     """Is it laid out as the experts of an MoE layer, with nothing else that is trained but adapters of its parameters?"""
-    module = base_of(module)[1]
-    own = [p for p in module._parameters.values() if p is not None]
-    return len(own) in (2, 3, 4) and len(own) == len(list(module.parameters())) and bool(own_layout(module))
+    layout = experts_layout(module)
+    return bool(layout) and len(layout) == len(list(base_of(module)[1].parameters()))
 
 
 class Parts(NamedTuple):
@@ -51,11 +46,11 @@ class Parts(NamedTuple):
     what it has not. score_bias: a buffer with a value for each expert."""
 
     experts: str
-    shared: str | None
     router_weight: str
-    router_bias: str | None
-    score_bias: str | None
-    shared_expert_gate: str | None
+    router_bias: str | None = None
+    score_bias: str | None = None
+    shared: str | None = None
+    shared_expert_gate: str | None = None
 
     @property
     def router(self) -> str:
@@ -82,24 +77,14 @@ def parts_of(module: nn.Module) -> Parts | None:
         if kind is None or kind in found:
             return None
         found[kind] = path
-    buffers = [(path, b) for path, b in module.named_buffers() if b.is_floating_point() and not path.startswith(taken)]
-    if "router_weight" not in found or len(shared) > 1 or len(buffers) > 1 or len(kinds) < 3:
+    for path, b in module.named_buffers():
+        if b.is_floating_point() and not path.startswith(taken):
+            if tuple(b.shape) != (E,) or "score_bias" in found:
+                return None
+            found["score_bias"] = path
+    if "router_weight" not in found or len(shared) > 1 or len(kinds) < 3:
         return None
-    if any(tuple(b.shape) != (E,) for _, b in buffers):
-        return None
-    return Parts(
-        experts[0],
-        shared[0] if shared else None,
-        found["router_weight"],
-        found.get("router_bias"),
-        buffers[0][0] if buffers else None,
-        found.get("shared_expert_gate"),
-    )
-
-
-def is_wrapper(module: nn.Module) -> bool:
-    """Is it an adapter around a layer, as peft's are?"""
-    return "base_layer" in module._modules
+    return Parts(experts[0], **found, shared=next(iter(shared), None))
 
 
 def why_unread(module: nn.Module) -> str | None:
@@ -108,19 +93,14 @@ def why_unread(module: nn.Module) -> str | None:
         others = {name: m for name, m in inner.named_children() if not is_experts(m)}
         if len(others) < len(inner._modules):  # what chooses or weights experts is no part of them
             for name, m in others.items():
-                if is_wrapper(m):
+                if "base_layer" in m._modules:
                     return f"an adapter of an MoE's router or gate ({'.'.join(filter(None, (path, name)))})"
-        if is_wrapper(inner) and (kind := kind_of(inner)):
-            return f"{kind} ({path})"
+        if "base_layer" not in inner._modules:  # no adapter around a layer, as peft's are
+            continue
+        if not hasattr(inner, "lora_A"):
+            return f"an adapter {type(inner).__module__}.{type(inner).__name__} ({path})"
+        if variants := {type(one).__name__ for one in getattr(inner, "lora_variant", {}).values()}:
+            return f"an adapter with {', '.join(sorted(variants))} ({path})"
+        if len([one for one in getattr(inner, "active_adapters", ()) if one in inner.lora_A]) > 1:
+            return f"several active adapters at once ({path})"
     return None
-
-
-def kind_of(wrapper: nn.Module) -> str:
-    """What it has that a low-rank update has not; "" for one update."""
-    if not hasattr(wrapper, "lora_A"):
-        return f"an adapter {type(wrapper).__module__}.{type(wrapper).__name__}"
-    variants = {type(one).__name__ for one in getattr(wrapper, "lora_variant", {}).values()}
-    if variants:
-        return f"an adapter with {', '.join(sorted(variants))}"
-    active = [one for one in getattr(wrapper, "active_adapters", ()) if one in wrapper.lora_A]
-    return "several active adapters at once" if len(active) > 1 else ""

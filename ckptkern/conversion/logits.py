@@ -48,18 +48,14 @@ from .trace import is_in_place, leaves_of, mapped
 
 # What Logits answer without values: every attribute of a tensor that does not show them.
 SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
-GETTERS = [
-    name
-    for name, one in vars(torch._C.TensorBase).items()
-    if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
-]
+GETTERS = {name: one for name, one in vars(torch._C.TensorBase).items() if isinstance(one, types.GetSetDescriptorType)}
 METHODS = (
     "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
     "is_neg", "is_signed", "ndimension", "nelement", "numel", "size",
 )  # fmt: skip
 DESCRIBING = frozenset(
     (
-        *(getattr(Tensor, name).__get__ for name in GETTERS),
+        *(one.__get__ for name, one in GETTERS.items() if name not in SHOWN),
         *(getattr(Tensor, name) for name in METHODS),
         torch.is_floating_point,
         torch.is_complex,
@@ -218,12 +214,6 @@ class Matmul:
             )
             self.on_values = None
 
-    def shared(self) -> Tensor:
-        """The logits, computed from aliases of the tensors. A gradient for these ends there: one for a tied weight itself would
-        go on through x to the embedding, which the outer backward does once more."""
-        self.aliases = [one.view_as(one) for one in self.tensors]
-        return self.announced(self.values((), self.aliases))
-
     def show(self) -> None:
         """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
         if not self.is_shown:
@@ -314,7 +304,14 @@ class Logits(Tensor):
         """Those of the matmul, which are made once, after the steps."""
         if not self.made:
             with torch.inference_mode(False), torch.enable_grad():
-                made = self.matmul.shared() if self.source is None else self.steps[-1](self.source.values())
+                if self.source is None:
+                    # a gradient for aliases of the tensors ends there: one for a tied weight itself would go on through x to
+                    # the embedding, which the outer backward does once more
+                    matmul = self.matmul
+                    matmul.aliases = [one.view_as(one) for one in matmul.tensors]
+                    made = matmul.announced(matmul.values((), matmul.aliases))
+                else:
+                    made = self.steps[-1](self.source.values())
                 self.made.append(made.detach() if self.detached else made)
         return self.made[0]
 

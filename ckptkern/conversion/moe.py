@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,9 +31,10 @@ from ..ops.dispatch.choices import parse_bytes
 from ..ops.experts import LAYERS
 from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
+from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
-from .reading import Argument, Choices, OfExperts, Probability, Reading, Rows, Scale, Update, Weight
-from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes
+from .reading import Argument, Choices, OfExperts, Probability, Reading, Scale, Update, Weight, prefixed
+from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes, trace
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
 FEW = 0.002  # the share of rows whose choice may differ: two scores that are one after rounding
@@ -43,30 +44,6 @@ SAME = 1e-4  # relative difference of weights, and of what they are multiplied b
 
 class _Seen(Exception):
     """Ends a block's forward at its experts."""
-
-
-def called_with(module: nn.Module, parts: Parts, call: Call) -> tuple[list[Any], Any]:
-    """(what a call of the block calls its experts with, which do not run; what its router returned)."""
-    seen: list[Any] = []
-    returned: list[Any] = [None]
-
-    def stop(_, inner: tuple, named: dict[str, Any]) -> None:
-        seen.extend(leaves_of((inner, named)))
-        raise _Seen
-
-    router = module.get_submodule(parts.router)
-    hooks = [
-        module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
-        router.register_forward_hook(lambda _, inner, result: returned.append(result)),
-    ]
-    try:
-        with torch.no_grad(), contextlib.suppress(_Seen):
-            args, kwargs = call
-            type(module).forward(module, *args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return seen, returned[-1]
 
 
 def experts_call(flat: list[Any]) -> tuple[int, int, int]:
@@ -80,9 +57,9 @@ def experts_call(flat: list[Any]) -> tuple[int, int, int]:
     return x, index[0], weights
 
 
-def updates_of_experts(module: nn.Module) -> dict[str, Update]:
-    """The low-rank updates that wrappers of experts (`base_of`) add to their weights in a call, as moe_mlp's `lora`. Raises
-    Unreadable for what it does not take."""
+def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
+    """moe_mlp's parameters among the module's own, and as `lora` the low-rank updates that wrappers of experts (`base_of`) add
+    to their weights in a call. Raises Unreadable for what it does not take."""
     (prefix, base), layout, found = base_of(module), experts_layout(module), {}
     layers = {layout[f"{layer}_weight"]: layer for layer in LAYERS}
     path, wrapper = "", module
@@ -96,7 +73,7 @@ def updates_of_experts(module: nn.Module) -> dict[str, Update]:
             a, b = (OfExperts(one, factor, wrapper.num_experts) for one, factor in zip(weights, "ab", strict=True))
             found[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
         path, wrapper = f"{path}base_layer.", wrapper.base_layer
-    return found
+    return {name: Weight(own) for name, own in layout.items()} | ({"lora": found} if found else {})
 
 
 def random_states(x: Tensor) -> tuple:
@@ -105,17 +82,33 @@ def random_states(x: Tensor) -> tuple:
 
 
 def observed(module: nn.Module, parts: Parts, call: Call, x: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """(index, weights, what the router returns) for x, in training; the first two [rows, k]. Raises Unreadable."""
+    """(index, weights, what the router returns) for x, in training; the first two [rows, k], with which the block calls its
+    experts, which do not run. Raises Unreadable."""
+    seen: list[Any] = []
+    returned: list[Any] = [None]
+
+    def stop(_, inner: tuple, named: dict[str, Any]) -> None:
+        seen.extend(leaves_of((inner, named)))
+        raise _Seen
+
     given, states, mode = x.clone(), random_states(x), module.training  # some forwards change it in place
+    hooks = [
+        module.get_submodule(parts.experts).register_forward_pre_hook(stop, with_kwargs=True),
+        module.get_submodule(parts.router).register_forward_hook(lambda _, inner, result: returned.append(result)),
+    ]
     module.train()
     try:
-        flat, returned = called_with(module, parts, mapped(lambda _: given, call))
+        with torch.no_grad(), contextlib.suppress(_Seen):
+            args, kwargs = mapped(lambda _: given, call)
+            type(module).forward(module, *args, **kwargs)
     finally:
         module.train(mode)
+        for hook in hooks:
+            hook.remove()
     if states != random_states(x):
         raise Unreadable("its router samples random numbers")
-    _, index, weights = (flat[i] for i in experts_call(flat))
-    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned
+    _, index, weights = (seen[i] for i in experts_call(seen))
+    return index.reshape(-1, index.shape[-1]).long(), weights.reshape(-1, weights.shape[-1]), returned[-1]
 
 
 def vary_choices(module: nn.Module, size: float = BIAS_SIZES[-1]) -> None:
@@ -182,40 +175,33 @@ def router_dtype(
     return torch.float32 if errors[torch.float32] < errors[torch.bfloat16] else None
 
 
-def prefixed(template: Any, path: str) -> Any:
-    """A template of a submodule's parameters as one of its parent's."""
-    if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
-        return template._replace(path=f"{path}.{template.path}" if template.path else path)
-    if isinstance(template, (Rows, OfExperts, Update)):
-        return type(template)(*(prefixed(one, path) for one in template))
-    if isinstance(template, dict):
-        return {name: prefixed(value, path) for name, value in template.items()}
-    return template
+def shared_arguments(path: str, module: nn.Module, x: Tensor) -> tuple[dict[str, Any], Choices]:
+    """(moe_block's arguments of a shared expert, among them its part of `lora`; its choices). Raises Unreadable."""
+    traced = trace(module, ((x,), {}))
+    if not isinstance(traced.result, Tensor):
+        raise Unreadable("forward returns more than a tensor")
+    reading = read(module, traced.node(traced.result))
 
+    def shared(arguments: dict[str, Any]) -> dict[str, Any]:
+        return {f"shared_{name}": value for name, value in prefixed(arguments, path).items()}
 
-def shared_arguments(path: str, reading: Reading) -> tuple[dict[str, Any], Choices]:
-    """(moe_block's arguments of a shared expert that was read as `reading`, among them its part of `lora`; its choices). Raises
-    Unreadable."""
     given = {name: value for name, value in reading.arguments.items() if value is not None}
-    lora = {f"shared_{layer}": prefixed(one, path) for layer, one in given.pop("lora", {}).items()}
+    lora, activation = shared(given.pop("lora", {})), given.pop("activation", None)
     dropped = [given.pop(name, 0.0) for name in ("dropout_p", "resid_dropout_p")]
-    known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
     if any(p.value if isinstance(p, Probability) else p for p in dropped) or given.pop("residual", False):
         raise Unreadable("a shared expert with dropout or a residual")
-    activation = given.pop("activation", None)
+    known = {f"{layer}_{part}" for layer in ("gate", "up", "down") for part in ("weight", "bias")}
     if reading.op != "mlp_block" or given.keys() - known:
         raise Unreadable(f"a shared expert that is {reading.op}, and not an MLP alone")
-    choices = [[{"activation": activation}]]
-    for choice in reading.choices:
-        choices.append([{f"shared_{name}": prefixed(value, path) for name, value in one.items()} for one in choice])
-    return {f"shared_{name}": prefixed(value, path) for name, value in given.items()} | {"lora": lora}, choices
+    choices = [[{"activation": activation}], *([shared(one) for one in choice] for choice in reading.choices)]
+    return shared(given) | {"lora": lora}, choices
 
 
-def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[nn.Module, Tensor], Reading]) -> Reading:
-    """Its call with one tensor x [..., d]. read: reads a module's call with a tensor. Raises Unreadable."""
+def read_block(module: nn.Module, call: Call, flat: list[Any]) -> Reading:
+    """Its call with one tensor x [..., d]. Raises Unreadable."""
     parts = parts_of(module)
     tensors = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
-    if parts is None or len(tensors) != 1 or not flat[tensors[0]].is_floating_point() or flat[tensors[0]].dim() < 2:
+    if len(tensors) != 1 or not flat[tensors[0]].is_floating_point() or flat[tensors[0]].dim() < 2:
         raise Unreadable("an MoE block that is not called with one tensor [..., tokens, features]")
     x = flat[tensors[0]]
     many = x.new_empty((*x.shape[:-2], ROWS, x.shape[-1])).normal_()
@@ -234,9 +220,7 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
     found = [one for one in readings[0] if all(one in others for others in readings)]
     if not found:
         raise Unreadable("its router scores or chooses in another way than moe_block")
-    experts = module.get_submodule(parts.experts)
-    arguments: dict[str, Any] = prefixed(layout_of(experts), parts.experts)
-    lora = prefixed(updates_of_experts(experts), parts.experts)
+    arguments: dict[str, Any] = prefixed(arguments_of_experts(module.get_submodule(parts.experts)), parts.experts)
     own = ("router_weight", "router_bias", "shared_expert_gate")
     arguments |= {name: Weight(path) for name in own if (path := getattr(parts, name)) is not None}
     arguments |= {"top_k": index.shape[-1], "residual": False}
@@ -244,10 +228,9 @@ def read_block(module: nn.Module, call: Call, flat: list[Any], read: Callable[[n
     arguments["router_dtype"] = router_dtype(module, parts, call, many, o, w, b)
     choices: Choices = [[{"activation": name} for name in ACTIVATIONS]]
     if parts.shared is not None:
-        shared, choices = shared_arguments(parts.shared, read(module.get_submodule(parts.shared), x))
-        lora |= shared.pop("lora")
-        arguments |= shared
-    arguments |= {"lora": lora} if lora else {}
+        shared, choices = shared_arguments(parts.shared, module.get_submodule(parts.shared), x)
+        lora = arguments.pop("lora", {}) | shared.pop("lora")
+        arguments |= shared | ({"lora": lora} if lora else {})
     for one in found:
         one["score_bias"] = Weight(parts.score_bias) if one["score_bias"] else None
     first = returned[0] if isinstance(returned, tuple) else None
@@ -267,11 +250,6 @@ def scaled(parameter: Tensor, factor: float) -> Iterator[None]:
             parameter.copy_(before)
 
 
-def layout_of(module: nn.Module) -> dict[str, Weight]:
-    """moe_mlp's parameters among the module's own; {} for a module that is laid out otherwise."""
-    return {name: Weight(own) for name, own in experts_layout(module).items()}
-
-
 def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
     """Its call with x [..., d], indices [..., k] and weights [..., k], as moe_mlp. The numerical check decides which
     activation it has.
@@ -279,9 +257,7 @@ def read_experts(module: nn.Module, flat: list[Any]) -> Reading:
     What experts do cannot be traced: which rows each of them reads is a matter of values. Raises Unreadable.
     """
     x, index, weights = experts_call(flat)
-    arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | layout_of(module)
-    lora = updates_of_experts(module)
-    arguments |= {"lora": lora} if lora else {}
+    arguments = {"top_k_index": Argument(index), "top_k_weights": Argument(weights)} | arguments_of_experts(module)
     return Reading("moe_mlp", arguments, x, [[{"activation": name} for name in ACTIVATIONS]])
 
 

@@ -61,14 +61,6 @@ def autocast_like(module: nn.Module, x: Tensor) -> contextlib.AbstractContextMan
     return torch.autocast(x.device.type, dtypes.pop())
 
 
-def plain_like(parameter: Tensor) -> Tensor:
-    """An empty plain tensor of the weight that a quantised one stands for; any other as it is."""
-    if not is_quantised(parameter):
-        return parameter
-    frozen = Frozen(parameter)
-    return torch.empty(frozen.shape, dtype=frozen.dtype, device=frozen.device)
-
-
 def multiplies_dequantised(module: nn.Module) -> bool:
     """Is it a linear layer of those libraries, with a weight that Frozen may stand for and nothing besides?
 

@@ -19,7 +19,7 @@ from torch.amp.autocast_mode import is_autocast_available
 from torch.nn import functional as F
 
 from ..nn.activations import recognised
-from ..nn.dropout import Dropout
+from ..nn.layer import Dropout
 from .check import TOLERANCE, Check
 from .trace import Node, Unreadable, recomputed
 
@@ -179,10 +179,13 @@ class Steps:
     def activation(self, node: Node) -> tuple[str, Node] | None:
         """The activation that a leaf, or a function of one tensor that is written out, computes, and the node that it reads."""
         if node.kind == "function":
-            for z in _elementwise_inputs(node):
-                name = recognised(functools.partial(_evaluated, node, z))
+            behind = [node]  # nodes of its shape, through functions, the nearest first
+            for z in behind:
+                name = None if z is node else recognised(functools.partial(_evaluated, node, z))
                 if name not in (None, "identity"):
                     return name, z
+                if z.kind == "function" and len(behind) <= _LONGEST_ACTIVATION:
+                    behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
         return None if name is None else (name, node.inputs[0])
@@ -201,15 +204,6 @@ class Steps:
     def drop_path(self, node: Node) -> Probability | None:
         """Stochastic depth: whole samples of x [B, ...] dropped, the others scaled by 1/(1 - p)."""
         return self.once("drop_path", node, _find_drop_path)
-
-    def factor(self, node: Node) -> Weight | float | None:
-        """The factor of x * factor: a vector of the features, or a number."""
-        if node.is_function("mul", "__mul__", "__rmul__", "mul_", "__imul__"):
-            if len(node.inputs) == 1:
-                return float(node.numbers[0]) if len(node.numbers) == 1 else None
-            vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
-            return Weight(vectors[0].source) if len(vectors) == 1 else None
-        return self.once("scale", node, _find_scale)
 
     # -- what lies between leaves
 
@@ -289,9 +283,7 @@ class Steps:
             raise Unreadable("two dropouts in a row")
         return live[0] if live else 0.0
 
-    def norm_arguments(self, node: Node | None, name: str = "norm") -> dict[str, Any]:
-        if node is None:
-            return {}
+    def norm_arguments(self, node: Node, name: str = "norm") -> dict[str, Any]:
         kind, weight, bias, eps = self.norm(node)
         return {name: kind, f"{name}_weight": weight, f"{name}_bias": bias, f"{name}_eps": eps}
 
@@ -349,15 +341,6 @@ def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, ep
     return rows if bias is None else rows + bias
 
 
-def _elementwise_inputs(node: Node) -> list[Node]:
-    """What a function's result may be an activation of: nodes of its shape behind it, through functions, the nearest first."""
-    found = [node]
-    for one in found:
-        if one.kind == "function" and len(found) <= _LONGEST_ACTIVATION:
-            found += [z for z in dict.fromkeys(one.inputs) if z.shape == node.shape and z not in found]
-    return found[1:]
-
-
 def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
     """The node computed anew, with `values` in place of the node z."""
     if node is z:
@@ -370,7 +353,7 @@ def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:
     return function(*args, **kwargs)
 
 
-def _find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
+def find_scale(path: str, leaf: nn.Module, node: Node) -> Weight | None:
     own = _parameters(leaf)
     if len(own) != 1:
         return None
@@ -482,9 +465,13 @@ class Layer(NamedTuple):
         bias, update = self.bias and Rows(self.bias, part, count), self.update and self.update.rows(part, count)
         return Layer(Rows(self.weight, part, count), bias, self.out_features // count, self.input, update)
 
-    def named(self, name: str) -> dict[str, Any]:
-        """Its weight and bias as arguments of an op."""
-        return {f"{name}_weight": self.weight, f"{name}_bias": self.bias}
+
+def layers_as(**layers: Layer) -> dict[str, Any]:
+    """Weights, biases and low-rank updates of these layers as arguments of an op."""
+    found = {}
+    for name, layer in layers.items():
+        found |= {f"{name}_weight": layer.weight, f"{name}_bias": layer.bias}
+    return found | updates(**layers)
 
 
 def updates(**layers: Layer) -> dict[str, Any]:
@@ -539,3 +526,14 @@ class Part:
 
     def reading(self, op: str) -> Reading:
         return Reading(op, self.arguments, self.input.source, self.choices, self.logits_of)
+
+
+def prefixed(template: Any, path: str) -> Any:
+    """A template of a submodule's parameters as one of its parent's."""
+    if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
+        return template._replace(path=f"{path}.{template.path}" if template.path else path)
+    if isinstance(template, (Rows, OfExperts, Update)):
+        return type(template)(*(prefixed(one, path) for one in template))
+    if isinstance(template, dict):
+        return {name: prefixed(value, path) for name, value in template.items()}
+    return template

@@ -1,4 +1,5 @@
-"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region.
+"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region. Refuses
+models and calls of which no training step can run, and says what to do.
 
 A dispatch mode sees each tensor that an op returns, ours as their bodies call torch's, and a weak reference tells when its
 storage is gone. So the figures need no allocator and are there on the meta device too. What a kernel of a library takes for
@@ -12,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,9 +27,10 @@ from .. import memory
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
+from .calls import keywords_of, parameters_of
 from .protection import gradients_unmoved, seeded, unmoved
 from .sharding import holds_sharded, is_sharded
-from .trace import Call, leaves_of, mapped, recomputed
+from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
 Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
 Saved = dict[StorageWeakRef, int]  # bytes of storages
@@ -159,8 +162,8 @@ class Step(TorchDispatchMode):
             self.calls.setdefault(i, []).append(Called(call, {}, hidden, {}))
             self.count += 1
             self.name(i, "in", (args, kwargs))
-            for tensor in leaves_of((args, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.requires_grad and not tensor.is_leaf:
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(end_backward)
             self.cut(i, name)
 
@@ -170,10 +173,8 @@ class Step(TorchDispatchMode):
             self.name(i, "out", output)
             self.cut()
             self.done.add(i)
-            for tensor in leaves_of(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(begin_backward)
-                    break
+            for tensor in [one for one in tensors_in(output) if one.requires_grad][:1]:
+                tensor.register_hook(begin_backward)
 
         return [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
 
@@ -197,14 +198,6 @@ class Step(TorchDispatchMode):
         done = frozenset(self.done - {self.region})
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
-
-    def see_allocator(self) -> None:
-        """Raises stretches and the peak to what they are in the timeline, which has what kernels of libraries take."""
-        self.peak = max(self.peak, self.timeline.peak)
-        for i, stretch in enumerate(self.stretches if self.timeline.bytes else ()):
-            heights = self.timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
-            start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
-            self.stretches[i] = stretch._replace(start=start, highest=highest)
 
     # -- what it says
 
@@ -247,7 +240,7 @@ def as_input(tensor: Tensor) -> Tensor:
 
 
 def device_of(model: nn.Module, call: Call) -> torch.device:
-    tensors = [*model.parameters(), *(one for one in leaves_of(call) if isinstance(one, Tensor))]
+    tensors = [*model.parameters(), *tensors_in(call)]
     return tensors[0].device if tensors else torch.device("cpu")
 
 
@@ -272,8 +265,7 @@ def step_of(
     before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
     step = step or Step()
-    inputs = [one for one in leaves_of((args, kwargs)) if isinstance(one, Tensor)]
-    leaves = [one for one in (*model.parameters(), *inputs) if one.requires_grad and one.is_leaf]
+    leaves = [one for one in (*model.parameters(), *tensors_in((args, kwargs))) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
     with contextlib.ExitStack() as stack:
@@ -307,7 +299,12 @@ def step_of(
             if ended is not None:
                 ended()
         step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
-    step.see_allocator()
+    # stretches and the peak may be higher in the timeline, which has what kernels of libraries take
+    timeline, step.peak = step.timeline, max(step.peak, step.timeline.peak)
+    for i, stretch in enumerate(step.stretches if timeline.bytes else ()):
+        heights = timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
+        start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
+        step.stretches[i] = stretch._replace(start=start, highest=highest)
     return step
 
 
@@ -327,7 +324,7 @@ def differentiated(output: Any) -> list[Tensor]:
     if isinstance(loss, Tensor):
         return [loss]
     leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    tensors = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [one for one in leaves if is_floating(one)]
     tensors = [one for one in tensors if one.requires_grad] or tensors
     return [one for one in tensors if one.dim() == 0] or tensors
 
@@ -359,12 +356,51 @@ def loss_of(
     return value
 
 
-def saved_bytes(module: nn.Module, run: Callable, args: tuple, kwargs: dict[str, Any], x: Tensor) -> int:
+# -- what can run, and what it saves
+
+
+def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
+    or wrapped by DataParallel; RuntimeError in inference mode, and for tensors that were made in it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(
+            f"{op}: the model is wrapped by nn.DataParallel, whose replicas would run the parameters of the first GPU. Pass "
+            "model.module, and train with torch.nn.parallel.DistributedDataParallel"
+        )
+    check_tensors(op, model, args, kwargs)
+    batch = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(batch, Mapping) and batch and keywords_of(parameters_of(model)).issuperset(batch):
+        raise TypeError(
+            f"{op}: the one argument is a dict of the forward's arguments: {', '.join(batch)}. Pass them by keyword, "
+            f"{op}(model, **batch)"
+        )
+
+
+def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises RuntimeError in inference mode, and for tensors that were made in it; ValueError for lazy modules."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
+            "torch.no_grad() is no problem"
+        )
+    tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+    if any(is_lazy(one) for one in tensors):
+        raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
+    if any(one.is_inference() for one in tensors):
+        raise RuntimeError(
+            f"{op}: a parameter or input was made in torch.inference_mode(), so that no gradient flows through it. Make it "
+            "outside, or pass its clone()"
+        )
+
+
+def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
     """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
-    given = leaves_of((args, kwargs))
-    wanted = x.detach().requires_grad_()
-    args, kwargs = recomputed((args, kwargs), iter([wanted if value is x else value for value in given]))
-    shared = [value for value in given if isinstance(value, Tensor) and value is not x]
+    wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
+    args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
         module.train()
         with memory.saved_tensors([*module.parameters(), *module.buffers(), *shared]) as saved:
@@ -376,9 +412,9 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
     """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
-    x = next((v for v in leaves_of(call) if isinstance(v, Tensor) and v.is_floating_point()), None) if x is None else x
+    x = next(filter(is_floating, leaves_of(call)), None) if x is None else x
     with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
-        return saved_bytes(module, run, *call, x)
+        return saved_bytes(module, run, call, x)
     return None
 
 

@@ -153,14 +153,14 @@ def name_of(names: list[str]) -> str:
 
 
 def _line(rows: list[Row]) -> tuple[str, ...]:
-    before = [row.saved_before for row in rows if row.saved_before is not None]
-    after = [row.saved_after for row in rows if row.saved_after is not None]
-    errors = [row.error for row in rows if row.error is not None]
+    before, after, errors = (
+        [value for row in rows if (value := getattr(row, name)) is not None]
+        for name in ("saved_before", "saved_after", "error")
+    )
     return (
         name_of([row.name for row in rows]),
         rows[0].kind,
         rows[0].replaced_by or "left",
-        memory.format_size(sum(before)) if before else "",
-        memory.format_size(sum(after)) if after else "",
+        *(memory.format_size(sum(bytes_)) if bytes_ else "" for bytes_ in (before, after)),
         f"{max(errors):.1e}" if errors else "",
     )

@@ -214,6 +214,10 @@ def leaves_of(values: Any) -> list[Any]:
     return [values]
 
 
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves_of(values) if isinstance(leaf, Tensor)]
+
+
 def recomputed(values: Any, leaves: Iterator[Any]) -> Any:
     """The same nesting with other leaves."""
     if type(values) in (tuple, list):
@@ -311,7 +315,7 @@ class Trace(Watched):
         if self.inside:
             trained = bool(list(self.inside[-1].parameters()))
         else:
-            trained = any(isinstance(one, Tensor) and self.node(one).trained for one in leaves_of((args, kwargs)))
+            trained = any(self.node(one).trained for one in tensors_in((args, kwargs)))
         if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
             self.apart.append(name)
         if not self.inside:

@@ -31,7 +31,6 @@ from .elementwise import (
     act,
     act_bwd,
     act_fwd,
-    act_grad_of,
     column_sum,
     dropout,
     reference_dropout,

@@ -6,7 +6,6 @@ Scores, and all that is made of them, are written out for a block of queries at 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ FLOATS = 6  # that are alive for each score in backward, the most
 def _score_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """All at once where scores fit, else blocks of queries."""
     (B, H, Sq, D), (_, H_kv, Sk, _) = q.shape, k.shape
-    if core.workspace is None or 0 in (*q.shape, *k.shape):
+    if 0 in (*q.shape, *k.shape):
         return [whole(q, k)]
     budget, size = block_bytes(q, core), wide_dtype(q).itemsize
     upcast = 0 if q.dtype == wide_dtype(q) else 4 * size  # k, v, and the sums of their gradients
@@ -59,10 +58,7 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     if core.fused:
         o, lse = fused_attn_fwd(q, k, v, core)
     elif is_packed(q, core):
-        if do is None:
-            o, lse = each_sequence(lambda q, k, v, c: attn_fwd(q, k, v, c)[:2], core, (q,), (k, v))
-            return o, lse, None
-        return each_sequence(lambda q, do, k, v, c: attn_fwd(q, k, v, c, do=do), core, (q, do), (k, v))
+        return each_sequence(lambda q, do, k, v, own: attn_fwd(q, k, v, own, do=do), core, (q, do), (k, v))
     elif flash_on_cpu(q, k, core):
         o, lse = flash_fwd(q, k, v, core)
     else:
@@ -94,16 +90,9 @@ def attn_delta(o, do, core: AttentionCore):
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-class ScoreGradients(NamedTuple):
+def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """What a block of scores gives [B, H, Sq, Sk]: dropout(p), the gradient ds of the scores after softcap and masks, and that
     of the scores before the softcap."""
-
-    dropped: Tensor
-    ds: Tensor
-    uncapped: Tensor
-
-
-def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
     s = capped_scores(q, k, core)
     slope = 1 - (s / core.softcap).square() if core.softcap else None
     s = masked_scores(s, q, k, core)
@@ -117,7 +106,7 @@ def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
     if keep is not None:
         dropped, dp = (where_keep(t, keep).mul_(core.dropout[2]) for t in (p, dp))
     ds = dp.sub_(delta[..., None]).mul_(p)
-    return ScoreGradients(dropped, ds, ds if slope is None else slope.mul_(ds))
+    return dropped, ds, ds if slope is None else slope.mul_(ds)
 
 
 def attn_grads(
@@ -141,15 +130,17 @@ def attn_grads(
     outs: tensors that dq, dk and dv are written to; torch's own kernels may make new ones instead. dmask_shape: of the mask
     that trains; dimensions of 1 are summed over, and core.mask may be larger: that of a sum of several masks.
     """
-    of_scores = dmask_shape is not None or need_dslopes
+    of_scores, needs = dmask_shape is not None or need_dslopes, {"need_dq": need_dq, "need_dkv": need_dkv}
     if core.fused:
         made = fused_attn_bwd(q, k, v, do, o, lse, core)
     elif is_packed(q, core):
-
-        def one(q, do, o, lse, k, v, own):
-            return attn_grads(q, k, v, do, o, lse, own, need_dq=need_dq, need_dkv=need_dkv)[:3]
-
-        made = each_sequence(one, core, (q, do, o, lse), (k, v), key_results=2)
+        made = each_sequence(
+            lambda q, do, o, lse, k, v, own: attn_grads(q, k, v, do, o, lse, own, **needs)[:3],
+            core,
+            (q, do, o, lse),
+            (k, v),
+            key_results=2,
+        )
     # Where lse has lost log(sum) to rounding, probabilities, which flash attention's backward takes from it, are wrong by a
     # factor: with large scores, and in a row that sees nothing but columns that a large finite number hides.
     elif not of_scores and flash_on_cpu(q, k, core) and not (lse.abs() > 2**10).any():
@@ -197,11 +188,14 @@ def _scores_bwd(q, k, v, do, delta, core: AttentionCore, need_dq, need_dkv, dmas
 def attn_bwd(q, k, v, do, lse, delta, core: AttentionCore, *, need_dq=True, need_dkv=True, dq=None, dk=None, dv=None):
     """(dq, dk, dv) from lse and delta, written into the given tensors or into new ones."""
     if is_packed(q, core):
-
-        def one(q, do, lse, delta, k, v, own):
-            return attn_bwd(q, k, v, do, lse, delta, own, need_dq=need_dq, need_dkv=need_dkv)
-
-        made = each_sequence(one, core, (q, do, lse, delta), (k, v), key_results=2)
+        needs = {"need_dq": need_dq, "need_dkv": need_dkv}
+        made = each_sequence(
+            lambda q, do, lse, delta, k, v, own: attn_bwd(q, k, v, do, lse, delta, own, **needs),
+            core,
+            (q, do, lse, delta),
+            (k, v),
+            key_results=2,
+        )
         outs = zip(made, (dq, dk, dv), strict=True)
         return tuple(value if value is None or out is None else out.copy_(value) for value, out in outs)
     return _scores_bwd(q, k, v, do, delta, core, need_dq, need_dkv, None, False, (dq, dk, dv))[:3]

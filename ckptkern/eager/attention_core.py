@@ -172,21 +172,6 @@ def attention_keep(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor | None:
     return torch.stack([planes(core.plane_base + b * core.planes, H) for b in range(B)])
 
 
-def attention_weights(q: Tensor, k: Tensor, core: AttentionCore) -> Tensor:
-    """p = dropout(softmax(s)) [B, H, Sq, Sk] in float32 (float64 for float64), differentiable.
-
-    Rows that see nothing are zeros with zero gradients.
-    """
-    s = attention_scores(q, k, core)
-    if core.mask is None and core.window == (None, None):
-        p = _softmax(s, core)
-    else:
-        hidden = s == -math.inf
-        p = _softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), core).masked_fill(hidden, 0.0)
-    keep = attention_keep(q, k, core)
-    return p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
-
-
 def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
     """softmax(s) [B, H, Sq, Sk], in whose denominator the sinks take part, as in GPT-OSS: a column that is left out again."""
     if core.sinks is None:
@@ -196,12 +181,20 @@ def _softmax(s: Tensor, core: AttentionCore) -> Tensor:
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> Tensor:
-    """o in differentiable PyTorch ops."""
+    """o in differentiable PyTorch ops. Rows that see nothing are zeros with zero gradients."""
     if kind := own_dispatch((q, k, v, core.mask)):
         return _attention_of(kind, q, k, v, core)
     if is_packed(q, core):
-        return each_sequence(lambda q, k, v, c: (attention_reference(q, k, v, c),), core, (q,), (k, v))[0]
-    return weighted_sum(attention_weights(q, k, core).to(v.dtype), v)
+        return each_sequence(lambda q, k, v, own: (attention_reference(q, k, v, own),), core, (q,), (k, v))[0]
+    s = attention_scores(q, k, core)
+    if core.mask is None and core.window == (None, None):
+        p = _softmax(s, core)
+    else:
+        hidden = s == -math.inf
+        p = _softmax(s.masked_fill(hidden.all(-1, keepdim=True), 0.0), core).masked_fill(hidden, 0.0)
+    keep = attention_keep(q, k, core)
+    p = p if keep is None else torch.where(keep, p * core.dropout[2], 0.0)
+    return weighted_sum(p.to(v.dtype), v)
 
 
 def weighted_sum(p: Tensor, v: Tensor) -> Tensor:
@@ -251,30 +244,28 @@ def _joined(parts: tuple, spans: list[slice], rows: int) -> Tensor | None:
 def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tuple, key_results: int = 0) -> tuple:
     """`function(query-like..., key-like..., core)` of each packed sequence, its results joined along the rows.
 
-    The last `key_results` results have the rows of keys, the others those of queries. Rows in no sequence are zeros.
+    The last `key_results` results have the rows of keys, the others those of queries. Rows in no sequence are zeros. What is
+    like a query, and a result, may be None.
     """
-    row_spans = _spans(core.cu_q, core.max_q, query_like[0].shape[2])
-    column_spans = _spans(core.cu_k, core.max_k, key_like[0].shape[2])
+    rows_q, rows_k = query_like[0].shape[2], key_like[0].shape[2]
+    of_q, of_k = _spans(core.cu_q, core.max_q, rows_q), _spans(core.cu_k, core.max_k, rows_k)
     results = []
-    for b, (rows, columns) in enumerate(zip(row_spans, column_spans, strict=True)):
+    for b, (rows, columns) in enumerate(zip(of_q, of_k, strict=True)):
         below = (columns.stop - columns.start) - (rows.stop - rows.start)  # the last row sees the last column
         left, right = core.window
-        window = (None if left is None else left - below, None if right is None else right + below)
         own = core._replace(
             cu_q=None,
             cu_k=None,
-            window=window,
+            window=(None if left is None else left - below, None if right is None else right + below),
             plane_base=core.plane_base + b * (core.planes or query_like[0].shape[1]),
             slopes=None if core.slopes is None else core.slopes[b % core.slopes.shape[0]][None],
         )
-        results.append(function(*(x[:, :, rows] for x in query_like), *(x[:, :, columns] for x in key_like), own))
-    by_result = list(zip(*results, strict=True))
-    first_key = len(by_result) - key_results
+        queries = (None if x is None else x[:, :, rows] for x in query_like)
+        results.append(function(*queries, *(x[:, :, columns] for x in key_like), own))
+    of_keys = len(results[0]) - key_results
     return tuple(
-        _joined(parts, row_spans, query_like[0].shape[2])
-        if i < first_key
-        else _joined(parts, column_spans, key_like[0].shape[2])
-        for i, parts in enumerate(by_result)
+        _joined(parts, of_q, rows_q) if i < of_keys else _joined(parts, of_k, rows_k)
+        for i, parts in enumerate(zip(*results, strict=True))
     )
 
 

@@ -102,11 +102,6 @@ def act(z: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].act(z)
 
 
-def act_grad_of(dy: Tensor, z: Tensor, activation: str) -> Tensor:
-    """dy * act'(z). May be dy itself (identity)."""
-    return ACTIVATIONS[activation].grad(dy, z)
-
-
 def where_keep(x: Tensor, keep: Tensor) -> Tensor:
     """x where keep, else 0. A CPU has no vectors for torch.where with a bool; relu's gradient takes a quarter of its time."""
     return torch.ops.aten.threshold_backward(x, keep.to(x.dtype), 0)
@@ -139,7 +134,7 @@ def rounded(total: Tensor | None, wanted: bool | torch.dtype) -> Tensor | None:
 
 
 def column_sum(dy: Tensor, wanted: bool | torch.dtype = True) -> Tensor | None:
-    """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded; False: None."""
+    """Sum of the rows in float32 at least, rounded once to the dtype that is `wanted`; True: not rounded; False: none."""
     if not wanted:
         return None
     if dy.dtype is wanted and wanted.itemsize >= 4:
@@ -166,7 +161,7 @@ def relu_bits(h):
 
 
 def act_bwd(dy, saved, activation, *, bits=False, db=False):
-    dz = where_keep(dy, unpack_bits(saved, dy.shape[1])) if bits else act_grad_of(dy, saved, activation)
+    dz = where_keep(dy, unpack_bits(saved, dy.shape[1])) if bits else ACTIVATIONS[activation].grad(dy, saved)
     return dz, column_sum(dz, db)
 
 

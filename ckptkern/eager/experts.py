@@ -4,7 +4,7 @@ host reads offsets."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,17 +58,11 @@ def gather_rows(x: Tensor, groups: Groups) -> Tensor:
     return x[_tokens(groups)]
 
 
-def _gate_up_of(x: Tensor, w: Tensor, b: Tensor | None, groups: Groups) -> Callable[[int, slice], Tensor]:
-    """(expert, its rows) -> [g | u] of these rows. One expert after another, so that what is larger than a result is small."""
-    tokens = _tokens(groups)
-    return lambda expert, rows: linear(x[tokens[rows]], w[expert], None if b is None else b[expert])
-
-
 def experts_fwd(x, w, b, groups, activation, precision, *, save_gu=False):
-    R, wide, gate_up = groups.order.numel(), w.shape[1], _gate_up_of(x, w, b, groups)
+    R, wide, tokens = groups.order.numel(), w.shape[1], _tokens(groups)
     h, gu = x.new_zeros((R, wide // 2)), x.new_zeros((R, wide)) if save_gu else None
     for expert, rows in _each(groups):
-        own = gate_up(expert, rows)
+        own = linear(x[tokens[rows]], w[expert], None if b is None else b[expert])
         g, u = own.chunk(2, 1)
         h[rows] = act(g, activation) * u
         if save_gu:
@@ -77,48 +71,45 @@ def experts_fwd(x, w, b, groups, activation, precision, *, save_gu=False):
 
 
 def experts_bwd(x, w, b, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True):
-    dh_of = _dh_of(dy, wd, groups, None)
-    return _gradients(_gate_up_of(x, w, b, groups), dh_of, dy, wd.shape[2], s, groups, activation, hs, dgu, ds)
+    return _gradients(s, groups, activation, hs, dgu, ds, x=x, w=w, b=b, dy=dy, wd=wd)
 
 
 def experts_act_grad(gu, dy, wd, s, groups, activation, precision, *, hs=True, dgu=True, ds=True, added=None):
-    dh_of = _dh_of(dy, wd, groups, added)
-    return _gradients(lambda expert, rows: gu[rows], dh_of, dy, wd.shape[2], s, groups, activation, hs, dgu, ds)
+    return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dy=dy, wd=wd, added=added)
 
 
 def experts_hidden_grad(gu, dh, s, groups, activation, *, hs=True, dgu=True, ds=True, over_gu=False):
     """The results are new tensors here, whatever a kernel may write over."""
-    own = (lambda expert, rows: gu[rows]), (lambda expert, rows: dh[rows])
-    return _gradients(*own, dh, dh.shape[1], s, groups, activation, hs, dgu, ds)
+    return _gradients(s, groups, activation, hs, dgu, ds, gu=gu, dh=dh)
 
 
-def _dh_of(dy: Tensor, wd: Tensor, groups: Groups, added: Tensor | None) -> Callable[[int, slice], Tensor]:
-    """(expert, its rows) -> the gradient of these rows' h, not yet weighted."""
-    tokens = _tokens(groups)
-
-    def dh_of(expert: int, rows: slice) -> Tensor:
-        dh = mm(dy[tokens[rows]], wd[expert])
-        return dh if added is None else dh.add_(added[rows])
-
-    return dh_of
-
-
-def _gradients(gate_up, dh_of, like, N, s, groups, activation, hs, dgu, ds):
-    R, wide = groups.order.numel(), wide_of(like.dtype)
+def _gradients(
+    s, groups, activation, hs, dgu, ds, *, gu=None, x=None, w=None, b=None, dh=None, dy=None, wd=None, added=None
+):
+    """From gu, or x w^T + b of the rows' tokens, and dh, or dy wd of the rows' tokens [+ added]: of one expert after another,
+    so that what is larger than a result is small."""
+    R, tokens, like = groups.order.numel(), _tokens(groups), dy if dh is None else dh
+    N, wide = wd.shape[2] if dh is None else dh.shape[1], wide_of(like.dtype)
     weighted, grads = like.new_zeros((R, N)) if hs else None, like.new_zeros((R, 2 * N)) if dgu else None
     of_rows = like.new_zeros(R, dtype=wide) if ds else None
     weights = s.reshape(-1)[groups.order].to(wide)[:, None]
     for expert, rows in _each(groups):
-        g, u = gate_up(expert, rows).chunk(2, 1)
+        if gu is None:
+            own = linear(x[tokens[rows]], w[expert], None if b is None else b[expert])
+        else:
+            own = gu[rows]
+        g, u = own.chunk(2, 1)
         a = act(g, activation)
-        h, dh = a * u, dh_of(expert, rows)
+        h, d = a * u, mm(dy[tokens[rows]], wd[expert]) if dh is None else dh[rows]
+        if added is not None:
+            d.add_(added[rows])
         if ds:
-            of_rows[rows] = (dh.to(wide) * h.to(wide)).sum(1)
+            of_rows[rows] = (d.to(wide) * h.to(wide)).sum(1)
         if hs:
             weighted[rows] = (h.to(wide) * weights[rows]).to(h.dtype)
         if dgu:
-            dh = (dh.to(wide) * weights[rows]).to(dh.dtype)
-            grads[rows, :N], grads[rows, N:] = ACTIVATIONS[activation].grad(dh * u, g), dh * a
+            d = (d.to(wide) * weights[rows]).to(d.dtype)
+            grads[rows, :N], grads[rows, N:] = ACTIVATIONS[activation].grad(d * u, g), d * a
     of_pairs = torch.where(groups.inv < groups.offs[-1], of_rows[groups.inv], 0).view(s.shape) if ds else None
     return weighted, grads, of_pairs
 

@@ -28,12 +28,6 @@ def rms_bwd(g: Tensor, x: Tensor, weight: Tensor | None, eps: float, need_dweigh
     return (g - h * (g * h).mean(-1, keepdim=True)) * r, dweight
 
 
-def layer_bwd(g: Tensor, x: Tensor, weight: Tensor, eps: float, need_dweight: bool):
-    """The same of layer norm: the RMS norm of x - mean(x), whose gradient has no mean."""
-    dx, dweight = rms_bwd(g, x - x.mean(-1, keepdim=True), weight, eps, need_dweight)
-    return dx - dx.mean(-1, keepdim=True), dweight
-
-
 def norm_fwd(x, weight, bias, eps, kind, out_dtype, *, addend=None, keep_sum=False):
     if addend is not None:
         x = (upcast(x, x) + upcast(addend, x)).to(x.dtype)

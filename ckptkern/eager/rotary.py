@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .elementwise import rounded
-from .norm import layer_bwd, rms_bwd, upcast
+from .norm import rms_bwd, upcast
 
 
 def _pairs(x: Tensor, R: int, interleaved: bool) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,11 @@ def heads_bwd(
         g = _rotated(g, cos, sin, interleaved, back=True)
     if weight is not None:
         dbias = g.flatten(0, -1 - weight.dim()).sum(0) if need_dbias else None
-        backward = layer_bwd if kind == "layer" else rms_bwd
-        g, dweight = backward(g, upcast(x, dy), upcast(weight, dy), eps, need_dweight)
+        x = upcast(x, dy)
+        if kind == "layer":  # the RMS norm of x - mean(x), whose gradient has no mean
+            x = x - x.mean(-1, keepdim=True)
+        g, dweight = rms_bwd(g, x, upcast(weight, dy), eps, need_dweight)
+        if kind == "layer":
+            g = g - g.mean(-1, keepdim=True)
     dx = g.to(dy.dtype, copy=g is dy) if out is None else out.copy_(g)
     return dx, rounded(dweight, need_dweight), rounded(dbias, need_dbias)

@@ -7,11 +7,10 @@ A layer's argument `recompute` is the recompute mode of the op that it calls.
 from ..ops.attention.rotary import rotary_tables
 from .attention import MultiheadAttention
 from .cross_entropy import LinearCrossEntropyLoss
-from .dropout import Dropout
-from .experts import Experts
+from .layer import Dropout
 from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer
-from .mlp import MLP, GatedMLP
+from .mlp import MLP, Experts, GatedMLP
 from .sequential import LayerStack, Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 

@@ -1,4 +1,5 @@
-"""Defines what all layers share: the options of the op that a layer calls, and `from_torch`."""
+"""Defines what all layers share: the options of the op that a layer calls, and `from_torch`; and the least of them, Dropout,
+which saves 16 bytes for backward instead of a mask."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..ops.dispatch.checks import check_count, check_options, modes_of_sublayers
 from ..ops.dispatch.choices import parse_bytes
 
@@ -89,3 +91,19 @@ class Layer(torch.nn.Module):
             f"torch.jit.script: {type(self).__name__} is a layer of ckptkern.nn, which cannot be scripted. Use torch.compile "
             "or torch.export, or torch's own layer"
         )
+
+
+class Dropout(Layer, torch.nn.Dropout):
+    """Replaces torch.nn.Dropout; backward samples the mask again. `inplace` copies the result back into the input."""
+
+    torch_class = torch.nn.Dropout
+    shown = ("p", "inplace")
+
+    def set_options(self) -> None:  # type: ignore[override]
+        """There are none."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.p < 0.0 or self.p > 1.0:
+            return super().forward(input)  # torch's own error
+        output = ops.dropout(input, self.p, self.training)
+        return input.copy_(output) if self.inplace and output is not input else output

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from ..ops.dispatch.choices import choose_mode, log_composed
+from ..ops.dispatch.choices import choose_mode, log_once
 from ..ops.dispatch.shard import ACTIVE, refuse_shard
 from ..segments.checkpoint import checkpoint
 from ..subclasses import own_dispatch
-from .dropout import Dropout
+from .layer import Dropout
 
 DROPOUT = (torch.nn.Dropout, Dropout)
 CAPTURING = "transformers.utils.output_capturing"  # has hooks that collect what a call asks for, such as hidden states
@@ -85,7 +85,7 @@ def dense(module: torch.nn.Module) -> bool:
     operations of its own."""
     kind = own_dispatch(module._parameters.values())
     if kind is not None:
-        log_composed(kind)
+        log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
     return kind is None and strided(module) and "parametrizations" not in module._modules
 
 

@@ -188,21 +188,13 @@ def certify(
     ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
-
-    def counts(model: nn.Module) -> dict[str, int]:
-        """Calls that ran as the table says, of modules whose forward convert replaced."""
-        forwards = {name: m.__dict__.get("forward") for name, m in model.named_modules()}
-        return {
-            name: forward.calls["fused"] + forward.calls["checkpointed"]
-            for name, forward in forwards.items()
-            if isinstance(forward, Forward)
-        }
-
-    before = counts(ours)
+    forwards = {name: m.forward for name, m in ours.named_modules() if isinstance(m.__dict__.get("forward"), Forward)}
+    before = {name: dict(forward.calls) for name, forward in forwards.items()}
     theirs, converted = (ran(one, *batch, loss, not is_random) for one in (eager, ours))
-    unused = [name for name, count in counts(ours).items() if count == before[name]]
+    as_said = "fused", "checkpointed"
+    unused = [name for name, one in forwards.items() if all(one.calls[how] == before[name][how] for how in as_said)]
     replaced = replaced_by(ours)
-    del ours
+    del ours, forwards
     try:
         with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)

@@ -1,7 +1,9 @@
-"""plan: the cheapest strategies of a model's regions under a budget of bytes."""
+"""plan: the cheapest strategies of a model's regions under a budget of bytes. frontier: the longest sequence, or largest batch,
+that trains within one."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,15 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.blocks import Cuts, by_module, recorded
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
 from ..conversion.recorder import Alive, Loss, as_input
-from ..conversion.report import NOTHING, WAY
-from ..conversion.selection import Which
+from ..conversion.report import NOTHING, WAY, aligned
+from ..conversion.selection import Which, selected
 from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing, progress
@@ -26,12 +29,13 @@ from ..ops.registration.functions import Bodies
 from ..storage import Store
 from .measure import measure, narrower
 from .search import Search, by_saved
-from .segments import Segment, Strategy, blocks_of, segments_of
+from .segments import Segment, Strategy, segments_of
 from .table import Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
 SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
 LOWER = 0.95  # a smaller workspace is of use if it makes the peak at "full" so much, or less
+CLOSE = 64  # the search of a frontier ends within this part of the size
 MOVED = 0.05  # of the budget: a smaller change of the room on the device leaves the plan as it is
 
 
@@ -182,7 +186,14 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
         except Exception:  # of the model's own: its inputs go together in another way
             convert(model, *args, recompute="full", **options, **kwargs)
         segments = segments_of(model)
-    return segments + blocks_of(model, args, kwargs, segments, include, exclude)
+    record, taken = recorded(model, args, kwargs), {m for segment in segments for m in segment.module.modules()}
+    if record is None:
+        return segments
+    # blocks in which there is no region: those with which a step peaks lowest
+    found = Cuts(record, selected(model, include, exclude) - taken, slices=False)
+    cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
+    names = {m: name for name, m in model.named_modules()}
+    return segments + [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
 
 def plan(
@@ -284,3 +295,145 @@ def plan(
     if adapt:
         chosen.adapting = model.register_forward_pre_hook(lambda module, args: chosen._follow_room(limit))
     return chosen
+
+
+# -- the longest sequence, or largest batch, that trains within a budget
+
+
+@dataclasses.dataclass
+class Frontier:
+    """The largest size that trains within the budget, and the plan with which it does, which is applied.
+
+    size: what make_inputs was called with. budget: bytes of a step's peak. tried: the peak of a step with all regions at
+    "full", by size; math.inf where it did not fit the device. plan: of the largest size.
+    """
+
+    size: int
+    budget: int
+    tried: dict[int, float]
+    plan: Plan
+
+    @property
+    def peak(self) -> int:
+        """Bytes that a step of this size was measured to allocate at its peak, as planned; on the meta device counted."""
+        assert self.plan.peak is not None
+        return self.plan.peak
+
+    def __str__(self) -> str:
+        size = memory.format_size
+        rows = [
+            (str(n), size(int(peak)) if math.isfinite(peak) else "does not fit")
+            for n, peak in sorted(self.tried.items())
+        ]
+        found = f"largest size within {size(self.budget)}: {self.size}, planned with a peak of {size(self.peak)}"
+        return "\n".join([*aligned([("size", 'peak at "full"'), *rows]), found])
+
+
+def frontier(
+    model: nn.Module,
+    make_inputs: Callable[[int], Any],
+    budget: int | str,
+    *,
+    multiple: int = 64,
+    limit: int | None = None,
+    include: Which | Iterable[Which] | None = None,
+    exclude: Which | Iterable[Which] | None = None,
+    loss: Loss | None = None,
+) -> Frontier:
+    """Finds the longest sequence, or largest batch, that trains within a budget, and plans the model for it.
+
+        def inputs(tokens):
+            ids = torch.randint(0, 32000, (1, tokens))
+            return {"input_ids": ids, "labels": ids}
+
+        found = ckptkern.frontier(model, inputs, "24GiB")
+        print(found.size, found.plan)
+
+    A size fits if a step with every region at "full" stays within the budget. The peak of such a step is measured at few
+    sizes: the next one is where the line through the last two meets the budget, or the middle of what is left. Then `plan`
+    chooses the quickest strategies for the largest size, and measures a step of them: so what is returned has run. On the meta
+    device steps are counted, for models and sizes that are not there.
+
+    make_inputs: size -> the inputs of a step: a tensor, a tuple of positional or a dict of keyword arguments; give labels, so
+    that the LM head and loss are in the step. budget: bytes that a step may allocate beyond what is there when it begins, as
+    in `plan`. multiple: sizes are multiples of it; the first that is tried is `multiple` itself. The search ends when the next
+    size that does not fit is at most `multiple`, or a 64th, larger. limit: the largest size to try, such as the number of the
+    model's positions. include, exclude, loss: as in `plan`.
+
+    Raises errors.BudgetError with the `least` for the first size if that does not fit, ValueError for a bad multiple or limit,
+    and what `plan` raises.
+    """
+    limit_bytes = bytes_of("frontier", "budget", budget)
+    for name, value in (("multiple", multiple), ("limit", multiple if limit is None else limit)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
+    first = min(multiple, limit or multiple)
+    example = Example("frontier", model, *arguments_of(make_inputs(first)), loss)
+    with converted(example) as shown:
+        for segment in found_segments(example, include, exclude):
+            segment.set(Strategy("full"))
+
+        def peak_of(size: int) -> float:
+            shown(f"size {size}")
+            try:
+                return Example("frontier", model, *arguments_of(make_inputs(size)), loss).step().peak
+            except torch.OutOfMemoryError:
+                return math.inf
+
+        size, tried = search(peak_of, limit_bytes, multiple, first, limit)
+        args, kwargs = arguments_of(make_inputs(size))
+        chosen = plan(model, *args, budget=limit_bytes, include=include, exclude=exclude, loss=loss, **kwargs)
+    return Frontier(size, limit_bytes, tried, chosen)
+
+
+def arguments_of(inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """(positional, keyword arguments)."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return ((inputs,) if isinstance(inputs, Tensor) else tuple(inputs)), {}
+
+
+def search(
+    peak_of: Callable[[int], float], budget: int, multiple: int, first: int, limit: int | None
+) -> tuple[int, dict[int, float]]:
+    """(the largest size that fits, the peaks of all that were tried)."""
+    tried = {first: peak_of(first)}
+    if tried[first] > budget:
+        least = tried[first]
+        known = f"takes {memory.format_size(int(least))}" if math.isfinite(least) else "does not fit the device"
+        raise BudgetError(
+            f'frontier: wanted a step of at most {memory.format_size(budget)}, but size {first} {known} with all at "full". '
+            "Take that budget, a smaller multiple=, or fewer samples",
+            int(least) if math.isfinite(least) else 0,
+        )
+    fits, fails = first, None if limit is None else limit + multiple
+    bisect = False
+    while fails is None or fails - fits > max(multiple, fits // CLOSE):
+        if bisect and fails is not None:
+            guess = (fits + fails) / 2
+        else:
+            guess = crossing(tried, fits, budget)
+        highest = (
+            4 * fits if fails is None else min(4 * fits, fails - multiple)
+        )  # no step takes very much more than another
+        size = max(int(min(guess, highest)) // multiple * multiple, fits + multiple)
+        if limit is not None and size > limit:
+            break
+        tried[size] = peak_of(size)
+        # a line that is bent is met from one side only
+        bisect = not bisect and fails is not None and size != fails
+        if tried[size] <= budget:
+            fits = size
+        else:
+            fails = size
+    return fits, tried
+
+
+def crossing(tried: dict[int, float], fits: int, budget: int) -> float:
+    """Where the line through the largest size that fits and its nearest neighbour meets the budget, a little beyond."""
+    others = [n for n, peak in tried.items() if n != fits and math.isfinite(peak)]
+    if not others:
+        return 2 * fits
+    other = min(others, key=lambda n: abs(n - fits))
+    slope = (tried[fits] - tried[other]) / (fits - other)
+    return fits + (budget - tried[fits]) / slope if slope > 0 else 4 * fits

@@ -14,6 +14,7 @@ The peak moves with the bound of saved bytes, which is bisected, over modes and 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -37,7 +38,8 @@ Choice = tuple[int, ...]
 
 
 class Group(NamedTuple):
-    """Segments with the same costs and bytes, in the model's order. strategies: the places of those that may be chosen."""
+    """Segments with the same costs and bytes, in the model's order. strategies: the places of those that may be chosen, by
+    the bytes that they save."""
 
     members: list[int]
     strategies: list[int]
@@ -88,10 +90,10 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
     groups: dict[tuple, Group] = {}
     for i, (cost, own) in enumerate(zip(costs, held, strict=True)):
         private = [one.own + sum(n for name, n in one.shared.items() if name not in fixed) for one in own]
-        # those that can run, for which no other costs less or the same and saves no more
-        able = [w for w in range(len(cost)) if math.isfinite(cost[w])]
-        order = sorted(able, key=lambda w, cost=cost, private=private: (cost[w], private[w]))
-        strategies = sorted(w for n, w in enumerate(order) if all(private[w] < private[one] for one in order[:n]))
+        strategies: list[int] = []  # that can run, for which no other costs less or the same and saves no more
+        for seconds, nbytes, w in sorted(zip(cost, private, itertools.count(), strict=False)):
+            if math.isfinite(seconds) and all(nbytes < private[better] for better in strategies):
+                strategies.insert(0, w)  # the one that saves least first
         picked = ([one[w] for w in strategies] for one in (cost, private))
         groups.setdefault((tuple(cost), tuple(private)), Group([], strategies, *picked)).members.append(i)
     return list(groups.values()), rest.own + sum(fixed.values())
@@ -129,8 +131,7 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
     chosen = {}
     for group, start in zip(groups, starts, strict=False):
         # of regions that are alike, the last save most: their backward comes first and frees it before the others' recompute
-        order = sorted(range(len(group.strategies)), key=lambda w, group=group: (group.own[w], w))
-        strategies = [group.strategies[w] for w in order for _ in range(round(result.x[start + w]))]
+        strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
         chosen.update(zip(group.members, strategies, strict=True))
     return [chosen[i] for i in range(len(chosen))]
 
@@ -197,14 +198,6 @@ class Choices:
             least,
         )
 
-    def may_gain(self, chosen: Choice, budget: int) -> bool:
-        """Could a smaller workspace make it cheaper? As if it took nothing."""
-        cost = CHEAPER * self.table.cost_of(chosen)
-        if sum(map(min, self.table.times())) > cost:
-            return False
-        roomier = self.within(budget + self.table.rise(chosen))
-        return roomier is not None and self.table.cost_of(roomier) <= cost
-
 
 class Search:
     """Over workspaces: the model's own and smaller ones, each of which is measured when it may be of use. narrower: returns the
@@ -232,7 +225,12 @@ class Search:
             if best is not None and choices.table.cost_of(chosen) > CHEAPER * cost:
                 break
             best, cost = (choices, chosen), choices.table.cost_of(chosen)
-            if not choices.may_gain(chosen, budget):
+            # could a smaller workspace make it cheaper? As if it took nothing
+            table, wanted = choices.table, CHEAPER * cost
+            if sum(map(min, table.times())) > wanted:
+                break
+            roomier = choices.within(budget + table.rise(chosen))
+            if roomier is None or table.cost_of(roomier) > wanted:
                 break
         if best is None:
             raise min(errors, key=lambda error: error.least)

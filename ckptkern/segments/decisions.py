@@ -55,7 +55,7 @@ COMPILED = functools.partial(
 )
 
 
-def saved_decisions() -> tuple[Save, _Replay]:
+def saved_decisions() -> tuple[Decisions, Decisions]:
     """Returns contexts of forward and recompute, for `context_fn`, that save which rows forward chose.
 
         y = ckptkern.checkpoint(layer, x, context_fn=ckptkern.saved_decisions)
@@ -72,12 +72,12 @@ def saved_decisions() -> tuple[Save, _Replay]:
     Raises torch.utils.checkpoint.CheckpointError if recompute decides by another function, or of a tensor of another shape.
     """
     decisions: list[tuple[str, tuple, Callable, Any]] = []
-    return Save(decisions), _Replay(decisions)
+    return Decisions(decisions), Decisions(decisions, replays=True)
 
 
 def decides(fn: Callable, *args, **kwargs) -> bool:
     """Does a call of it make decisions that `saved_decisions` saves?"""
-    with Save([]) as saved:
+    with Decisions([]) as saved:
         fn(*args, **kwargs)
     return bool(saved.decisions)
 
@@ -107,13 +107,19 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-class _Decisions(TorchFunctionMode):
-    """Calls `decided` with every decision; it returns what stands for it. Values are gathered in both passes, because autograd
-    has to save the same tensors in both."""
+class Decisions(TorchFunctionMode):
+    """Saves every decision, in forward, or replays it. Values are gathered in both passes, because autograd has to save the
+    same tensors in both. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
 
-    def __init__(self, decisions: list[tuple[str, tuple, Callable, Any]]):
+    hooks: tuple[Callable, Callable] | None = None
+
+    def __init__(self, decisions: list[tuple[str, tuple, Callable, Any]], replays: bool = False):
         super().__init__()
-        self.decisions = decisions
+        self.decisions, self.replays = decisions, replays
+
+    def __enter__(self):
+        self.place = 0
+        return super().__enter__()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -140,26 +146,13 @@ class _Decisions(TorchFunctionMode):
         return type(found)((_Gather.apply(x, dim, chosen.unsqueeze(dim)).squeeze(dim), chosen))
 
     def decided(self, name: str, shape: tuple, decision: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-class Save(_Decisions):
-    """Forward's. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
-
-    hooks: tuple[Callable, Callable] | None = None
-
-    def decided(self, name, shape, decision):
-        pack, unpack = self.hooks or (_same, _same)
-        self.decisions.append((name, shape, unpack, pack(decision.detach().clone())))  # the caller may change its own
-        return decision
-
-
-class _Replay(_Decisions):
-    def __enter__(self):
-        self.place = 0
-        return super().__enter__()
-
-    def decided(self, name, shape, decision):
+        """What stands for the decision."""
+        if not self.replays:
+            pack, unpack = self.hooks or (_same, _same)
+            self.decisions.append(
+                (name, shape, unpack, pack(decision.detach().clone()))
+            )  # the caller may change its own
+            return decision
         if self.place == len(self.decisions):
             raise CheckpointError(
                 f"ckptkern.saved_decisions: recompute decides by {name} of a tensor of shape {list(shape)}, after the last "
@@ -193,7 +186,7 @@ def with_hooks(contexts: tuple | None, respect: bool | None) -> tuple | None:
         return None
     forward, recompute = contexts or (None, None)
     selective, hooks = isinstance(forward, _Caching), _hooks_around()
-    if isinstance(forward, Save):
+    if isinstance(forward, Decisions):
         forward.hooks = hooks if respect else None
     if LOOKS:
         if selective:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -265,8 +265,7 @@ class _InputGradient:
     """The chunks' gradients of one input, in one tensor for each backward pass."""
 
     def __init__(self, x: Tensor, dim: int, length: int):
-        self.like = functools.partial(torch.empty, x.shape, dtype=x.dtype, device=x.device)
-        self.dim, self.length = dim, length
+        self.shape, self.dim, self.length = x.shape, dim, length
         self.wholes: dict[int, Tensor] = {}
 
     def write(self, place: int, grad: Tensor | None) -> Tensor | None:
@@ -279,34 +278,33 @@ class _InputGradient:
         task = torch._C._current_graph_task_id()
         whole = self.wholes.get(task)
         if whole is None:
-            whole = self.wholes[task] = self.like()
+            whole = self.wholes[task] = grad.new_empty(self.shape)
         part = whole.narrow(self.dim, place * self.length, grad.shape[self.dim])
         return part.copy_(grad)
 
-    def joined(self, grads: tuple[Tensor | None, ...], sizes: list[int]) -> Tensor:
+    def joined(self, grads: Sequence[Tensor | None]) -> Tensor:
         whole = self.wholes.pop(torch._C._current_graph_task_id(), None)
         if whole is not None:
             parts = whole.split(self.length, self.dim)
             if all(g is not None and g.data_ptr() == p.data_ptr() for g, p in zip(grads, parts, strict=True)):
                 return whole
-        like = next(grad for grad in grads if grad is not None)
-        shapes = [(*like.shape[: self.dim], size, *like.shape[self.dim + 1 :]) for size in sizes]
-        return torch.cat(
-            [like.new_zeros(shape) if g is None else g for g, shape in zip(grads, shapes, strict=True)], self.dim
-        )
+        if any(grad is None for grad in grads):
+            like = next(grad for grad in grads if grad is not None)
+            zeros = like.new_zeros(self.shape).split(self.length, self.dim)
+            grads = [zero if grad is None else grad for grad, zero in zip(grads, zeros, strict=True)]
+        return torch.cat(grads, self.dim)
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gradient):
         ctx.set_materialize_grads(False)
-        parts = x.split(gradient.length, gradient.dim)
-        ctx.gradient, ctx.sizes = gradient, [part.shape[gradient.dim] for part in parts]
-        return parts
+        ctx.gradient = gradient
+        return x.split(gradient.length, gradient.dim)
 
     @staticmethod
     def backward(ctx, *grads):
-        return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads, ctx.sizes), None
+        return None if all(grad is None for grad in grads) else ctx.gradient.joined(grads), None
 
 
 def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, preserve_rng_state: bool) -> Tensor:

@@ -19,7 +19,7 @@ from ..conversion.report import write_rows
 from ..extras import missing
 from ..ops.dispatch.checks import MODES
 from ..planning import frontier, plan, report
-from ..planning.frontier import arguments_of
+from ..planning.plan import arguments_of
 
 OF_A_MODEL = """\
 FUNCTION takes no arguments and returns the model, or (model, inputs): a

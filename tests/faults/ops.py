@@ -215,15 +215,15 @@ OPS = [
     ),
     Fault(
         "experts: an expert without rows has the gradient that torch's kernel leaves it",
-        "ckptkern/ops/dispatch/grouped.py",
+        "ckptkern/ops/dispatch/implementations.py",
         "«dw.masked_fill_((groups.offs[1:] == groups.offs[:-1])[:, None, None], 0)»",
         "pass",
         ("tests/ops/test_grouped.py",),
     ),
     Fault(
         "experts: gradients beside a recomputed [g | u] are not written over it",
-        "ckptkern/ops/dispatch/grouped.py",
-        "**wanted, over_gu=«True»",
+        "ckptkern/ops/dispatch/implementations.py",
+        "s, groups, activation, **wanted, over_gu=«True»",
         "False",
         ("tests/ops/test_grouped.py -k workspace",),
     ),

@@ -161,8 +161,8 @@ PLANNING = [
     Fault(
         "solve: of layers that are alike the first save most",
         "ckptkern/planning/search.py",
-        "key=lambda w, group=group: («group.own[w]», w)",
-        "-group.own[w]",
+        "strategies.insert(«0», w)",
+        "len(strategies)",
         ("tests/planning/test_solve.py",),
     ),
     Fault(

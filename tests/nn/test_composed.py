@@ -174,7 +174,7 @@ def test_compiled(name):
 def test_quantised_weights(name, caplog):
     """Results are those of the dense weights; a line of the log says why. Under backend("triton") a module calls its parts,
     whose own operations are no error."""
-    choices._log_once.cache_clear()
+    choices.log_once.cache_clear()
     module = ours_of(name, recompute="full")
     other = each_linear(dense, copy.deepcopy(module))
     each_linear(quantized, module)

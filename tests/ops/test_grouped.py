@@ -23,7 +23,7 @@ import ckptkern
 from ckptkern import LoRA, eager, triton_kernels
 from ckptkern.memory import memory_timeline, peak_memory
 from ckptkern.ops.dispatch import choices as _choices
-from ckptkern.ops.dispatch import grouped
+from ckptkern.ops.dispatch import implementations
 
 BF16, CPU_LOOP = torch.bfloat16, F.grouped_mm
 
@@ -54,7 +54,7 @@ class Grouped:
 def mm(monkeypatch):
     """Every op of experts takes it where its operands allow; what is between the matmuls is PyTorch's."""
     found = Grouped()
-    monkeypatch.setattr(grouped, "capability_of", lambda x: found.capability)
+    monkeypatch.setattr(implementations, "capability_of", lambda x: found.capability)
     monkeypatch.setattr(F, "grouped_mm", found)
     _choices.primitives.cache_clear()
     with (
@@ -143,7 +143,7 @@ def test_every_set_of_gradients(lora, mm):
 
 def test_weights_gradients_are_grouped_mms_own(mm):
     """No second tensor of all experts beside it."""
-    for mm.capability in grouped.CAPABILITIES:
+    for mm.capability in implementations.CAPABILITIES:
         t = EVEN.make(BF16)
         found = torch.autograd.grad(EVEN(t).sum(), (t["gate_up_weight"], t["down_weight"]))
         assert {grad.data_ptr() for grad in found} <= {out.data_ptr() for out in mm.made}
@@ -227,7 +227,9 @@ def test_by_what_the_device_has(name, device):
         mock.patch.object(F, "grouped_mm", wraps=F.grouped_mm) as spy,
     ):
         gradients(call, t)
-        assert spy.call_count == (sum(expected) if grouped.capability_of(t["x"]) in grouped.CAPABILITIES else 0)
+        assert spy.call_count == (
+            sum(expected) if implementations.capability_of(t["x"]) in implementations.CAPABILITIES else 0
+        )
         check_exactness(call, lambda t: joined(call.oracle(t)), t)
 
 
@@ -252,14 +254,14 @@ NOT_TAKEN = {
 @pytest.mark.parametrize("name", [*TAKEN, *NOT_TAKEN])
 def test_what_tma_takes(name, monkeypatch):
     for capability in ((9, 0), (10, 0), (8, 0), (8, 9), (10, 3), (12, 0), (0, 0)):
-        monkeypatch.setattr(grouped, "capability_of", lambda x, capability=capability: capability)
+        monkeypatch.setattr(implementations, "capability_of", lambda x, capability=capability: capability)
         taken = name in TAKEN and capability in ((9, 0), (10, 0))
-        assert grouped.runs_grouped(GROUPS, *(TAKEN | NOT_TAKEN)[name]) == taken, capability
+        assert implementations.runs_grouped(GROUPS, *(TAKEN | NOT_TAKEN)[name]) == taken, capability
 
 
 @pytest.mark.parametrize(
     ("tokens", "count", "taken"), [(0, 3, False), (40, 0, False), (40, 1023, True), (40, 1024, False)]
 )
 def test_how_many_groups_it_takes(tokens, count, taken, monkeypatch):
-    monkeypatch.setattr(grouped, "capability_of", lambda x: (9, 0))
-    assert grouped.runs_grouped(eager.route(torch.zeros(tokens, 1, dtype=torch.int32), count), STACK) == taken
+    monkeypatch.setattr(implementations, "capability_of", lambda x: (9, 0))
+    assert implementations.runs_grouped(eager.route(torch.zeros(tokens, 1, dtype=torch.int32), count), STACK) == taken

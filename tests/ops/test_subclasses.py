@@ -151,7 +151,7 @@ def test_a_quantized_weight_is_composed(name):
 
 
 def test_composed_is_said_once_and_refused_of_the_kernels(caplog):
-    _choices._log_once.cache_clear()
+    _choices.log_once.cache_clear()
     call = call_of("mlp")
     tensors = with_weights(call, Int8Weight.of)
     with caplog.at_level(logging.INFO, "ckptkern"):

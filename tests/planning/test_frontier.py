@@ -9,7 +9,7 @@ from support.planned import layers, model_of, peak_of, sequence
 import ckptkern
 from ckptkern.conversion.recorder import step_of
 from ckptkern.errors import BudgetError
-from ckptkern.planning.frontier import CLOSE, search
+from ckptkern.planning.plan import CLOSE, search
 
 pytest.importorskip("scipy")
 

@@ -2,6 +2,7 @@
 takes forward's."""
 
 import itertools
+import sys
 import weakref
 from unittest import mock
 
@@ -20,8 +21,7 @@ from ckptkern import eager, triton_kernels
 from ckptkern.benchmarks.compiling import instead_of_launches
 from ckptkern.ops.dispatch import choices as _choices
 from ckptkern.ops.dispatch import implementations as _impls
-from ckptkern.ops.mlp import branch as mlp_branch
-from ckptkern.ops.registration import gradients as _gradients
+from ckptkern.ops.registration.op import token_chunks
 
 OPS = ("linear_act", "mlp", "gated_mlp", "mlp_block")
 
@@ -129,7 +129,8 @@ def test_workspace_bounds_the_library_too(name, hidden, mode, drops):
     come and go."""
     case = Case(OF_OPS[name], ("dropout_p",) if drops else (), mode, Sizes((640,), 8, 64, 8))
     rows = 128 * (hidden + drops) * 64 * 2
-    with mock.patch.object(mlp_branch, "token_chunks", wraps=_gradients.token_chunks) as spy, ckptkern.backend("auto"):
+    of_op = sys.modules["ckptkern.ops.mlp.mlp"]
+    with mock.patch.object(of_op, "token_chunks", wraps=token_chunks) as spy, ckptkern.backend("auto"):
         made = case.make(torch.bfloat16, "cpu")
         leaves = {name: torch.empty_like(one, device="meta", requires_grad=True) for name, one in made.items()}
         with trace.as_on(120), instead_of_launches(lambda *_: None, 120), Allocated(leaves.values()) as allocated:

@@ -73,7 +73,7 @@ def _constant(function: Any) -> Any:
 
 
 @_constant
-def _log_once(reason: str) -> None:
+def log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
 
 
@@ -116,14 +116,8 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
         return "triton"
     if name == "triton":
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    _log_once(reason)
+    log_once(reason)
     return "eager"
-
-
-def capability_of(device_type: str, index: int | None) -> tuple[int, int]:
-    """Returns the compute capability; on a CPU, where kernels are interpreted or emulated, that of the GPU that they are
-    tuned for."""
-    return (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
 
 
 @_constant
@@ -131,7 +125,11 @@ def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size
     """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else that of our
     rule."""
     row = _tuned.table(device_type, index).get((op, str(dtype).removeprefix("torch."), size))
-    return row["impl"] if row else _impls.default_impl(op, capability_of(device_type, index), dtype, size)
+    if row:
+        return row["impl"]
+    # on a CPU, where kernels are interpreted or emulated, that of the GPU that they are tuned for
+    capability = (9, 0) if device_type == "cpu" else torch.cuda.get_device_capability(index)
+    return _impls.default_impl(op, capability, dtype, size)
 
 
 def surely(comparison: bool) -> bool:
@@ -177,7 +175,7 @@ def compose(op: str, reason: str) -> None:
     """Logs once that PyTorch ops replace this op, or raises under backend("triton")."""
     if kernels_alone():
         raise RuntimeError(f"{op}: backend('triton') was asked for, but {reason}")
-    _log_once(reason)
+    log_once(reason)
 
 
 def compose_of(op: str, kind: type) -> None:
@@ -185,11 +183,6 @@ def compose_of(op: str, kind: type) -> None:
     if kind.__name__ == "CausalBias":
         raise TypeError(f"{op}: a CausalBias does not hold numbers; it can only be an attn_mask")
     compose(op, f"{kind.__name__} has operations of its own, so PyTorch ops run, and backward saves what they save")
-
-
-def log_composed(kind: type) -> None:
-    """Logs once that a module calls its submodules because of `kind`, which is not an error under any backend."""
-    _log_once(f"{kind.__name__} has operations of its own, so a module calls its submodules, as a general region")
 
 
 def kernels_alone() -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, unwrap_if_dead
 
 from ... import state
-from ...frozen import Frozen, only_frozen
+from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
@@ -53,7 +53,7 @@ _WRAPPED, _MAIN_GRAD, _HOOKS = int(Observed.WRAPPED), int(Observed.MAIN_GRAD), i
 
 def _without_frozen(seen: int, tensors: Sequence[Tensor | None]) -> int:
     """What `state.observe` saw of the tensors: a Frozen needs no dispatch, because an op's body dequantises it."""
-    return seen & ~_SUBCLASS if only_frozen(tensors, PLAIN.__contains__) else seen
+    return seen & ~_SUBCLASS if all(type(t) is Frozen or type(t) in PLAIN for t in tensors) else seen
 
 
 class Bodies:
