@@ -18,7 +18,7 @@ from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
 from ..registration.late import arrived, is_late
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
-from ..sublayer.residual import RandomStates, Sublayer
+from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
 from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
 from .tensors import Division, PositionTensors, batch_and_rows
@@ -41,7 +41,7 @@ def norm_operands(rows: str, norm: str, normed: bool) -> dict[str, tuple[str, ..
 
 def input_operands(trailing: bool) -> dict[str, tuple[str, ...]]:
     """The operands of h, what the branch reads: x is at hand."""
-    return dict.fromkeys(("x",) if trailing else ("x", "norm_weight", "norm_bias", "norm_scale", "norm_shift"), ())
+    return dict.fromkeys(("x",) if trailing else ("x", *OF_NORM), ())
 
 
 def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
@@ -86,9 +86,8 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
 class Gradients(PartGrads):
     """The gradients that a backward forms. totals: those of what projections read, summed over groups of heads."""
 
-    def __init__(self, t: Any, parts: int, plan: Plan):
-        super().__init__(t, parts)
-        self.plan, self.totals = plan, {}
+    plan: Plan
+    totals: dict[str, Tensor]
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -260,7 +259,8 @@ class CoreSublayer(Sublayer):
         f: the branch's result, if it is at hand.
         """
         plan = self.plan(needed_names(type(self.t), needs), saved, f)
-        grads = Gradients(self.t, self.division.groups * len(self.division.chunks), plan)
+        grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
+        grads.plan, grads.totals = plan, {}
         dy, made, raw = self.down_to_projections(dy, saved, f, grads)
         dh = self.input_gradient(raw, grads)
         made |= grads.results()
@@ -310,7 +310,8 @@ class CoreSublayer(Sublayer):
             do = add_matmul(None, df, self.cast(self.t.wo), wide=False)
             if du is not None:
                 self.updates["o"].add_input_gradient(self.p, du, do)
-            do = self.filled(do.view(self.B, self.S, self.o.num_heads, self.D_v)).transpose(1, 2)
+            do = do.view(self.B, self.S, self.o.num_heads, self.D_v)
+            do = (do if self.D_v == self.D else self.filled(do)).transpose(1, 2)
             do = do if share is None else do.mul_(share)
         if recomputes and out is None:
             out, lse, delta = self.attended(heads, do)
@@ -381,7 +382,8 @@ class CoreSublayer(Sublayer):
         rows: Tensor,
         start: int = 0,
     ) -> None:
-        """Adds what follows from the gradient d of a layer's result and the rows, from `start` on, that it reads."""
+        """Adds d^T rows, the gradient of a layer's weight, from the gradient d of its result and the rows, from `start` on, that
+        it reads; and the gradients of its low-rank update."""
         if (of_weight := sums.get(f"w{letter}")) is not None:
             of_weight.add(d, rows)
         if update is not None and len(sums) > (of_weight is not None):

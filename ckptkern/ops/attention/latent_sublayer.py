@@ -110,23 +110,19 @@ def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
     """
     if o.workspace is None:
         return 1
-    sizes = sizes_of(t, o.num_heads)
-    of_heads, room = bytes_of_latent_heads(x.shape[0], sizes, o), o.workspace - bytes_beside_heads(x, t, sizes, o)
-    counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
-    return next((n for n in counts if of_heads <= room * n), counts[-1])
-
-
-def bytes_beside_heads(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Returns bytes of the transient rows of all heads: h, the latents before and after their norms, and the larger of
-    forward's o, if it is not saved, and of backward's gradients of the branch's result, the latents and h."""
-    (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
+    sizes, (rows, d), width, size = sizes_of(t, o.num_heads), x.shape, t.wo.shape[1], o.dtype.itemsize
     h, df = bytes_around(x, t, o)
+    # beside heads: h, and the latents before and after their norms
     held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
     held += (sizes.q_rank * (t.q_a_norm is not None) + sizes.kv_rank * (t.kv_a_norm is not None)) * size
     # sums over groups in float32, of which the largest is copied when it is rounded
     of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
     of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
-    return rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
+    # and forward's o, if it is not saved, or backward's gradients of the branch's result, the latents and h
+    beside = rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
+    of_heads, room = bytes_of_latent_heads(rows, sizes, o), o.workspace - beside
+    counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
+    return next((n for n in counts if of_heads <= room * n), counts[-1])
 
 
 def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:

@@ -141,7 +141,8 @@ class AttentionSublayer(CoreSublayer):
     def blocks(self, qkv: Tensor) -> list[Tensor]:
         """Every projection's result [rows, outputs] in qkv, or its gradient in dqkv: a block each. cuBLASLt adds a bias in its
         epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
-        return [block.view(shape) for block, shape in zip(qkv.split(self.sizes), self.shapes, strict=True)]
+        parts = (qkv,) if len(self.sizes) == 1 else qkv.split(self.sizes)
+        return [block.view(shape) for block, shape in zip(parts, self.shapes, strict=True)]
 
     def split(self, qkv: Tensor, own: Callable[[Tensor, int], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v [B, S, heads, D] of the projections. own: takes those of a group from all heads."""
