@@ -382,8 +382,8 @@ class CoreSublayer(Sublayer):
         rows: Tensor,
         start: int = 0,
     ) -> None:
-        """Adds d^T rows, the gradient of a layer's weight, from the gradient d of its result and the rows, from `start` on, that
-        it reads; and the gradients of its low-rank update."""
+        """Adds d^T rows, the gradient of a layer's weight, from the gradient d of its result and the rows, from `start` on,
+        that it reads; and the gradients of its low-rank update."""
         if (of_weight := sums.get(f"w{letter}")) is not None:
             of_weight.add(d, rows)
         if update is not None and len(sums) > (of_weight is not None):
