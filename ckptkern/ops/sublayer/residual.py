@@ -26,11 +26,9 @@ from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
-AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "layer_scale"))
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
 VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
-LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
-OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
+OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # of a leading norm
 
 
 class AroundTensors(NamedTuple):
