@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import nn as drop_ins
-from ..conversion import refused
+from ..conversion import recorder
 from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
 from ..conversion.selection import Which, matches
@@ -191,7 +191,7 @@ def server_of(module: nn.Module) -> str | None:
 
 def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises TypeError, ValueError and RuntimeError for a model of which no step can run by itself."""
-    refused.check_step(op, model, args, kwargs)
+    recorder.check_step(op, model, args, kwargs)
     if not (args or kwargs):
         raise TypeError(
             f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"
