@@ -144,8 +144,7 @@ class Resolver:
             except Unreadable:
                 self.made = made
                 del self.steps[count:]
-        in_place = is_in_place(str(node.source)) or node.kwargs.get("out") is not None
-        if node.kind == "function" and (in_place or node.source == "__setitem__"):
+        if node.kind == "function" and (is_in_place(node.source) or node.kwargs.get("out") is not None):
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
         return Result(self.step(node), node.output)
 

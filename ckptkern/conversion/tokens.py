@@ -192,19 +192,6 @@ def after(steps: Iterable[Callable], values: Tensor) -> Tensor:
     return functools.reduce(lambda z, step: step(z), steps, values)
 
 
-def values_apart(logits: Any) -> Tensor:
-    """Computes the values without a graph. Those of what detach() returned are computed once, as long as it lives."""
-    with torch.inference_mode(False), torch.no_grad():
-        if any(one.made for one in logits.history):
-            return logits.values().detach()
-        origin = origin_of(logits)
-        if origin is None:
-            return logits.matmul.values(logits.steps)
-        if origin.apart is None:
-            origin.apart = logits.matmul.values(origin.steps)
-        return after(logits.steps[len(origin.steps) :], origin.apart)
-
-
 def read_apart(step: Any, given: list[Any]) -> Any:
     """Returns the step's result by values without a graph, of logits that detach() returned or that the step copies.
 
@@ -213,7 +200,18 @@ def read_apart(step: Any, given: list[Any]) -> Any:
     copied = len(given) == 1 and asks_for_copy(step, given[0])
     if not copied and any(origin_of(logits) is None for logits in given):
         return NotImplemented
-    values = {id(logits): values_apart(logits) for logits in given}
+    values: dict[int, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for logits in given:
+            origin, compute = origin_of(logits), logits.matmul.values
+            if any(one.made for one in logits.history):
+                found = logits.values().detach()
+            elif origin is None:
+                found = compute(logits.steps)
+            else:  # those of what detach() returned are computed once, as long as it lives
+                origin.apart = compute(origin.steps) if origin.apart is None else origin.apart
+                found = after(logits.steps[len(origin.steps) :], origin.apart)
+            values[id(logits)] = found
     if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
         return values[id(step.args[0])].clone()
     result = step.of(lambda one: values[id(one)])

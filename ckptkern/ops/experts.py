@@ -81,23 +81,6 @@ def in_order_of_rows(groups: eager.Groups) -> eager.Groups:
     )
 
 
-class ExpertsSums:
-    """The gradients of parameters that are needed, by their names in PARAMETERS, summed over chunks."""
-
-    def __init__(self, branch: ExpertsBranch, need: Collection[str], chunks: int):
-        self.need = need
-        self.totals: dict[str, Any] = {
-            name: BiasGrad(branch.named[name], chunks)
-            if "bias" in name
-            else _WeightSum(branch.p, branch.named[name], chunks, branch.o.precision)
-            for name in PARAMETERS
-            if name in need
-        }
-
-    def results(self) -> dict[str, Tensor | None]:
-        return {name: one.result() for name, one in self.totals.items()}
-
-
 class ExpertsBranch:
     """The experts of one call, for any rows of tokens. parameters: those that PARAMETERS names; o: ExpertsOptions, or what has
     its fields; dtype: that of the rows; holds: are Frozen weights held, None to find out (`beside_frozen`)? If not, PyTorch ops
@@ -113,6 +96,16 @@ class ExpertsBranch:
             t.to(dtype) if type(t) is Frozen and not holds else cast_parameter(t, dtype) for t in parameters[:4]
         )
         self.updates = grouped_low_rank(self.named, o.experts_lora, LAYERS, dtype, o.precision)
+
+    def sums(self, need: Collection[str], chunks: int) -> dict[str, Any]:
+        """What sums over chunks the gradients of those of PARAMETERS that are needed."""
+        return {
+            name: BiasGrad(parameter, chunks)
+            if "bias" in name
+            else _WeightSum(self.p, parameter, chunks, self.o.precision)
+            for name, parameter in self.named.items()
+            if name in need
+        }
 
     def gate_up(self, x: Tensor, groups: eager.Groups) -> Tensor:
         """[g | u] of rows in the experts' order."""
@@ -131,7 +124,7 @@ class ExpertsBranch:
         if gu is None:
             h, gu = p.experts_fwd(x, self.w, self.b, groups, o.activation, o.precision, save_gu=save_gu)
         else:
-            h = p.act_fwd(*gu.view(-1, self.w.shape[1]).chunk(2, 1), o.activation)
+            h = p.act_fwd(*gu.reshape(-1, self.w.shape[1]).chunk(2, 1), o.activation)
         gu = gu if save_gu else None
         y = p.experts_gemm(h, self.wd, self.bd, groups, o.precision, transposed=True)
         if "down" in self.updates:
@@ -148,12 +141,13 @@ class ExpertsBranch:
         s: Tensor,
         gu: Tensor | None,
         groups: eager.Groups,
-        sums: ExpertsSums,
+        need: Collection[str],
+        sums: dict[str, Any],
     ) -> dict[str, Tensor]:
-        """{"dx", "ds"}, those that `sums.need` names as "x" and "s"; the others are added to sums. gu: None, or as `forward`
-        gave it."""
-        p, o, need, bd = self.p, self.o, sums.need, self.named["down_bias"]
-        gu = None if gu is None else gu.view(-1, self.w.shape[1])
+        """{"dx", "ds"}, those that `need` names as "x" and "s"; the others are added to `sums`. gu: None, or as `forward` gave
+        it."""
+        p, o, bd = self.p, self.o, self.named["down_bias"]
+        gu = None if gu is None else gu.reshape(-1, self.w.shape[1])
         wanted = dict(
             hs=not need.isdisjoint(READ_H), dgu=not need.isdisjoint(("x", "gate_up_bias", *READ_X)), ds="s" in need
         )
@@ -165,28 +159,28 @@ class ExpertsBranch:
         if "s" in need:
             made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
         if "down_weight" in need:
-            sums.totals["down_weight"].add(dy, hs, groups, "a")
+            sums["down_weight"].add(dy, hs, groups, "a")
         # hs has the weights of rows, so dA = du^T hs and dB = dy^T (hs A^T) have them once
         if a in need:
-            sums.totals[a].add(du, hs, in_order_of_rows(groups), "a")
+            sums[a].add(du, hs, in_order_of_rows(groups), "a")
         if b in need:
-            sums.totals[b].add(dy, update.inner(p, hs, groups), groups, "a")
+            sums[b].add(dy, update.inner(p, hs, groups), groups, "a")
         hs = du = None  # gone before the other gradients are made
         if "gate_up_weight" in need:
-            sums.totals["gate_up_weight"].add(dgu, x, groups, "b")
+            sums["gate_up_weight"].add(dgu, x, groups, "b")
         if "gate_up_bias" in need:
-            sums.totals["gate_up_bias"].add(p.experts_sums(dgu, None, groups, gathered=False))
+            sums["gate_up_bias"].add(p.experts_sums(dgu, None, groups, gathered=False))
         if "down_bias" in need:
-            sums.totals["down_bias"].add(p.experts_sums(dy, s, groups, gathered=True))
+            sums["down_bias"].add(p.experts_sums(dy, s, groups, gathered=True))
         (a, b), update = names_of("gate_up"), self.updates.get("gate_up")
         if b in need:
             u = update.inner(p, eager.gather_rows(x, groups), groups)
-            sums.totals[b].add(dgu, u, in_order_of_rows(groups), "a")
+            sums[b].add(dgu, u, in_order_of_rows(groups), "a")
             u = None
         if update is not None and not need.isdisjoint(("x", a)):
             du = update.inner_gradient(p, dgu, groups)
         if a in need:
-            sums.totals[a].add(du, x, groups, "b")
+            sums[a].add(du, x, groups, "b")
         if "x" in need:
             rows = p.experts_gemm(dgu, self.w, None, groups, o.precision, transposed=False)
             dgu = None
@@ -273,39 +267,28 @@ class Experts(Op):
             part = slice(start, stop)
             return branch.forward(rows[part], s[part], eager.route(index[part], len(branch.w)))
 
-        made = by_chunks(branch.chunks(index), of_tokens)
-        saved = {"gu": made["gu"].view(-1, branch.w.shape[1])} if "gu" in made else {}
-        return unflattened(made["y"], x), saved
+        saved = by_chunks(branch.chunks(index), of_tokens)
+        return unflattened(saved.pop("y"), x), saved
 
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         x, index, s, *parameters = tensors
-        whole, dtype = dy, dy.dtype
-        dy, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
-        top_k, gus = weights.shape[1], saved.get("gu")
+        rows, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
         need = {name for name, one in zip(NAMES, flags(needs, len(NAMES)), strict=True) if one}
-        branch = ExpertsBranch(parameters, o, dtype)
+        branch = ExpertsBranch(parameters, o, dy.dtype)
         chunks = branch.chunks(index)
-        sums = ExpertsSums(branch, need, len(chunks))
+        sums = branch.sums(need, len(chunks))
 
         def of_tokens(start: int, stop: int) -> dict[str, Tensor]:
             part = slice(start, stop)
-            own = eager.route(index[part], len(branch.w))
-            made = branch.backward(
-                dy[part],
-                None if x is None else x[part],
-                index[part],
-                weights[part],
-                None if gus is None else gus[start * top_k : stop * top_k],
-                own,
-                sums,
-            )
+            own = [None if t is None else t[part] for t in (rows, x, index, weights, saved.get("gu"))]
+            made = branch.backward(*own, eager.route(own[2], len(branch.w)), need, sums)
             return made | {"ds": cast_parameter(made["ds"], s.dtype)} if "ds" in made else made
 
         made = by_chunks(chunks, of_tokens)
-        grads = sums.results()
+        grads = {name: one.result() for name, one in sums.items()}
         grads |= {"s": made["ds"].view(s.shape)} if "s" in need else {}
-        grads |= {"x": unflattened(made["dx"], whole)} if "x" in need else {}
+        grads |= {"x": unflattened(made["dx"], dy)} if "x" in need else {}
         return tuple(map(grads.get, NAMES))
 
     @staticmethod

@@ -186,7 +186,7 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
         except Exception:  # of the model's own: its inputs go together in another way
             convert(model, *args, recompute="full", **options, **kwargs)
         segments = segments_of(model)
-    record, taken = recorded(model, args, kwargs), {m for segment in segments for m in segment.module.modules()}
+    record, taken = recorded(model, (args, kwargs)), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return segments
     # blocks in which there is no region: those with which a step peaks lowest

@@ -135,16 +135,15 @@ def statistics_with_update(
     """`statistics_of` w with its low-rank update, of parts of the vocabulary: half of the workspace is for their weights, half
     for their logits, at least CHUNK_ROWS tokens'."""
     half = None if o.workspace is None else o.workspace // 2
-
-    def of_entries(start: int, stop: int) -> dict[str, Tensor]:
-        bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
-        weight, options = updated.weights(start, stop), o._replace(workspace=half)
-        return statistics_of(updated.rows, weight, bias, target, per_class, candidates, options, start, updated)
-
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
-    found = [of_entries(*chunk) for chunk in vocabulary_chunks(updated.w.shape[0], of_entry, half)]
-    stacked = {name: torch.stack([one[name] for one in found]) for name in found[0]}
-    return combined(TokenStatistics(**stacked))
+    found, own = [], o._replace(workspace=half)
+    for start, stop in vocabulary_chunks(updated.w.shape[0], of_entry, half):
+        bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
+        others = bias, target, per_class, candidates, own, start, updated
+        found.append(
+            statistics_of(updated.rows, updated.weights(start, stop), *others)
+        )  # whose weights have no name here
+    return combined(TokenStatistics(**{name: torch.stack([one[name] for one in found]) for name in found[0]}))
 
 
 def head_gradients(

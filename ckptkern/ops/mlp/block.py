@@ -13,11 +13,12 @@ from ..dispatch.choices import choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
-from ..registration.op import SublayerOp, by_chunks, needed_names, with_fields
+from ..registration.op import with_fields
 from ..sublayer.lora import LoRA, gather_lora, names_of, updates_of
 from ..sublayer.residual import (
     AroundTensors,
     RandomStates,
+    RowsOp,
     Sublayer,
     SublayerOptions,
     around,
@@ -78,6 +79,10 @@ class MLPSublayer(Sublayer):
     def row_bytes(self) -> int:
         return bytes_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
 
+    def sums(self, need: Collection[str], chunks: int) -> Sums:
+        inner = OF_BRANCH.intersection(need)
+        return Sums(self.branch, inner | {"x"} if self.needs_dh(need) else inner, chunks)
+
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", and what its branch saves."""
         f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
@@ -100,30 +105,10 @@ class MLPSublayer(Sublayer):
         return grads | self.input_gradients(dh, dy, need) if sums.need_dx else grads
 
 
-class MLPBlock(SublayerOp):
+class MLPBlock(RowsOp):
     name = "mlp_block"
-    Tensors, Options = MLPTensors, MLPOptions
+    Tensors, Options, Sublayer = MLPTensors, MLPOptions, MLPSublayer
     saves = staticmethod(saves)
-
-    @staticmethod
-    def compute(x, t, o):
-        sublayer = MLPSublayer(x, t, o)
-        saved = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
-        return saved.pop("y"), saved
-
-    @staticmethod
-    def gradients(dy, x, t, o, saved, needs):
-        sublayer, need = MLPSublayer(x, t, o), needed_names(MLPTensors, needs)
-        chunks = sublayer.chunks()
-        inner = need.intersection(OF_BRANCH) | ({"x"} if sublayer.needs_dh(need) else set())
-        sums = Sums(sublayer.branch, inner, len(chunks))
-
-        def backward(part: MLPSublayer, rows: slice) -> dict[str, Tensor | None]:
-            if part is sublayer:
-                return part.backward(dy, saved, need, sums)
-            return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
-
-        return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
 
     @staticmethod
     def in_torch_ops(x, t, o):
@@ -134,48 +119,26 @@ _apply = build(MLPBlock)
 across = across_ranks(_apply)
 
 
-def gather(
-    op,
-    x,
-    up_weight,
-    up_bias,
-    down_weight,
-    down_bias,
-    activation,
-    dropout_p,
-    *,
-    gate_weight,
-    gate_bias,
-    lora,
-    **others,
-) -> tuple[MLPTensors, MLPOptions]:
+def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, MLPOptions]:
     """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_options(op, activation, others["recompute"], dropout_p)
+    check_options(op, activation, given["recompute"], dropout_p)
     check_input(op, x)
-    branch = dict(
-        gate_weight=gate_weight,
-        gate_bias=gate_bias,
-        up_weight=up_weight,
-        up_bias=up_bias,
-        down_weight=down_weight,
-        down_bias=down_bias,
-    )
-    check_branch(op, x, branch)
-    weights = {layer: branch[f"{layer}_weight"] for layer in LAYERS}
+    t = {name: given.pop(name) for name in MLPTensors.own}
+    check_branch(op, x, t)
+    weights = {layer: t[f"{layer}_weight"] for layer in LAYERS}
     updates = gather_lora(op, x, lora, weights)
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
-    features, hidden = down_weight.shape
-    tensors, options = around(op, x, probe, "down_weight", features, updates, up_weight.numel(), **others)
-    name = "mlp" if gate_weight is None else "gated_mlp"
+    (features, hidden), gated = weights["down"].shape, weights["gate"] is not None
+    tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **given)
     o = MLPOptions(
-        gated=gate_weight is not None,
+        gated=gated,
         activation=activation,
         dropout_p=float(dropout_p),
         first_column=0,
-        backend=choose_impl(op, probe, x.shape[-1], hidden, features, name=name),
+        backend=choose_impl(op, probe, x.shape[-1], hidden, features, name="gated_mlp" if gated else "mlp"),
         **options,
     )
-    return MLPTensors(**branch, **tensors), o
+    return MLPTensors(**t, **tensors), o
 
 
 def mlp_block(

@@ -26,30 +26,18 @@ from ..mlp.block import MLPTensors
 from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import check_branch
 from ..registration.functions import build
-from ..registration.op import SublayerOp
 from ..sublayer.lora import LoRA, gather_lora
-from ..sublayer.residual import around, drawn
+from ..sublayer.residual import RowsOp, around, drawn
 from .router import GROUP_SCORES, SCORINGS
-from .sublayer import (
-    LOGITS,
-    MoEOptions,
-    MoETensors,
-    RouterOptions,
-    moe_reference,
-    moe_sublayer,
-    moe_sublayer_backward,
-    saves,
-)
+from .sublayer import LOGITS, MoEOptions, MoESublayer, MoETensors, RouterOptions, moe_reference, saves
 
 
-class MoEBlock(SublayerOp):
+class MoEBlock(RowsOp):
     name = "moe_block"
-    Tensors, Options = MoETensors, MoEOptions
+    Tensors, Options, Sublayer = MoETensors, MoEOptions, MoESublayer
     constants = frozenset({1 + MoETensors._fields.index("score_bias")})
     decisions, more_results = ("index",), (LOGITS,)
     saves = staticmethod(saves)
-    compute = staticmethod(moe_sublayer)
-    gradients = staticmethod(moe_sublayer_backward)
     in_torch_ops = staticmethod(moe_reference)
 
 

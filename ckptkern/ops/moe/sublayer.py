@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from ... import eager
 from ..experts import LAYERS as EXPERT_LAYERS
-from ..experts import PARAMETERS, Experts, ExpertsBranch, ExpertsSums
+from ..experts import PARAMETERS, Experts, ExpertsBranch
 from ..mlp.block import MLPTensors, bytes_around
 from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import MLPBranch, Sums
 from ..mlp.branch import reference as mlp_reference
 from ..mlp.branch import saves as mlp_saves
 from ..registration.gradients import BiasGrad, WeightGrad
-from ..registration.op import by_chunks, cast_parameter, needed_names, with_fields
+from ..registration.op import cast_parameter, with_fields
 from ..sublayer.lora import updates_of
 from ..sublayer.residual import (
     AroundTensors,
@@ -110,29 +110,26 @@ def shared_of(t: MoETensors) -> MLPTensors | None:
 
 
 class Gradients:
-    """The sublayer's gradients that are sums over chunks, of those that `need` names; inner: needs of what the branch reads."""
+    """The sublayer's gradients that are sums over chunks, of those that `need` names; inner: needs of what the experts read."""
 
     def __init__(self, sublayer: MoESublayer, need: Collection[str], chunks: int):
         t, self.need_dh = sublayer.t, sublayer.needs_dh(need)
         self.routes = self.need_dh or not need.isdisjoint(("router_weight", "router_bias"))
+        self.gates = t.shared_expert_gate is not None and (self.need_dh or "shared_expert_gate" in need)
         of_h = {"x"} if self.need_dh else set()
-        self.experts = ExpertsSums(
-            sublayer.experts, of_h | need & set(PARAMETERS) | ({"s"} if self.routes else set()), chunks
-        )
+        self.inner = of_h | need & set(PARAMETERS) | ({"s"} if self.routes else set())
         of_shared = of_h | {name for name in SHARED if f"shared_{name}" in need}
         self.shared = Sums(sublayer.shared, of_shared, chunks) if sublayer.shared and of_shared else None
-        self.gates = t.shared_expert_gate is not None and (self.need_dh or "shared_expert_gate" in need)
-        self.linear = {
+        self.totals = sublayer.experts.sums(need, chunks) | {
             name: (BiasGrad if name == "router_bias" else WeightGrad)(getattr(t, name), chunks)
             for name in ("router_weight", "router_bias", "shared_expert_gate")
             if name in need
         }
 
     def results(self) -> dict[str, Tensor | None]:
-        made = self.experts.results() | {name: one.result() for name, one in self.linear.items()}
-        if self.shared is not None:
-            made |= {f"shared_{name}": one for name, one in self.shared.results().items()}
-        return made
+        of_shared = {} if self.shared is None else self.shared.results()
+        made = {name: one.result() for name, one in self.totals.items()}
+        return made | {f"shared_{name}": one for name, one in of_shared.items()}
 
 
 class MoESublayer(Sublayer):
@@ -152,6 +149,9 @@ class MoESublayer(Sublayer):
             branch = max(branch, self.shared.row_bytes() + wide * d)
         router = wide * (ROUTER_ROWS * t.router_weight.shape[0] + 2 * d * (o.router_dtype != o.dtype))
         return bytes_around(self, branch + router, d)
+
+    def sums(self, need: Collection[str], chunks: int) -> Gradients:
+        return Gradients(self, need, chunks)
 
     # -- the router
 
@@ -201,23 +201,17 @@ class MoESublayer(Sublayer):
         return saved | {"y": self.output(self.drop(f)), LOGITS: logits, "index": index}
 
     def backward(
-        self,
-        dy: Tensor,
-        dlogits: Tensor,
-        saved: dict[str, Tensor],
-        index: Tensor,
-        groups: eager.Groups,
-        need: Collection[str],
-        sums: Gradients,
+        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Gradients
     ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
-        h = self.inputs()
+        index, dlogits, h = saved["index"].long(), saved[f"d{LOGITS}"], self.inputs()
+        groups = eager.route(index, self.t.router_weight.shape[0])
         scores = scores_of(self.logits(h), self.o)
         s = weights_of(scores, index, self.o)
         f = self.drop(self.branch(h, s, groups, saved)[0]) if reads_branch(self.o, need) else None
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
-        made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.experts)
+        made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)
         dh, ds = made.get("dx"), made.pop("ds", None)
         made = None
         if sums.routes:
@@ -231,10 +225,10 @@ class MoESublayer(Sublayer):
 
     def add_linear_gradients(self, name: str, dz: Tensor, h: Tensor, dh: Tensor | None, sums: Gradients) -> None:
         """Adds the gradients of z = h w^T: w's to the sums, and h's to dh."""
-        if name in sums.linear:
-            sums.linear[name].add(dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
-        if name == "router_weight" and "router_bias" in sums.linear:
-            bias = sums.linear["router_bias"]
+        if name in sums.totals:
+            sums.totals[name].add(dz, h if h.dtype == dz.dtype else h.to(dz.dtype))
+        if name == "router_weight" and "router_bias" in sums.totals:
+            bias = sums.totals["router_bias"]
             bias.add(eager.column_sum(dz, bias.part))
         if sums.need_dh:
             dh += eager.mm(dz, self.cast(getattr(self.t, name), dz.dtype))
@@ -259,34 +253,6 @@ class MoESublayer(Sublayer):
         dx = self.shared.backward_rows(df, h, saved, self.first_row, sums.shared)
         if sums.need_dh:
             dh += dx
-
-
-def moe_sublayer(x: Tensor, t: MoETensors, o: MoEOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """(y [tokens, d], the logits and what is saved)."""
-    sublayer = MoESublayer(x, t, o)
-    made = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
-    if "gu" in made:
-        made["gu"] = made["gu"].view(-1, t.gate_up_weight.shape[1])
-    return made.pop("y"), made
-
-
-def moe_sublayer_backward(
-    dy: Tensor, x: Tensor, t: MoETensors, o: MoEOptions, saved: dict[str, Tensor], needs: int
-) -> dict:
-    """Gradients by name ("x" and MoETensors' fields) from dy [tokens, d] and those of the logits."""
-    sublayer, need = MoESublayer(x, t, o), needed_names(MoETensors, needs)
-    chunks, index = sublayer.chunks(), saved["index"].long()
-    sums, dlogits = Gradients(sublayer, need, len(chunks)), saved[f"d{LOGITS}"]
-    rows = {name: one for name, one in saved.items() if name == "gu" or name.startswith("shared_")}
-    if "gu" in rows:
-        rows["gu"] = rows["gu"].reshape(index.shape[0], index.shape[1] * t.gate_up_weight.shape[1])
-
-    def backward(part: MoESublayer, of: slice) -> dict[str, Tensor | None]:
-        groups = eager.route(index[of], t.router_weight.shape[0])
-        own = {name: one[of] for name, one in rows.items()}
-        return part.backward(dy[of], dlogits[of], own, index[of], groups, need, sums)
-
-    return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
 
 
 def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,15 @@ from ...errors import ShapeError
 from ...frozen import Frozen, viewed
 from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
 from ..dispatch.choices import choose_mode, choose_workspace, matmul_precision, primitives
-from ..registration.op import beside_frozen, by_chunks, cast_parameter, rows_2d, token_chunks
+from ..registration.op import (
+    SublayerOp,
+    beside_frozen,
+    by_chunks,
+    cast_parameter,
+    needed_names,
+    rows_2d,
+    token_chunks,
+)
 from .dropout import apply_dropout, draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
@@ -100,8 +108,7 @@ class Sublayer:
             o, holds = beside_frozen(t, o, o.dtype)
         self.shares, self.copies, self.holds, self.held = shares, {}, holds, {}
         self.p, self.x, self.t, self.o = primitives(o.backend), rows_2d(x), t, o
-        self.lead, self.samples = x.shape[:-1], sample_shape(x)
-        self.wide = torch.promote_types(x.dtype, o.dtype)
+        self.lead, self.wide = x.shape[:-1], torch.promote_types(x.dtype, o.dtype)
         self.out_dtype = self.wide if o.residual else o.dtype
         self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
@@ -165,14 +172,12 @@ class Sublayer:
 
         return token_chunks(self.x.shape[0], of_row, self.quarter)
 
-    def norm_fwd(self, x: Tensor, weight, bias, eps: float, kind: str, dtype: torch.dtype) -> Tensor:
+    def norm_fwd(self, x: Tensor, *arguments: Any) -> Tensor:
+        """The backend's norm_fwd; arguments: weight, bias, eps, kind, dtype."""
         chunks = self.norm_chunks(x)
         if len(chunks) == 1:
-            return self.p.norm_fwd(x, weight, bias, eps, kind, dtype)
-        y = x.new_empty(x.shape, dtype=dtype)
-        for start, stop in chunks:
-            y[start:stop] = self.p.norm_fwd(x[start:stop], weight, bias, eps, kind, dtype)
-        return y
+            return self.p.norm_fwd(x, *arguments)
+        return by_chunks(chunks, lambda start, stop: {"y": self.p.norm_fwd(x[start:stop], *arguments)})["y"]
 
     def norm_bwd(
         self,
@@ -200,9 +205,10 @@ class Sublayer:
             sums = [one if total is None else total.add_(one) for total, one in zip(sums, made, strict=True)]
         return dx, *sums
 
-    def norm(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The leading or trailing norm of x."""
-        return self.norm_fwd(x, self.t.norm_weight, self.t.norm_bias, self.o.norm_eps, self.o.norm, dtype)
+    def norm(self, x: Tensor, dtype: torch.dtype, name: str = "norm") -> Tensor:
+        """The norm of this name of x: the leading or trailing one, or "post_norm"."""
+        weight, bias = getattr(self.t, f"{name}_weight"), getattr(self.t, f"{name}_bias")
+        return self.norm_fwd(x, weight, bias, getattr(self.o, f"{name}_eps"), getattr(self.o, name), dtype)
 
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
@@ -224,10 +230,7 @@ class Sublayer:
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
-        t, o = self.t, self.o
-        if not o.post_norm:
-            return f
-        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, self.out_dtype)
+        return self.norm(f, self.out_dtype, "post_norm") if self.o.post_norm else f
 
     def scaled(self, z: Tensor) -> Tensor:
         """layer_scale * z, forward and backward."""
@@ -240,10 +243,11 @@ class Sublayer:
     def drop_path(self, z: Tensor) -> Tensor:
         """Whole samples of z [tokens, e] dropped, forward and backward: dropout of one value for each sample."""
         state, threshold, scale, _ = dropout_arguments(self.t.path_rng, self.o.path_p)
-        saved = self.p.dropout(z.new_ones((self.samples[0], 1)), state, threshold, 1.0).view(self.samples) != 0
+        samples = sample_shape(self.lead)
+        saved = self.p.dropout(z.new_ones((samples[0], 1)), state, threshold, 1.0).view(samples) != 0
         if self.is_part:
             rows = torch.arange(self.first_row, self.first_row + z.shape[0], device=z.device)
-            return torch.where(saved.view(-1)[rows // (math.prod(self.lead) // self.samples[0])][:, None], z * scale, 0)
+            return torch.where(saved.view(-1)[rows // (math.prod(self.lead) // samples[0])][:, None], z * scale, 0)
         return torch.where(saved, z.reshape(*self.lead, z.shape[-1]) * scale, 0).view(z.shape)
 
     def total(self, f: Tensor) -> Tensor:
@@ -377,6 +381,36 @@ class Sublayer:
         return grads
 
 
+class RowsOp(SublayerOp):
+    """The op of a sublayer that computes chunks of its rows apart. Its Sublayer also has, of such a chunk:
+
+    forward   () -> what the op gives, by name, the output as "y"
+    backward  (dy, saved, need, sums) -> the gradients that are not in sums
+    sums      (need, chunks) -> the sums over chunks of the branch's gradients
+    """
+
+    Sublayer: type[Sublayer]
+
+    @classmethod
+    def compute(cls, x, t, o):
+        sublayer = cls.Sublayer(x, t, o)
+        saved = by_chunks(sublayer.chunks(), lambda start, stop: sublayer.rows(start, stop).forward())
+        return saved.pop("y"), saved
+
+    @classmethod
+    def gradients(cls, dy, x, t, o, saved, needs):
+        sublayer, need = cls.Sublayer(x, t, o), needed_names(cls.Tensors, needs)
+        chunks = sublayer.chunks()
+        sums = sublayer.sums(need, len(chunks))
+
+        def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
+            if part is sublayer:
+                return part.backward(dy, saved, need, sums)
+            return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
+
+        return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
+
+
 def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
 
@@ -418,7 +452,7 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
     z = z if o.branch_factor == 1.0 else z * o.branch_factor
     z = z if t.layer_scale is None else z * at_samples(cast_parameter(t.layer_scale, z.dtype), x)
     if t.path_rng is not None:
-        samples = sample_shape(x)
+        samples = sample_shape(x.shape[:-1])
         ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
         z = z * ones.view(samples)
     y = x + z if o.residual else z
@@ -432,26 +466,12 @@ def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, fe
             raise ValueError(f"{op}: {name}_weight and {name}_bias need {name}='layer' or 'rms'")
         return
     check_choice(op, name, kind, (*NORMS, None))
-    for parameter_name, parameter in ((f"{name}_weight", weight), (f"{name}_bias", bias)):
-        if parameter is None:
-            continue
-        check_tensor(op, parameter_name, parameter, x)
-        if parameter.shape != (features,):
-            raise ShapeError(f"{op}: {parameter_name} must have shape ({features},), but has {tuple(parameter.shape)}")
-
-
-def check_layer_scale(op: str, x: Tensor, layer_scale, features: int) -> tuple[float, Tensor | None]:
-    """(the number, the vector or vectors) that the branch is multiplied by."""
-    if layer_scale is None:
-        return 1.0, None
-    if not isinstance(layer_scale, Tensor):
-        check_number(op, "layer_scale", layer_scale)
-        return float(layer_scale), None
-    check_tensor(op, "layer_scale", layer_scale, x)
-    if layer_scale.dim() == 1 and layer_scale.shape[0] == features:
-        return 1.0, layer_scale
-    also = f"be a number, have shape ({features},), or "
-    return 1.0, check_vectors(op, x, "layer_scale", layer_scale, features, also)
+    for which, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check_tensor(op, f"{name}_{which}", parameter, x)
+            if parameter.shape != (features,):
+                shape = tuple(parameter.shape)
+                raise ShapeError(f"{op}: {name}_{which} must have shape ({features},), but has {shape}")
 
 
 def around(
@@ -466,54 +486,49 @@ def around(
     residual,
     training,
     norm,
-    norm_weight,
-    norm_bias,
     norm_eps,
     norm_first,
-    norm_scale,
-    norm_shift,
     post_norm,
-    post_norm_weight,
-    post_norm_bias,
     post_norm_eps,
     resid_dropout_p,
     layer_scale,
     drop_path_p,
     recompute,
     workspace,
+    **tensors,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Checks a sublayer's arguments around its branch; returns them as AroundTensors' and SublayerOptions' fields.
 
     probe: empty, like x in the compute dtype. output, features: name and rows of the branch's last weight. updates: what
-    `gather_lora` gave. summed: `choose_workspace`'s.
+    `gather_lora` gave. summed: `choose_workspace`'s. tensors: the others of AroundTensors.
     """
     if residual and features != x.shape[-1]:
         raise ShapeError(f"{op}: residual needs {output} with {x.shape[-1]} rows, but it has {features}")
     check_probability(op, resid_dropout_p)
     check_probability(op, drop_path_p)
     check_flags(op, norm_first=norm_first, residual=residual, training=training)
-    check_norm(op, x, "norm", norm, norm_weight, norm_bias, x.shape[-1] if norm_first else features)
-    check_norm(op, x, "post_norm", post_norm, post_norm_weight, post_norm_bias, features)
-    check_number(op, "norm_eps", norm_eps)
-    check_number(op, "post_norm_eps", post_norm_eps)
-    branch_factor, layer_scale = check_layer_scale(op, x, layer_scale, features)
-    modulation = dict(norm_scale=norm_scale, norm_shift=norm_shift)  # as [B, d]
-    for name, value in modulation.items():
-        if value is not None and (norm is None or not norm_first):
-            raise ValueError(
-                f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
-            )
-        modulation[name] = None if value is None else check_vectors(op, x, name, value, x.shape[-1])
+    for name, kind, eps in (("norm", norm, norm_eps), ("post_norm", post_norm, post_norm_eps)):
+        of_input = name == "norm" and norm_first
+        weight, bias = tensors[f"{name}_weight"], tensors[f"{name}_bias"]
+        check_norm(op, x, name, kind, weight, bias, x.shape[-1] if of_input else features)
+        check_number(op, f"{name}_eps", eps)
+    branch_factor = 1.0
+    if layer_scale is not None and not isinstance(layer_scale, Tensor):
+        check_number(op, "layer_scale", layer_scale)
+        branch_factor, layer_scale = float(layer_scale), None
+    elif layer_scale is not None:
+        check_tensor(op, "layer_scale", layer_scale, x)
+        if layer_scale.shape != (features,):
+            also = f"be a number, have shape ({features},), or "
+            layer_scale = check_vectors(op, x, "layer_scale", layer_scale, features, also)
+    for name in ("norm_scale", "norm_shift"):  # as [B, d]
+        if (value := tensors[name]) is not None:
+            if norm is None or not norm_first:
+                raise ValueError(
+                    f"{op}: {name} is of a norm before the branch; pass norm='layer' or 'rms' and norm_first=True"
+                )
+            tensors[name] = check_vectors(op, x, name, value, x.shape[-1])
     of_updates, numbers = updates
-    tensors = dict(
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        **modulation,
-        post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias,
-        layer_scale=layer_scale,
-        **of_updates,
-    )
     options = dict(
         norm=norm or "",
         norm_eps=float(norm_eps),
@@ -528,7 +543,7 @@ def around(
         precision=matmul_precision(probe),
         workspace=choose_workspace(op, workspace, probe, summed),
         lora=numbers,
-        lora_dtype=update_dtype(x, probe.dtype, of_updates.values()),
+        lora_dtype=update_dtype(x, probe.dtype, of_updates.values()) if numbers else probe.dtype,
         dtype=probe.dtype,
     )
-    return tensors, options
+    return tensors | of_updates | {"layer_scale": layer_scale}, options

@@ -4,7 +4,7 @@ sublayer."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,20 +15,20 @@ from ..dispatch.checks import check_tensor
 from ..registration.op import cast_parameter
 
 
-def sample_shape(x: Tensor) -> tuple[int, ...]:
-    """[B, 1, ...]: one value for each sample of x [B, ..., d]. Without a batch dimension x is one sample."""
-    return (x.shape[0] if x.dim() > 2 else 1, *(1,) * (x.dim() - 1))
+def sample_shape(lead: Sequence[int]) -> tuple[int, ...]:
+    """[B, 1, ...]: one value for each sample of x [*lead, d], lead [B, ...]. Without a batch dimension x is one sample."""
+    return (lead[0] if len(lead) > 1 else 1, *(1,) * len(lead))
 
 
 def at_samples(vector: Tensor, x: Tensor) -> Tensor:
     """A vector [B, e] of each sample as it meets x [B, ..., d]; one [e] of all samples as it is."""
-    return vector if vector.dim() == 1 else vector.view(*sample_shape(x)[:-1], vector.shape[-1])
+    return vector if vector.dim() == 1 else vector.view(*sample_shape(x.shape[:-1])[:-1], vector.shape[-1])
 
 
 def check_vectors(op: str, x: Tensor, name: str, vectors: Tensor, features: int, also: str = "") -> Tensor:
     """[B, features] of [B, features] or [B, 1, ..., features]. also: what else the message says may be given."""
     check_tensor(op, name, vectors, x)
-    shape, B = vectors.shape, sample_shape(x)[0]
+    shape, B = vectors.shape, sample_shape(x.shape[:-1])[0]
     if len(shape) < 2 or shape[0] != B or shape[-1] != features or any(size != 1 for size in shape[1:-1]):
         raise ShapeError(
             f"{op}: {name} must {also}have shape ({B}, {features}) or ({B}, 1, {features}), one vector for each sample of "
