@@ -436,6 +436,7 @@ def sum_by_blocks(
             ]
             for total, part in zip(sums, function(block), strict=True):
                 total[:, :, block.columns] += part
+            part = None  # freed before the next block's gradients are made
         for place, total in zip(places, sums, strict=True):
             if place is not total:
                 place.copy_(total)
