@@ -105,8 +105,9 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
 def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
     masks = t.mask is not None or t.padding is not None
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
-    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o, o.max_len, o.max_len, workspace)
+    if o.workspace is not None:
+        o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
+    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
 
 
 class CoreSublayer(Sublayer):

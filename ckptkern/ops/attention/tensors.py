@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.types import IntLikeType
 
 from ..registration.op import row_count, token_chunks, with_fields
 from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, has_trailing_norm
 from .context import Context
+from .core import CoreOptions
 
 
 class PositionTensors(NamedTuple):
@@ -25,20 +25,14 @@ class PositionTensors(NamedTuple):
 
 
 class HeadsOptions(NamedTuple):
-    """The options of both kinds of attention. theta: for rotary tables that are made here, 0 for none; left, right: visible
-    columns, None for no bound; fused: torch's own kernel, or ""."""
+    """The options of both kinds of attention, beside the core's. theta: for rotary tables that are made here, 0 for none;
+    context: where the rows are a part of a sequence."""
 
     num_heads: int
     theta: float
     interleaved: bool
     mask_is_exclusion: bool
-    left: IntLikeType | None
-    right: IntLikeType | None
-    scale: float
-    softcap: float
-    dropout_p: float
-    backend: str
-    fused: str
+    context: Context | None
 
 
 @with_fields(AroundTensors, ..., PositionTensors, RandomStates)
@@ -79,22 +73,16 @@ class AttentionTensors(NamedTuple):
     cu: Tensor | None
 
 
-@with_fields(HeadsOptions, ..., SublayerOptions)
+@with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
 class AttentionOptions(NamedTuple):
-    """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
-    left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
-    where the heads are a shard; context: where the rows are a part of a sequence; lora: scale and dropout_p of the low-rank
-    update of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the core's blocks of queries."""
+    """The sublayer's other arguments. lora: of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the
+    core's blocks of queries; first_plane, planes: where the heads are a shard."""
 
     num_kv_heads: int
     qkv_layout: str
     gate_in_query: bool
     qk_norm: str
     qk_norm_eps: float
-    max_len: IntLikeType
-    first_plane: int
-    planes: int
-    context: Context | None
 
 
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
