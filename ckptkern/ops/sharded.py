@@ -195,13 +195,11 @@ class Shard:
             made["attn_mask"] = tuple(self.mask(one, H, heads) for one in mask)
         else:
             made["attn_mask"] = self.mask(mask, H, heads)
-        if made["alibi_slopes"] is not None:
-            made["alibi_slopes"] = self.part(made["alibi_slopes"], -1, heads)
-        if made["sinks"] is not None:
-            made["sinks"] = self.part(made["sinks"], 0, heads)
-        for name in ("gate_weight", "gate_bias"):
-            if (gate := made[name]) is not None:  # of columns of o, or of heads
-                made[name] = self.part(gate, 0, heads if gate.shape[0] % (heads * D) else heads * D)
+        for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
+            if (value := made[name]) is not None:
+                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # of o, else of heads
+                dim = -1 if name == "alibi_slopes" else 0
+                made[name] = self.part(value, dim, heads * D if of_columns else heads)
         if made["key_value"] is not None:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")

@@ -32,28 +32,32 @@ AnyOptions = AttentionOptions | LatentOptions
 AnyTensors = AttentionTensors | LatentTensors
 
 
-def options_of(attention: type[CoreOp], last: type[SublayerOp]) -> type:
-    """Makes the options of a layer of these sublayers. attention: of the attention sublayers in their order, of which a second
-    one is cross-attention; mlp: of the last sublayer; parallel: do all sublayers read x?"""
-    fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
-    return NamedTuple("LayerOptions", list(fields.items()))
+def of_sublayers(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> Callable[[type], type]:
+    """Decorates the op of a layer of at most so many attention sublayers and a last one with what follows from these ops.
+
+    Its options are attention: of the attention sublayers in their order, of which a second one is cross-attention; mlp: of the
+    last sublayer; parallel: do all sublayers read x?
+    """
+
+    def decorated(layer: type) -> type:
+        fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
+        A = len(attention.Tensors._fields)
+        of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
+        layer.attention, layer.last, layer.Options = attention, last, NamedTuple("LayerOptions", list(fields.items()))
+        layer.constants = frozenset(of_attentions | {attentions * A + i for i in last.constants})
+        layer.more_results, layer.decisions = last.more_results, last.decisions
+        return layer
+
+    return decorated
 
 
-def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
-    """Returns the constants of a layer of so many attention sublayers and a last one."""
-    A = len(attention.Tensors._fields)
-    of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
-    return frozenset(of_attentions | {attentions * A + i for i in last.constants})
-
-
+@of_sublayers(AttentionBlock, MLPBlock, attentions=2)
 class TransformerLayer(SublayerOp):
     """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
 
     name = "transformer_layer"
-    Options = options_of(AttentionBlock, MLPBlock)
-    attention: type[CoreOp] = AttentionBlock
-    last: type[SublayerOp] = MLPBlock
-    constants = constants_of_layer(AttentionBlock, MLPBlock, attentions=2)
+    attention: type[CoreOp]
+    last: type[SublayerOp]
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
     assert min(AttentionBlock.constants) > len(MLPBlock.Tensors._fields)
 
@@ -156,25 +160,19 @@ class TransformerLayer(SublayerOp):
         return mid, cores
 
 
+@of_sublayers(AttentionBlock, MoEBlock)
 class TransformerMoELayer(TransformerLayer):
     name = "transformer_moe_layer"
-    Options = options_of(AttentionBlock, MoEBlock)
-    last, more_results = MoEBlock, MoEBlock.more_results
-    constants, decisions = constants_of_layer(AttentionBlock, MoEBlock), MoEBlock.decisions
 
 
+@of_sublayers(LatentAttentionBlock, MLPBlock)
 class LatentTransformerLayer(TransformerLayer):
     name = "latent_transformer_layer"
-    Options = options_of(LatentAttentionBlock, MLPBlock)
-    attention = LatentAttentionBlock
-    constants = LatentAttentionBlock.constants
 
 
-class LatentTransformerMoELayer(TransformerMoELayer):
+@of_sublayers(LatentAttentionBlock, MoEBlock)
+class LatentTransformerMoELayer(TransformerLayer):
     name = "latent_transformer_moe_layer"
-    Options = options_of(LatentAttentionBlock, MoEBlock)
-    attention = LatentAttentionBlock
-    constants = constants_of_layer(LatentAttentionBlock, MoEBlock)
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
@@ -215,15 +213,6 @@ ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of
 LATENT_ARGUMENTS, MOE_ARGUMENTS = Arguments.of(latent_attention_block), Arguments.of(moe_block)
 
 
-def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
-    """Are these the arguments of latent_attention_block?"""
-    return isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
-
-
-def has_router(mlp_arguments: Mapping[str, Any]) -> bool:
-    return isinstance(mlp_arguments, Mapping) and "router_weight" in mlp_arguments
-
-
 def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool, routes: bool) -> None:
     if arguments["key_value"] is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
@@ -258,12 +247,12 @@ def _by_sublayers(
     """Runs each sublayer as a region of its own."""
     mid = x
     for arguments in attentions:
-        block = latent_attention_block if is_latent(arguments) else attention_block
+        block = latent_attention_block if "kv_a_weight" in arguments else attention_block
         if ACTIVE.shard is not None:
             block = functools.partial(ACTIVE.shard.attention_block, alone=not parallel)
         mid = block(mid, training=training, recompute=recompute[0], workspace=workspace, **arguments)
     given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
-    if has_router(mlp_arguments):
+    if "router_weight" in mlp_arguments:
         y, logits = moe_block(x if parallel else mid, **given)
         return (mid + y if parallel else y), logits
     return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
@@ -304,7 +293,8 @@ def transformer_layer(
     and what passes between the sublayers. Raises as the two blocks do.
     """
     op = "transformer_layer"
-    latent, routes = is_latent(attention_arguments), has_router(mlp_arguments)
+    latent = isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
+    routes = isinstance(mlp_arguments, Mapping) and "router_weight" in mlp_arguments
     of_attention, of_mlp = (
         LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS,
         MOE_ARGUMENTS if routes else MLP_ARGUMENTS,

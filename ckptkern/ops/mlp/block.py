@@ -96,8 +96,7 @@ class MLPSublayer(Sublayer):
         if reads_branch(
             self.o, need
         ):  # which no mode saves: by one matmul from the hidden layer if that was saved, or all
-            whole = branch.updates or not saved
-            f = self.drop(branch.forward_rows(h, start)[0] if whole else branch.result_of(saved, start))
+            f = self.drop(branch.result_of(h, {} if branch.updates else saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
         dh = branch.backward_rows(df, h, saved, start, sums)

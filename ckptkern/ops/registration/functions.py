@@ -77,7 +77,7 @@ def runs_directly(seen: int) -> bool:
     return not seen & _OBSERVED or (Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
 
 
-def returned(op: type[Op], options, results):
+def returned(op: type[Op], results):
     """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
     more = op.more_results
     return tuple(results[: 1 + len(more)]) if more else results[0]
@@ -359,18 +359,18 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
                 for i, t in enumerate(tensors)
                 if t is not None and t.is_floating_point() and type(t) is not Frozen
             )
-            return returned(op, options, transformed.apply(options, present & ~constants, *tensors))
+            return returned(op, transformed.apply(options, present & ~constants, *tensors))
         if compiling:
             needs = wanted(tensors)
             if not needs:
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
-                return returned(op, options, call_forward(registered, tensors, for_inference(options)))
+                return returned(op, call_forward(registered, tensors, for_inference(options)))
             # a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function
             tensors = tuple(
                 t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
                 for i, t in enumerate(tensors)
             )
-            return returned(op, options, functional.apply(options, needs, *tensors))
+            return returned(op, functional.apply(options, needs, *tensors))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
             seen = _without_frozen(state.observe(tensors), tensors)

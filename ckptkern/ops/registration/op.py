@@ -284,11 +284,11 @@ def token_chunks(
 ) -> list[tuple[int, int]]:
     """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
     multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
-    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called.
+    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called; nor is it for fewer rows than one unit.
 
     Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
     """
-    if workspace is None:
+    if workspace is None or rows <= unit:
         return [(0, rows)]
     bytes_per_row = bytes_per_row() if callable(bytes_per_row) else bytes_per_row
     if rows * bytes_per_row <= workspace:

@@ -113,6 +113,7 @@ class Sublayer:
         self.lead, self.wide = x.shape[:-1], torch.promote_types(x.dtype, o.dtype)
         self.out_dtype = self.wide if o.residual else o.dtype
         self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
+        self.normed = t.norm_weight, t.norm_bias, o.norm_eps, o.norm  # how, of `norm_fwd`
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
         # of the workspace for norms and vectors of samples: most is for what is alive beside them
         self.quarter = None if o.workspace is None else o.workspace // 4
@@ -207,18 +208,13 @@ class Sublayer:
             sums = [one if total is None else total.add_(one) for total, one in zip(sums, made, strict=True)]
         return dx, *sums
 
-    def norm(self, x: Tensor, dtype: torch.dtype, name: str = "norm") -> Tensor:
-        """The norm of this name of x: the leading or trailing one, or "post_norm"."""
-        weight, bias = getattr(self.t, f"{name}_weight"), getattr(self.t, f"{name}_bias")
-        return self.norm_fwd(x, weight, bias, getattr(self.o, f"{name}_eps"), getattr(self.o, name), dtype)
-
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
         if not self.modulated:
-            return self.norm(self.x, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
+            return self.norm_fwd(self.x, *self.normed, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
         chunks = self.vector_chunks()
         if len(chunks) == 1:
-            n = self.norm(self.x, self.wide)
+            n = self.norm_fwd(self.x, *self.normed, self.wide)
             return self.by_sample.modulate(n, self.t.norm_scale, self.t.norm_shift).to(self.o.dtype)
         h = self.x.new_empty(self.x.shape, dtype=self.o.dtype)
         for start, stop in chunks:
@@ -232,7 +228,10 @@ class Sublayer:
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
-        return self.norm(f, self.out_dtype, "post_norm") if self.o.post_norm else f
+        t, o = self.t, self.o
+        if not o.post_norm:
+            return f
+        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, self.out_dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
         """layer_scale * z, forward and backward."""
@@ -261,7 +260,7 @@ class Sublayer:
     def output(self, f: Tensor) -> Tensor:
         """The sublayer's output from the branch's result f."""
         y = self.total(f)
-        return self.norm(y, y.dtype) if self.trailing else y
+        return self.norm_fwd(y, *self.normed, y.dtype) if self.trailing else y
 
     def norm_gradients(
         self,
@@ -346,7 +345,7 @@ class Sublayer:
             if "norm_shift" in need:
                 grads["norm_shift"] = self.by_sample.sums(d)
             if "norm_scale" in need:
-                grads["norm_scale"] = self.by_sample.sums(d * self.norm(self.x, self.wide))
+                grads["norm_scale"] = self.by_sample.sums(d * self.norm_fwd(self.x, *self.normed, self.wide))
             d = None
         if self.t.norm_scale is not None:
             dh = self.by_sample.multiplied(dh.to(self.wide), self.t.norm_scale + 1)
@@ -361,6 +360,8 @@ class Sublayer:
     ) -> dict[str, Tensor | None]:
         """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, in `dx` if there is one, of
         others summed."""
+        if len(chunks) == 1:
+            return backward(self, slice(None))
         totals: dict[str, Tensor | None] = {}
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
