@@ -75,7 +75,7 @@ OPS = [
     Fault(
         "sublayer: layer_scale's gradient leaves out the post-norm",
         "ckptkern/ops/sublayer/residual.py",
-        'return eager.column_sum(df * «self.post_normed(f)», self.dtype_of("layer_scale", need))',
+        'grads["layer_scale"] = eager.column_sum(df * «self.post_normed(f)», dtype)',
         "f",
         (values("[mlp_block-layer_scale", "[mlp_block-post_norm"),),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -46,24 +45,6 @@ def _packed(p, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width
     """Packs a chain that fits one kernel, with Frozen weights dequantised."""
     weights = [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
     return p.pack_stack(weights, [b for b in biases if b is not None], width, dtype)
-
-
-def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
-    """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
-    L = len(weights)
-    packed = _packed(p, weights, biases, width, rows.dtype)
-    dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
-    dws = [
-        dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
-        if needed(needs, 1 + i)
-        else None
-        for i, w in enumerate(weights)
-    ]
-    dbs = [
-        db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if needed(needs, 1 + L + i) else None
-        for i, w in enumerate(weights)
-    ]
-    return dx, dws, dbs
 
 
 def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -> int | None:
@@ -148,8 +129,21 @@ class LinearStack(Op):
         need_dw = [needed(needs, 1 + i) for i in range(L)]
         need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
-            dx, *others = _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs)
-            return [None if dx is None else unflattened(dx, x), *itertools.chain(*others)]
+            packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
+            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
+            return [
+                None if dx is None else unflattened(dx, x),
+                *(
+                    dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=whole)
+                    if need_dw[i]
+                    else None
+                    for i, w in enumerate(weights)
+                ),
+                *(
+                    db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None
+                    for i, w in enumerate(weights)
+                ),
+            ]
         layers, stored = _cast(weights, biases, dy.dtype), [rows_2d(h) for h in hidden]
         chunks = token_chunks(M, _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
         weight_grads = [need and WeightGrad(w, len(chunks)) for need, w in zip(need_dw, weights, strict=True)]

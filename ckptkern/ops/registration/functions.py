@@ -28,7 +28,7 @@ from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from .delayed import Delayed, Process, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing
-from .gradients import having_main_grad, into_main_grad
+from .gradients import into_main_grad
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
 
@@ -38,9 +38,19 @@ def build(op: type[Op]):
     registered = register(op)
     gradients = _gradients(registered)
     eager = _eager_function(registered, gradients)
-    functional, transformed = _functional_functions(registered, gradients)
-    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, eager), "Autograd")
-    apply = _apply(registered, eager, functional, transformed)
+    bare = named(type("Bare", (eager,), {}), op, "Op")
+
+    def kernel(tensors, *lists):
+        """The library op for graphs that call the op itself, with a classic Function around it."""
+        if needs := wanted(tensors):
+            made: list[Tensor] = []
+            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *made]
+        with torch._C._AutoDispatchBelowAutograd():
+            return registered.fwd(tensors, *lists)
+
+    LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
+    apply = _apply(registered, eager, *_functional_functions(registered, gradients))
     apply.parts = registered, gradients
     return apply
 
@@ -92,7 +102,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     """
     more = len(op.more_results)
     tensors, saved = call_of(op, flat, options)
-    tensors, reference = list(tensors), op.reference_of(saved, options)
+    tensors, decided = list(tensors), {name: saved[name] for name in op.decisions}
     if tensors[0] is None:
         tensors[0] = op.missing_input(dy, tensors, options)
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
@@ -102,7 +112,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
         by_place = dict(enumerate(tensors)) | dict(zip(variables, values, strict=True))
 
         def y(*some):
-            return reference([*(by_place | dict(zip(wanted, some, strict=True))).values()], options)
+            return op.reference([*(by_place | dict(zip(wanted, some, strict=True))).values()], options, **decided)
 
         return torch.func.vjp(y, *(by_place[i] for i in wanted))[1](dys)
 
@@ -203,7 +213,11 @@ def _eager_function(registered: Registered, gradients) -> type:
                 results = call_forward(registered, tensors, options)
             else:
                 results = run_forward(op, tensors, options, seen)
-            weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
+            weights = None
+            if (
+                seen & _MAIN_GRAD
+            ):  # by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones
+                weights = {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
             ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             if not more:
@@ -283,23 +297,6 @@ def _in_parts(
     elif any(isinstance(grads[i], Delayed) for i in places):
         return gradients(dy, flat, options, wanted)
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
-
-
-def _autograd_kernel(registered: Registered, eager: type):
-    """The library op for graphs that call the op itself, with a classic Function around it."""
-    op, fwd, _, layout = registered
-
-    bare = named(type("Bare", (eager,), {}), op, "Op")
-
-    def kernel(tensors, *lists):
-        if needs := wanted(tensors):
-            made: list[Tensor] = []
-            results = bare.apply((unpack(layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
-            return [*(results if isinstance(results, tuple) else (results,)), *made]
-        with torch._C._AutoDispatchBelowAutograd():
-            return fwd(tensors, *lists)
-
-    return kernel
 
 
 def _functional_functions(registered: Registered, gradients) -> tuple[type, type]:

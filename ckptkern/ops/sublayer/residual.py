@@ -34,7 +34,6 @@ from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
 NORMS = ("layer", "rms")
-AFTER_BRANCH = frozenset(("post_norm_weight", "post_norm_bias", "layer_scale"))
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
 VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
 LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
@@ -296,23 +295,20 @@ class Sublayer:
             grads = self.norm_gradients(dy, self.total(f), need)
             dy = grads.pop("x")
         df = dy if self.t.path_rng is None else self.drop_path(dy)
-        if "layer_scale" in need:
-            grads["layer_scale"] = self.scale_gradient(df, f, need)
+        if "layer_scale" in need and self.t.layer_scale.dim() == 1:
+            dtype = self.dtype_of("layer_scale", need)
+            grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), dtype)
+        elif "layer_scale" in need:
+            total = 0
+            for start, stop in self.vector_chunks():
+                part, rows = self.rows(start, stop), slice(start, stop)
+                total += part.by_sample.sums(df[rows].to(eager.wide_of(df.dtype)) * part.post_normed(f[rows]))
+            grads["layer_scale"] = total
         df = self.scaled(df)
         if o.post_norm:
             grads |= self.norm_gradients(df, f, need, norm="post_norm")
             df = grads.pop("x")
         return dy, self.drop(df.to(o.dtype)), grads
-
-    def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
-        """Returns the gradient of layer_scale, from the gradient df of what it gives."""
-        if self.t.layer_scale.dim() == 1:
-            return eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
-        total: Any = 0
-        for start, stop in self.vector_chunks():
-            part, rows = self.rows(start, stop), slice(start, stop)
-            total += part.by_sample.sums(df[rows].to(eager.wide_of(df.dtype)) * part.post_normed(f[rows]))
-        return total
 
     def needs_dh(self, need: Collection[str]) -> bool:
         """Does anything need the gradient of what the branch reads?"""
