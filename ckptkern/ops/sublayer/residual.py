@@ -130,26 +130,26 @@ class Sublayer:
         return Samples(self.lead, self.first_row, self.is_part)
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
-        """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it."""
+        """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it.
+
+        Of a Frozen one, or a part of it, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
+        matmul that reads it dequantises.
+        """
+        dtype = dtype or self.o.dtype
         if type(parameter) is Frozen:
-            return self.dequantized(parameter, dtype or self.o.dtype)
-        key = id(parameter), dtype or self.o.dtype
+            if not self.holds:
+                return parameter.to(dtype)
+            whole, views = parameter.whole()
+            key = id(whole.parts[0]), dtype
+            if key not in self.held:
+                self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
+            return viewed(self.held[key][1], views)
+        key = id(parameter), dtype
         _, copy = self.copies.pop(key, (None, None))
-        copy = cast_parameter(parameter, key[1]) if copy is None else copy
+        copy = cast_parameter(parameter, dtype) if copy is None else copy
         if self.shares and not last and copy is not parameter:
             self.copies[key] = parameter, copy  # held too: another tensor may get the id of one that is gone
         return copy
-
-    def dequantized(self, weight: Frozen, dtype: torch.dtype) -> Tensor:
-        """A weight or a part of one, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
-        matmul that reads it dequantises."""
-        if not self.holds:
-            return weight.to(dtype)
-        whole, views = weight.whole()
-        key = id(whole.parts[0]), dtype
-        if key not in self.held:
-            self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
-        return viewed(self.held[key][1], views)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
         """Returns the dtype of a gradient: its parameter's; True for a part, which is not rounded; False where it is not
