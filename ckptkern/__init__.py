@@ -31,9 +31,8 @@ from .ops import (
     workspace,
 )
 from .planning import Certificate, Frontier, Plan, Report, certify, frontier, plan, report
-from .segments.checkpoint import checkpoint, checkpointed
+from .segments.checkpoint import checkpoint, checkpointed, patch_torch, unpatch_torch
 from .segments.decisions import saved_decisions
-from .segments.patch import patch_torch, unpatch_torch
 from .segments.sequential import checkpoint_sequential
 from .segments.tiled import tiled
 from .tools.warm_up import WarmUp, warm_up

@@ -89,12 +89,6 @@ def layout_of(
     )
 
 
-def transient_bytes(layout: Layout) -> int:
-    """Bytes of what is alive beside the weight while it is dequantised."""
-    transient, numel = KINDS[layout.kind].transient, math.prod(layout.shape[-2:])
-    return int(transient * (numel if transient < 1 else min(numel, AT_ONCE)))
-
-
 def dequantized(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Tensor:
     """Computes the whole weight, in `dtype` if the kind can. Raises ImportError without the library that made it."""
     kind = KINDS[layout.kind]
@@ -398,28 +392,26 @@ class Frozen(Tensor):
         first = args[0] if args else None
         if function.namespace == "ckptkern":
             return function(*flattened(function, args, kwargs))
-        if type(first) is Frozen and function in SAME:
-            return _made(first.layout_, first.parts)
-        if type(first) is Frozen and function in VIEWS and not kwargs:
-            return first.viewed(function, args[1:])
-        if function is aten._to_copy.default and type(first) is Frozen:
-            dtype, device = kwargs.get("dtype") or first.dtype, kwargs.get("device")
-            parts = first.parts if device is None else tuple(part.to(device) for part in first.parts)
-            return _made(first.layout_._replace(dtype=dtype), parts)
+        if type(first) is Frozen:
+            layout, parts = first.layout_, first.parts
+            if function in SAME:
+                return _made(layout, parts)
+            if function in VIEWS and not kwargs:  # of what is dequantised
+                name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
+                results = function(_like(layout), *args[1:])
+                places = [None] if isinstance(results, Tensor) else range(len(results))
+                made = [_made(layout._replace(views=(*layout.views, (name, args[1:], i))), parts) for i in places]
+                return made[0] if isinstance(results, Tensor) else made
+            if function is aten._to_copy.default:
+                dtype, device = kwargs.get("dtype") or layout.dtype, kwargs.get("device")
+                parts = parts if device is None else tuple(part.to(device) for part in parts)
+                return _made(layout._replace(dtype=dtype), parts)
         changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         given = dict(zip((a.name for a in function._schema.arguments), args, strict=False)) | kwargs
         if any(type(given.get(a.name)) is Frozen for a in changed):
             raise RuntimeError(f"ckptkern.Frozen cannot be changed in place by {function}; change its library's tensor")
         args, kwargs = tree_map(lambda one: one.dequantize() if type(one) is Frozen else one, (args, kwargs))
         return function(*args, **kwargs)
-
-    def viewed(self, function: Any, args: tuple) -> Frozen | list[Frozen]:
-        """What a view operation gives: the view is taken of what is dequantised."""
-        name = f"{function._schema.name.removeprefix('aten::')}.{function._overloadname}"
-        layout, results = self.layout_, function(_like(self.layout_), *args)
-        places = [None] if isinstance(results, Tensor) else range(len(results))
-        made = [_made(layout._replace(views=(*layout.views, (name, args, i))), self.parts) for i in places]
-        return made[0] if isinstance(results, Tensor) else made
 
 
 def viewed(tensor: Tensor, views: Iterable[tuple]) -> Tensor:
@@ -451,7 +443,10 @@ def frozen_bytes(weights: Iterable[Any], dtype: torch.dtype) -> tuple[int, int]:
     found = [w for w in weights if type(w) is Frozen]
     if not found:
         return 0, 0
-    transient = [transient_bytes(w.layout_) for w in found]
+    transient = []
+    for w in found:
+        of_each, numel = KINDS[w.kind].transient, math.prod(w.layout_.shape[-2:])
+        transient.append(int(of_each * (numel if of_each < 1 else min(numel, AT_ONCE))))
     whole = sum(math.prod(w.layout_.shape[-w.dim() :]) for w in found) * dtype.itemsize
     singles = (math.prod(w.layout_.shape[-2:]) * dtype.itemsize for w in found)
     return whole + max(transient), max(map(operator.add, singles, transient))

@@ -124,7 +124,7 @@ def switch_of(module: nn.Module, update: Update) -> str | None:
     return None
 
 
-def live_attributes(module: nn.Module, template: dict[str, Any]) -> set[tuple[str, str]]:
+def live_attributes(module: nn.Module, template: Any) -> set[tuple[str, str]]:
     """(path, name) of the attributes that each call reads anew."""
     switches = (switch_of(module, one) for one in templates(template, Update))
     return {

@@ -4,6 +4,7 @@ all heads."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,9 +32,6 @@ from .reading import (
 )
 from .trace import Node, Unreadable
 
-MHA = (
-    "query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal",
-)  # fmt: skip
 # What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
 ROTATING = (
     *ADD,
@@ -78,7 +76,12 @@ def read_attention(steps: Steps, node: Node) -> Part:
     if end.kind == "module" and isinstance(steps.leaf(end), nn.MultiheadAttention):
         return _of_module(steps, end, resid_dropout_p)
     out = steps.linear(end, "the branch's end")
-    gate, inner = read_gate(steps, steps.strip(out.input))
+    gate, inner = None, steps.strip(out.input)
+    for one, o in inner.pairs if inner.is_function(*MULTIPLY) else ():
+        one = steps.strip(one)
+        if one.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(one), nn.Sigmoid):
+            gate, inner = steps.strip(one.inputs[0]), steps.strip(o)  # o * sigmoid(linear(x))
+            break
     core, k = read_core(steps, inner), Projection()
     q, v = projection(steps, core.query), projection(steps, core.value)
     for part in joined_of(steps, core.key):
@@ -109,15 +112,6 @@ def read_attention(steps: Steps, node: Node) -> Part:
     return Part(arguments, x, choices + rotary_choices)
 
 
-def read_gate(steps: Steps, node: Node) -> tuple[Node | None, Node]:
-    """(what the sigmoid of o * sigmoid(linear(x)) reads, o); o alone without a gate."""
-    for gate, o in node.pairs if node.is_function(*MULTIPLY) else ():
-        gate = steps.strip(gate)
-        if gate.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(gate), nn.Sigmoid):
-            return steps.strip(gate.inputs[0]), steps.strip(o)
-    return None, node
-
-
 # -- what is before it
 
 
@@ -135,14 +129,13 @@ def projection(steps: Steps, node: Node, found: Projection | None = None, apart:
             found.outside.append(node)
         found.tables.append(view)
         return found
+    how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
+    is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
         if node not in found.norms:
             found.norms.append(node)
-    elif node.is_function("normalize"):
-        how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
-        found.unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
-        if not found.unit:
-            raise steps.refuse("between projection and core is", node)
+    elif node.is_function("normalize") and is_unit:
+        found.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
     elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
@@ -376,7 +369,7 @@ def _mask(steps: Steps, seen: Node | None, sliced: bool = True) -> Argument | Co
 def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
     """Attention by an nn.MultiheadAttention inside the module."""
     module: nn.MultiheadAttention = steps.leaf(node)
-    call, path = node.called_with(*MHA), node.source
+    call, path = node.called_with(*list(inspect.signature(nn.MultiheadAttention.forward).parameters)[1:]), node.source
     if node.output or call.get("need_weights", True) or not module.batch_first:
         raise Unreadable("nn.MultiheadAttention with need_weights or without batch_first")
     if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:

@@ -93,13 +93,11 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        args, kwargs = mapped(read, (args, kwargs or {}))
+        def values(one: Tensor) -> Tensor:
+            return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
+
+        args, kwargs = mapped(values, (args, kwargs or {}))
         return function(*args, **kwargs)
-
-
-def read(one: Tensor) -> Tensor:
-    """Its values, of a placeholder."""
-    return one.__dict__["original"].leaf(one.__dict__["at"]) if type(one) is Unread else one
 
 
 # what a module keeps of its forward hooks and of how they are called
@@ -320,7 +318,7 @@ class Fused(Forward):
     def watch_anew(self) -> None:
         """Takes the inside as it is now for what was checked."""
         segments = [one for one in self.segments.values() if one is not None]
-        live = {one for segment in segments for one in live_attributes(self.module, segment.template)}
+        live = live_attributes(self.module, [one.template for one in segments])
         self.watch = Watch(self.module, self.form.reads, live, {one.reading.logits_of for one in segments} - {""})
 
     def segment_of(self, pattern: tuple) -> Segment | None:

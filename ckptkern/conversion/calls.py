@@ -180,11 +180,8 @@ class Form:
 
     def counting(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
         """The values that count, in their order, and what stands for the others."""
-        if args:
-            kwargs = dict(zip(self.by_place, args, strict=False)) | kwargs
-            args = args[len(self.by_place) :]
-        given = self.defaults | kwargs | self.fixed
-        return [*args, *map(given.get, self.keywords)]
+        given = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
+        return [*args[len(self.by_place) :], *map(given.get, self.keywords)]
 
     def pattern(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """What a call must have in common with those that were checked, whatever its precision."""

@@ -138,12 +138,13 @@ class Resolver:
         if node.kind == "constant":
             raise Unreadable("a scale, a gate or a bias is a tensor from outside of the call")
         for outer in reversed(node.calls):  # the largest part that does not read the input
+            count, made = len(self.steps), dict(self.made)
             try:
                 return Result(self.step(outer), outer.output)
             except Unreadable:
-                continue
-        in_place = is_in_place(str(node.source)) or node.kwargs.get("out") is not None
-        if node.kind == "function" and (in_place or node.source == "__setitem__"):
+                self.made = made
+                del self.steps[count:]
+        if node.kind == "function" and (is_in_place(node.source) or node.kwargs.get("out") is not None):
             raise Unreadable(f"a scale, a gate or a bias is computed in place ({node.source})")
         return Result(self.step(node), node.output)
 
@@ -155,13 +156,7 @@ class Resolver:
         if tensors_in(own):  # an earlier part of a forward may have set them
             raise Unreadable(f"a scale, a gate or a bias is computed by {of}, which holds tensors that are no buffers")
         if call.at not in self.made:
-            count = len(self.steps)
-            try:
-                leaves = [self.leaf(one, call.at, i) for i, one in enumerate(leaves_of((call.args, call.kwargs)))]
-            except Unreadable:
-                self.made = {at: place for at, place in self.made.items() if place < count}
-                del self.steps[count:]
-                raise
+            leaves = [self.leaf(one, call.at, i) for i, one in enumerate(call.leaves)]
             if len(self.steps) >= LARGEST:
                 raise Unreadable("a scale, a gate or a bias takes more calls than a vector of each sample does")
             args, kwargs = recomputed((call.args, call.kwargs), iter(leaves))

@@ -28,8 +28,7 @@ from .heads import NOT_RUN, Heads, Ran, scalars
 from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
-from .recorder import saved_by, step_of_all
-from .refused import check_step
+from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, Conversion, Row
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class

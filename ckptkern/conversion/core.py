@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from .computed import Of, call
-from .masks import window_of
+from .masks import causal_attention, window_of
 from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, Weight, in_training
 from .trace import Node
 
 CALLS = {  # functions that are core attention, with the names of their arguments by place
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
-    "causal_attention": ("query", "key", "value", "attn_mask", "sinks", "dropout_p", "scale", "window", "is_causal"),
+    "causal_attention": tuple(inspect.signature(causal_attention).parameters),
 }
 
 
@@ -96,8 +97,14 @@ def _written_out(steps: Steps, node: Node) -> Core:
             head_scale, scores = pair[0], steps.strip(pair[1])
     scale *= options.get("softcap", 1.0)  # tanh reads scores / softcap
     if scores.is_function("baddbmm"):
-        bias, query, key, factor = _with_bias(scores, weights.shape)
-        masks, scale = [*masks, bias], scale * factor
+        # beta * bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi), whose bias meets [B, H, S, S]
+        how = {"beta": 1, "alpha": 1} | scores.called_with("input", "batch1", "batch2")
+        bias, query, key, shape = how["input"], how["batch1"], how["batch2"], weights.shape
+        bias = call(Tensor.unflatten, bias, 0, (-1, shape[1]), shape=(*shape[:2], *bias.shape[1:]))
+        if how["beta"] != 1:
+            bias = call(torch.mul, bias, how["beta"], shape=bias.shape)
+        masks.append(bias)
+        scale *= float(how["alpha"])
     else:
         query, key = scores.inputs
     options |= {"dropout_p": steps.probability(dropouts), **_of_sinks(steps, sinks)}
@@ -115,15 +122,6 @@ def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
         return None, node
     scores, sinks = node.inputs
     return sinks, steps.strip(scores)
-
-
-def _with_bias(scores: Node, shape: torch.Size) -> tuple[Node, Node, Node, float]:
-    """(the bias [B, H, ...], query, key, their scale) of beta * bias + alpha * q k^T of [B H, S, S] (Bloom's ALiBi)."""
-    how = {"beta": 1, "alpha": 1} | scores.called_with("input", "batch1", "batch2")
-    bias = call(Tensor.unflatten, how["input"], 0, (-1, shape[1]), shape=(*shape[:2], *how["input"].shape[1:]))
-    if how["beta"] != 1:
-        bias = call(torch.mul, bias, how["beta"], shape=bias.shape)
-    return bias, how["batch1"], how["batch2"], float(how["alpha"])
 
 
 def _over_windows(mask: Node, scores: torch.Size) -> Node:

@@ -126,6 +126,11 @@ def samples(flat: list[Any], x: Tensor, inputs: set[int]) -> list[set[int]]:
     return [inputs, found] if found - inputs else [inputs]
 
 
+def reason_of(error: Exception) -> Unreadable:
+    """Why a module is not fused. On random parameters and inputs a forward may raise anything."""
+    return error if isinstance(error, Unreadable) else Unreadable(f"{type(error).__name__} in the probe: {error}")
+
+
 def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unreadable]:
     """Each MoE block inside as moe_block, checked by itself, or why it is none."""
     found: dict[str, Reading | Unreadable] = {}
@@ -139,10 +144,8 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
             found[path] = attempt(form, form.complete(*call))[0].reading
-        except Unreadable as why:
-            found[path] = why
-        except Exception as error:  # on random inputs a forward may raise anything
-            found[path] = Unreadable(f"{type(error).__name__} in the probe: {error}")
+        except Exception as error:
+            found[path] = reason_of(error)
     return found
 
 
@@ -292,21 +295,6 @@ def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
     return (args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs), caches
 
 
-def check_own_dtype(form: Form, segment: Segment, call: Call) -> None:
-    """In 16 bits, too, do both agree as far as rounding lets them? A forward may do another thing there."""
-    module = form.module
-    if all(p.dtype.itemsize >= 4 for p in module.parameters()):
-        return
-    check = RegionCheck(form, segment.reading, call, randomizes=False)
-    for size in (1, 16):  # also where such a forward would clamp
-        x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
-        with unmoved(module), autocast_like(module, x):
-            module.eval()
-            calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
-            # where a score rounds otherwise, a token goes to another expert
-            check.require(calls, 0.05, nearest_rows if segment.routes else None)
-
-
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of the rows of both, those that differ least."""
     ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
@@ -339,11 +327,20 @@ class Attempt(NamedTuple):
 
 
 def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
-    """The attempt of a complete call, also in the module's own dtype. Raises Unreadable."""
-    call, caches = without_caches(form, asked)
+    """The attempt of a complete call. Raises Unreadable."""
+    module, (call, caches) = form.module, without_caches(form, asked)
     segment, error, log = attempt(form, call, like)
-    check_own_dtype(form, segment, call)
     segment.caches = caches
+    if any(p.dtype.itemsize < 4 for p in module.parameters()):
+        # in 16 bits, too, both must agree as far as rounding lets them: a forward may do another thing there
+        check = RegionCheck(form, segment.reading, call, randomizes=False)
+        for size in (1, 16):  # also where such a forward would clamp
+            x = check.flat[segment.x] = size * torch.randn_like(check.flat[segment.x])
+            with unmoved(module), autocast_like(module, x):
+                module.eval()
+                calls = [(f"in {autocast_dtype(x) or x.dtype}", check.flat)]
+                # where a score rounds otherwise, a token goes to another expert
+                check.require(calls, 0.05, nearest_rows if segment.routes else None)
     return Attempt(asked, call, segment, error, log)
 
 
@@ -400,10 +397,8 @@ def fuse(
         which = which if attempts else i
         try:
             add(*call)
-        except Unreadable as why:
-            reason = why
-        except Exception as error:  # on random parameters a forward may raise anything
-            reason = Unreadable(f"{type(error).__name__} in the probe: {error}")
+        except Exception as error:
+            reason = reason_of(error)
     if not attempts:
         adapter = why_unread(module)
         raise Unreadable(f"{adapter}: {reason}") if adapter else reason

@@ -140,18 +140,6 @@ class Grammar(Steps):
                 return vectors, other
         return None
 
-    def less_one(self, node: Node) -> Node:
-        """The scale of a factor 1 + scale."""
-        inner = self.strip(node)
-        if (
-            inner.is_function(*ADD)
-            and len(inner.inputs) == 1
-            and inner.numbers == [1]
-            and inner.shape.numel() == node.shape.numel()
-        ):
-            return inner.inputs[0]
-        raise Unreadable("a norm is multiplied by something else than 1 + a scale")
-
     def normed(self, node: Node) -> tuple[dict[str, Any], Node] | None:
         """(the arguments of a norm [* (1 + scale)] [+ shift], what it reads)."""
         found: dict[str, Any] = {}
@@ -160,7 +148,11 @@ class Grammar(Steps):
         if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
             if self.norm(self.strip(pair[1])) is None:
                 return None
-            found["norm_scale"], node = Computed(self.less_one(pair[0]), True), self.strip(pair[1])
+            one_more = self.strip(pair[0])
+            is_one_more = one_more.is_function(*ADD) and len(one_more.inputs) == 1 and one_more.numbers == [1]
+            if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
+                raise Unreadable("a norm is multiplied by something else than 1 + a scale")
+            found["norm_scale"], node = Computed(one_more.inputs[0], True), self.strip(pair[1])
         return None if self.norm(node) is None else (self.norm_arguments(node) | found, node.inputs[0])
 
     def is_sum(self, node: Node) -> bool:

@@ -29,7 +29,7 @@ from ..memory import saved_tensors
 from ..nn.unmodified import dense, hooked, strided, untouched
 from ..ops.dispatch.choices import parse_bytes
 from ..ops.sublayer.lora import LoRA
-from ..segments.patch import Patch
+from ..segments.checkpoint import Patch
 from ..segments.tiled import check_token_wise, run_in_chunks
 from ..subclasses import PLAIN
 from .arguments import arguments_getter, live_attributes, rescaled

@@ -46,11 +46,11 @@ class Parts(NamedTuple):
     what it has not. score_bias: a buffer with a value for each expert."""
 
     experts: str
-    shared: str | None
     router_weight: str
-    router_bias: str | None
-    score_bias: str | None
-    shared_expert_gate: str | None
+    router_bias: str | None = None
+    score_bias: str | None = None
+    shared: str | None = None
+    shared_expert_gate: str | None = None
 
     @property
     def router(self) -> str:
@@ -77,19 +77,14 @@ def parts_of(module: nn.Module) -> Parts | None:
         if kind is None or kind in found:
             return None
         found[kind] = path
-    buffers = [(path, b) for path, b in module.named_buffers() if b.is_floating_point() and not path.startswith(taken)]
-    if "router_weight" not in found or len(shared) > 1 or len(buffers) > 1 or len(kinds) < 3:
+    for path, b in module.named_buffers():
+        if b.is_floating_point() and not path.startswith(taken):
+            if tuple(b.shape) != (E,) or "score_bias" in found:
+                return None
+            found["score_bias"] = path
+    if "router_weight" not in found or len(shared) > 1 or len(kinds) < 3:
         return None
-    if any(tuple(b.shape) != (E,) for _, b in buffers):
-        return None
-    return Parts(
-        experts[0],
-        shared[0] if shared else None,
-        found["router_weight"],
-        found.get("router_bias"),
-        buffers[0][0] if buffers else None,
-        found.get("shared_expert_gate"),
-    )
+    return Parts(experts[0], **found, shared=next(iter(shared), None))
 
 
 def why_unread(module: nn.Module) -> str | None:

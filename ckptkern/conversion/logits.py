@@ -48,14 +48,17 @@ from .trace import is_in_place, leaves_of, mapped
 
 # What Logits answer without values: every attribute of a tensor that does not show them.
 SHOWN = ("H", "T", "data", "imag", "mH", "mT", "real")
-GETTERS = {name: one for name, one in vars(torch._C.TensorBase).items() if isinstance(one, types.GetSetDescriptorType)}
 METHODS = (
     "__len__", "_is_view", "dim", "element_size", "get_device", "is_complex", "is_conj", "is_floating_point", "is_inference",
     "is_neg", "is_signed", "ndimension", "nelement", "numel", "size",
 )  # fmt: skip
 DESCRIBING = frozenset(
     (
-        *(one.__get__ for name, one in GETTERS.items() if name not in SHOWN),
+        *(
+            one.__get__
+            for name, one in vars(torch._C.TensorBase).items()
+            if isinstance(one, types.GetSetDescriptorType) and name not in SHOWN
+        ),
         *(getattr(Tensor, name) for name in METHODS),
         torch.is_floating_point,
         torch.is_complex,
@@ -102,7 +105,7 @@ class Step(NamedTuple):
 
     @property
     def is_in_place(self) -> bool:
-        return self.name == "__setitem__" or is_in_place(self.name) or self.kwargs.get("out") is not None
+        return is_in_place(self.name) or self.kwargs.get("out") is not None
 
     @property
     def changes_logits(self) -> bool:

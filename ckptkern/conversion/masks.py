@@ -31,24 +31,24 @@ def causal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Tensor | None,
+    attn_mask: Tensor | None,
     sinks: Tensor | None,
     dropout_p: float,
     scale: float | None,
     window: int | None,
     is_causal: bool,
 ) -> Tensor:
-    """o [B, H, S, D] of causal attention; mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its own
-    among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
+    """o [B, H, S, D] of causal attention; attn_mask [B, 1, 1, S], True = seen; window: how many keys a row sees at most, its
+    own among them; sinks [H]. Not is_causal: of attention with a mask, in any form, alone.
 
     Modes of torch functions see it as they see torch's own, so that a trace has it as one node.
     """
-    tensors = (query, key, value, mask, sinks)
+    tensors = (query, key, value, attn_mask, sinks)
     if has_torch_function(tensors):
         return handle_torch_function(causal_attention, tensors, *tensors, dropout_p, scale, window, is_causal)
     bounds = window_of(window) if is_causal else None
     return ops.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p, scale=scale, enable_gqa=True, window_size=bounds, sinks=sinks
+        query, key, value, attn_mask, dropout_p, scale=scale, enable_gqa=True, window_size=bounds, sinks=sinks
     )
 
 

@@ -42,23 +42,18 @@ Bound = list[tuple[dict[str, Any], dict[str, Any]]]
 # -- random states
 
 
-def generators() -> list[torch.Generator]:
-    """Returns torch's default generators: of the CPU, and of all devices of the accelerators that are initialised."""
-    found = [torch.default_generator]
-    for accelerator in (torch.cuda, torch.xpu):
-        if accelerator.is_initialized():
-            found += accelerator.default_generators
-    if torch.backends.mps.is_available():
-        found.append(torch.mps._get_default_mps_generator())
-    return found
-
-
 @contextlib.contextmanager
 def seeded() -> Iterator[None]:
     """Seeds the global generators of torch, Python and NumPy alike each time, and gives them back their states afterwards."""
     numpy: Any = sys.modules.get("numpy.random")
-    # torch.manual_seed would also seed accelerators that are initialised later
-    drawn: list[Any] = [*generators(), random._inst, *([] if numpy is None else [numpy.mtrand._rand])]
+    drawn: list[Any] = [random._inst, torch.default_generator]
+    for accelerator in (torch.cuda, torch.xpu):  # torch.manual_seed would also seed those that are initialised later
+        if accelerator.is_initialized():
+            drawn += accelerator.default_generators
+    if torch.backends.mps.is_available():
+        drawn.append(torch.mps._get_default_mps_generator())
+    if numpy is not None:
+        drawn.append(numpy.mtrand._rand)
     restorers = [restorer_of(one) for one in drawn]
     try:
         for one in drawn:
@@ -91,26 +86,14 @@ def restorer_of(generator: object) -> Callable[[], None] | None:
 # -- tensors
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def was_written(tensor: Tensor, version: int, before: Tensor) -> bool:
-    """Was it written since it had this version and these values? torch's batch_norm writes its statistics and counts no
-    version."""
-    if tensor._version != version:
-        return True
-    comparable = _is_plain(tensor) and not tensor.is_meta
-    return comparable and tensor.is_floating_point() and tensor.itemsize > 1 and not torch.equal(tensor, before)
-
-
 class Written:
     """A tensor with its values, memory and requires_grad. values: None for a parameter, of which there is no copy."""
 
     def __init__(self, tensor: Tensor, values: Tensor | None):
         self.tensor, self.values, self.version = tensor, values, tensor._version
         self.requires_grad = tensor.requires_grad
-        self.memory = tensor.data if _is_plain(tensor) else None
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        self.memory = tensor.data if is_plain else None
 
     def restore(self) -> None:
         tensor, memory = self.tensor, self.memory
@@ -118,7 +101,11 @@ class Written:
             tensor.data = memory
         if tensor.requires_grad != self.requires_grad and tensor.is_leaf:
             tensor.requires_grad_(self.requires_grad)
-        if self.values is not None and was_written(tensor, self.version, self.values):
+        if self.values is None:
+            return
+        # torch's batch_norm writes its statistics and counts no version
+        compares = self.memory is not None and tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
+        if tensor._version != self.version or (compares and not torch.equal(tensor, self.values)):
             with torch.no_grad():
                 tensor.copy_(self.values)
             self.version = tensor._version

@@ -179,10 +179,13 @@ class Steps:
     def activation(self, node: Node) -> tuple[str, Node] | None:
         """The activation that a leaf, or a function of one tensor that is written out, computes, and the node that it reads."""
         if node.kind == "function":
-            for z in _elementwise_inputs(node):
-                name = recognised(functools.partial(_evaluated, node, z))
+            behind = [node]  # nodes of its shape, through functions, the nearest first
+            for z in behind:
+                name = None if z is node else recognised(functools.partial(_evaluated, node, z))
                 if name not in (None, "identity"):
                     return name, z
+                if z.kind == "function" and len(behind) <= _LONGEST_ACTIVATION:
+                    behind += [one for one in dict.fromkeys(z.inputs) if one.shape == node.shape and one not in behind]
             return None
         name = self.once("activation", node, lambda _, leaf, __: recognised(leaf))
         return None if name is None else (name, node.inputs[0])
@@ -336,15 +339,6 @@ def _normed(kind: str, weight: Tensor | None, form: str, bias: Tensor | None, ep
     rows = (F.layer_norm if kind == "layer" else F.rms_norm)(x, x.shape[-1:], eps=eps)
     rows = rows if weight is None else rows * (weight + 1 if form else weight)
     return rows if bias is None else rows + bias
-
-
-def _elementwise_inputs(node: Node) -> list[Node]:
-    """What a function's result may be an activation of: nodes of its shape behind it, through functions, the nearest first."""
-    found = [node]
-    for one in found:
-        if one.kind == "function" and len(found) <= _LONGEST_ACTIVATION:
-            found += [z for z in dict.fromkeys(one.inputs) if z.shape == node.shape and z not in found]
-    return found[1:]
 
 
 def _evaluated(node: Node, z: Node, values: Tensor) -> Tensor:

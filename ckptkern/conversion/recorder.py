@@ -1,4 +1,5 @@
-"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region.
+"""Records a training step: every tensor with the op that made it, what forward saves for backward, and in which region. Refuses
+models and calls of which no training step can run, and says what to do.
 
 A dispatch mode sees each tensor that an op returns, ours as their bodies call torch's, and a weak reference tells when its
 storage is gone. So the figures need no allocator and are there on the meta device too. What a kernel of a library takes for
@@ -12,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +27,7 @@ from .. import memory
 from ..ops.dispatch.choices import RECOMPUTING
 from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
+from .calls import keywords_of, parameters_of
 from .protection import gradients_unmoved, seeded, unmoved
 from .sharding import holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
@@ -196,14 +199,6 @@ class Step(TorchDispatchMode):
         self.stretches.append(Stretch(self.region, self.backward, done, self.start, highest))
         self.region, self.place, self.start = region, name, self.bytes
 
-    def see_allocator(self) -> None:
-        """Raises stretches and the peak to what they are in the timeline, which has what kernels of libraries take."""
-        self.peak = max(self.peak, self.timeline.peak)
-        for i, stretch in enumerate(self.stretches if self.timeline.bytes else ()):
-            heights = self.timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
-            start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
-            self.stretches[i] = stretch._replace(start=start, highest=highest)
-
     # -- what it says
 
     @property
@@ -304,7 +299,12 @@ def step_of(
             if ended is not None:
                 ended()
         step.gradients = sum(one.grad.nbytes for one in leaves if one.grad is not None and id(one) not in before)
-    step.see_allocator()
+    # stretches and the peak may be higher in the timeline, which has what kernels of libraries take
+    timeline, step.peak = step.timeline, max(step.peak, step.timeline.peak)
+    for i, stretch in enumerate(step.stretches if timeline.bytes else ()):
+        heights = timeline.between(f"stretch {i - 1}", f"stretch {i}") if i else [0]
+        start, highest = max(stretch.start, heights[0]), max(stretch.highest, *heights)
+        step.stretches[i] = stretch._replace(start=start, highest=highest)
     return step
 
 
@@ -354,6 +354,47 @@ def loss_of(
     if value is None or not value.requires_grad:
         raise ValueError(f"{op}: wanted an output with a gradient, but no tensor that the model returned has one")
     return value
+
+
+# -- what can run, and what it saves
+
+
+def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
+    or wrapped by DataParallel; RuntimeError in inference mode, and for tensors that were made in it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(
+            f"{op}: the model is wrapped by nn.DataParallel, whose replicas would run the parameters of the first GPU. Pass "
+            "model.module, and train with torch.nn.parallel.DistributedDataParallel"
+        )
+    check_tensors(op, model, args, kwargs)
+    batch = args[0] if len(args) == 1 and not kwargs else None
+    if isinstance(batch, Mapping) and batch and keywords_of(parameters_of(model)).issuperset(batch):
+        raise TypeError(
+            f"{op}: the one argument is a dict of the forward's arguments: {', '.join(batch)}. Pass them by keyword, "
+            f"{op}(model, **batch)"
+        )
+
+
+def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raises RuntimeError in inference mode, and for tensors that were made in it; ValueError for lazy modules."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
+            "torch.no_grad() is no problem"
+        )
+    tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+    if any(is_lazy(one) for one in tensors):
+        raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
+    if any(one.is_inference() for one in tensors):
+        raise RuntimeError(
+            f"{op}: a parameter or input was made in torch.inference_mode(), so that no gradient flows through it. Make it "
+            "outside, or pass its clone()"
+        )
 
 
 def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:

@@ -192,19 +192,6 @@ def after(steps: Iterable[Callable], values: Tensor) -> Tensor:
     return functools.reduce(lambda z, step: step(z), steps, values)
 
 
-def values_apart(logits: Any) -> Tensor:
-    """Computes the values without a graph. Those of what detach() returned are computed once, as long as it lives."""
-    with torch.inference_mode(False), torch.no_grad():
-        if any(one.made for one in logits.history):
-            return logits.values().detach()
-        origin = origin_of(logits)
-        if origin is None:
-            return logits.matmul.values(logits.steps)
-        if origin.apart is None:
-            origin.apart = logits.matmul.values(origin.steps)
-        return after(logits.steps[len(origin.steps) :], origin.apart)
-
-
 def read_apart(step: Any, given: list[Any]) -> Any:
     """Returns the step's result by values without a graph, of logits that detach() returned or that the step copies.
 
@@ -213,7 +200,18 @@ def read_apart(step: Any, given: list[Any]) -> Any:
     copied = len(given) == 1 and asks_for_copy(step, given[0])
     if not copied and any(origin_of(logits) is None for logits in given):
         return NotImplemented
-    values = {id(logits): values_apart(logits) for logits in given}
+    values: dict[int, Tensor] = {}
+    with torch.inference_mode(False), torch.no_grad():
+        for logits in given:
+            origin, compute = origin_of(logits), logits.matmul.values
+            if any(one.made for one in logits.history):
+                found = logits.values().detach()
+            elif origin is None:
+                found = compute(logits.steps)
+            else:  # those of what detach() returned are computed once, as long as it lives
+                origin.apart = compute(origin.steps) if origin.apart is None else origin.apart
+                found = after(logits.steps[len(origin.steps) :], origin.apart)
+            values[id(logits)] = found
     if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
         return values[id(step.args[0])].clone()
     result = step.of(lambda one: values[id(one)])
@@ -284,7 +282,7 @@ class Formula(NamedTuple):
         )
 
 
-# What linear_cross_entropy returns for a function of each, and how it is computed of that; "" of its loss alone.
+# What linear_cross_entropy returns for a function of each, and how it is computed of that; () is its loss alone.
 STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
     ("gather", LOGITS): (("log_probs", "lse"), lambda found: found.log_probs + found.lse),
     ("gather", LOG_PROBS): (("log_probs",), lambda found: found.log_probs),
@@ -322,66 +320,51 @@ def lead_of(logits: Any) -> tuple[int, ...]:
 def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
     """The formula of the step's result, a function of each element or over the classes, and its dtype, under autocast too; None
     if it is none of these."""
-    formula, options = logits.formula, {}
-    form = AFTER.get((step.name, formula.form))
-    if step.name in SCALES:
-        number = number_of(step, logits)
-        return None if number is None else (formula.times(number), logits.dtype)
-    if step.name == "tanh":
-        is_capped = formula.form != LOGITS or formula.cap is not None or len(step.args) != 1 or step.kwargs
+    name, args, formula, n = step.name, step.args, logits.formula, logits.dim()
+    if name in SCALES:
+        others = [one for one in args if one is not logits]
+        if step.kwargs or len(others) != (name not in NEGATE):
+            return None
+        (number,) = others or (-1.0,)
+        if type(number) not in (int, float) or not math.isfinite(number) or (name in DIVIDE and args[0] is not logits):
+            return None
+        if name in DIVIDE:
+            return (formula.times(1 / number), logits.dtype) if number else None
+        return formula.times(float(number)), logits.dtype
+    if name == "tanh":
+        is_capped = formula.form != LOGITS or formula.cap is not None or len(args) != 1 or step.kwargs
         return None if is_capped else (formula._replace(cap=1.0), logits.dtype)
-    if step.name in ADD:
-        added = added_by(step, logits)
-        if added is None:
+    if name in ADD:  # of a number for each class, which gets no gradient, such as BART's buffer
+        (added,) = step.others if len(step.others) == 1 else (None,)
+        if not (
+            isinstance(added, Tensor)
+            and type(added) in PLAIN
+            and not added.requires_grad
+            and added.shape[-1:] == logits.shape[-1:]
+            and added.numel() == added.shape[-1]
+            and added.dim() <= n
+            and added.device == logits.device
+            and added.dtype in (logits.dtype, torch.promote_types(logits.dtype, torch.float32))
+            and logits.class_dim == n - 1
+            and formula.cap is None
+            and formula.form == LOGITS
+            and formula.scale
+            and not step.is_in_place
+        ):
             return None
         values = added.detach().reshape(-1) / formula.scale
         return formula._replace(added=values if formula.added is None else formula.added + values), added.dtype
+    form, options = AFTER.get((name, formula.form)), {}
     if form is None:
         return None
-    if step.name == "exp":
-        if len(step.args) != 1 or step.kwargs or formula.factor != 1:
+    if name == "exp":
+        if len(args) != 1 or step.kwargs or formula.factor != 1:
             return None
     elif (arguments := given(step, logits)) is None:
         return None
     else:
         options = {"dim": -1} | ({"dtype": arguments["dtype"]} if arguments.get("dtype") is not None else {})
     return formula._replace(form=form), dtype_of(step.function, logits, **options)
-
-
-def added_by(step: Any, logits: Any) -> Tensor | None:
-    """The number for each class that the step adds, which gets no gradient, such as BART's buffer; None if it does something
-    else."""
-    one, n = next(iter(step.others), None), logits.dim()
-    if (
-        len(step.others) == 1
-        and isinstance(one, Tensor)
-        and type(one) in PLAIN
-        and not one.requires_grad
-        and one.shape[-1:] == logits.shape[-1:]
-        and one.numel() == one.shape[-1]
-        and one.dim() <= n
-        and one.device == logits.device
-        and one.dtype in (logits.dtype, torch.promote_types(logits.dtype, torch.float32))
-        and logits.class_dim == n - 1
-        and logits.formula.cap is None
-        and logits.formula.form == LOGITS
-        and logits.formula.scale
-        and not step.is_in_place
-    ):
-        return one
-    return None
-
-
-def number_of(step: Any, logits: Any) -> float | None:
-    """What the step multiplies logits by; None if it does something else."""
-    others = [one for one in step.args if one is not logits]
-    if step.name in NEGATE:
-        return None if others or step.kwargs else -1.0
-    if len(others) != 1 or step.kwargs or type(others[0]) not in (int, float) or not math.isfinite(others[0]):
-        return None
-    if step.name in MULTIPLY:
-        return float(others[0])
-    return 1 / others[0] if others[0] and step.args[0] is logits else None
 
 
 def dtype_of(function: Callable, logits: Tensor, **options: Any) -> torch.dtype:

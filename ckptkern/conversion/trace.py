@@ -242,12 +242,11 @@ def settings(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def is_in_place(name: str) -> bool:
-    """Does torch's function of this name change its first argument? __iadd__ does, requires_grad_ does not."""
-    return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or (
-        name.startswith("__i")
-        and name.endswith("__")
-        and name not in ("__index__", "__int__", "__invert__", "__iter__")
-    )
+    """Does torch's function of this name change its first argument? __iadd__ and __setitem__ do, requires_grad_ does not."""
+    if name.endswith("__"):
+        not_in_place = ("__index__", "__int__", "__invert__", "__iter__")
+        return name == "__setitem__" or (name.startswith("__i") and name not in not_in_place)
+    return name.endswith("_") and name != "requires_grad_"
 
 
 class Trace(Watched):
@@ -319,7 +318,7 @@ class Trace(Watched):
         if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
             self.apart.append(name)
         if not self.inside:
-            changed = args[0] if name == "__setitem__" or is_in_place(name) else kwargs.get("out")
+            changed = args[0] if is_in_place(name) else kwargs.get("out")
             forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
             self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result, function)
             for before, now in forgotten:

@@ -8,6 +8,7 @@ model returns are such an object too: outside of the graph it is read as the `Lo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -153,15 +154,17 @@ class TracedLogits:
 TOKEN_WISE = frozenset(("argmax", "gather", "logsumexp"))
 ELEMENTWISE = frozenset(("log_softmax", "tanh", *SCALES))
 # Names of functions that change their first argument. Dynamo looks a function's name up in a set, but not into it.
-CHANGING = frozenset(
-    name for holder in (torch, Tensor, F) for name in dir(holder) if is_in_place(name) or name == "__setitem__"
-)
+CHANGING = frozenset(name for holder in (torch, Tensor, F) for name in dir(holder) if is_in_place(name))
 METHODS = (
-    "contiguous", "flatten", "float", "log_softmax", "reshape", "tanh", "to", "view", *TOKEN_WISE, "__abs__", "__add__",
-    "__array__", "__eq__", "__ge__", "__getitem__", "__gt__", "__iadd__", "__imul__", "__ipow__", "__isub__", "__iter__",
-    "__itruediv__", "__le__", "__len__", "__lt__", "__matmul__", "__mul__", "__ne__", "__neg__", "__pow__", "__radd__",
-    "__rmatmul__", "__rmul__", "__rsub__", "__rtruediv__", "__setitem__", "__sub__", "__truediv__",
+    "contiguous", "flatten", "float", "log_softmax", "reshape", "tanh", "to", "view", *TOKEN_WISE,
+    "__array__", "__iter__", "__len__",
 )  # fmt: skip
+# Python's, also reflected, such as __rpow__.
+OPERATORS = [
+    name
+    for name in dir(Tensor)
+    if callable(getattr(Tensor, name)) and {name, name.replace("__r", "__", 1)} & vars(operator).keys()
+]
 
 
 def _as_method(function: Callable) -> Callable:
@@ -173,5 +176,5 @@ def _as_method(function: Callable) -> Callable:
     return method
 
 
-for _name in METHODS:
+for _name in (*METHODS, *OPERATORS):
     setattr(TracedLogits, _name, _as_method(getattr(Tensor, _name)))

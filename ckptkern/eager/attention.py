@@ -6,7 +6,6 @@ Scores, and all that is made of them, are written out for a block of queries at 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,16 +90,9 @@ def attn_delta(o, do, core: AttentionCore):
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-class ScoreGradients(NamedTuple):
+def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
     """What a block of scores gives [B, H, Sq, Sk]: dropout(p), the gradient ds of the scores after softcap and masks, and that
     of the scores before the softcap."""
-
-    dropped: Tensor
-    ds: Tensor
-    uncapped: Tensor
-
-
-def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
     s = capped_scores(q, k, core)
     slope = 1 - (s / core.softcap).square() if core.softcap else None
     s = masked_scores(s, q, k, core)
@@ -114,7 +106,7 @@ def _score_gradients(q, k, v, do, delta, core: AttentionCore) -> ScoreGradients:
     if keep is not None:
         dropped, dp = (where_keep(t, keep).mul_(core.dropout[2]) for t in (p, dp))
     ds = dp.sub_(delta[..., None]).mul_(p)
-    return ScoreGradients(dropped, ds, ds if slope is None else slope.mul_(ds))
+    return dropped, ds, ds if slope is None else slope.mul_(ds)
 
 
 def attn_grads(

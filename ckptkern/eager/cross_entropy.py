@@ -34,19 +34,16 @@ class Head(NamedTuple):
 def upcast_matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None, add: bool = False) -> Tensor:
     """a b in the wide type, or in that of `out`, to which it is added if `add`. A CPU copies 16-bit operands to float32; a meta
     tensor counts as on a GPU, which does not."""
-    wide = wide_of(a.dtype)
+    wide, options = wide_of(a.dtype), {}
     if a.dtype != wide and (a.is_cuda or a.is_meta):
-        if add:
-            return torch.addmm(out, a, b, out_dtype=wide, out=out)
-        if out is None or out.dtype == wide:
-            return torch.mm(a, b, out_dtype=wide, out=out)
-        return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(torch.mm(a, b, out_dtype=wide))
-    a, b = a.to(wide), b.to(wide)
+        options["out_dtype"] = wide
+    else:
+        a, b = a.to(wide), b.to(wide)
     if add:
-        return out.addmm_(a, b)
+        return torch.addmm(out, a, b, out=out, **options)
     if out is None or out.dtype == wide:
-        return torch.mm(a, b, out=out)
-    return out.copy_(torch.mm(a, b))
+        return torch.mm(a, b, out=out, **options)
+    return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(torch.mm(a, b, **options))
 
 
 def head_logits(x: Tensor, w: Tensor, b: Tensor | None, head: Head, out: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -378,7 +378,7 @@ def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
     return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
 
 
-def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
+def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
     """(q, k, v, the kernel's other arguments)."""
     H, causal = q.shape[1], _causal(core)
     windowed = core.window != (None, None) and not causal
@@ -388,14 +388,14 @@ def _flash_arguments(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tu
     return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
 
 
-def _flash_block(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     if not k.shape[2]:
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
     heads, options = _flash_arguments(q, k, v, core)
     return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
 
 
-def flash_fwd(q: Tensor, k: Tensor, v: Tensor, core: AttentionCore) -> tuple[Tensor, Tensor]:
+def flash_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
     o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
     return o, lse.contiguous()  # aten lays it out as [B, S, H]

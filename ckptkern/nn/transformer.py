@@ -87,33 +87,40 @@ class _Layer(Layer):
             and attention.covers(x, memory, *masks)
         )
 
-    def _around(self, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout) -> dict[str, Any]:
-        """Returns the arguments that both kinds of sublayer have."""
-        return {
-            "norm": "layer",
-            "norm_weight": norm.weight,
-            "norm_bias": norm.bias,
-            "norm_eps": norm.eps,
-            "norm_first": self.norm_first,
-            "resid_dropout_p": _probability(dropout),
-            "residual": True,
-        }
+    def _arguments(self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None) -> dict[str, Any]:
+        """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for. cross: masks of memory."""
 
-    def _mlp_arguments(self, norm: torch.nn.LayerNorm, dropout: torch.nn.Dropout) -> dict[str, Any]:
-        return {
-            **weights(self, up="linear1", down="linear2"),
-            "activation": named(self.activation),
-            "dropout_p": _probability(self.dropout),
-            **self._around(norm, dropout),
-        }
+        def around(number: int) -> dict[str, Any]:
+            norm, dropout = (getattr(self, f"{kind}{number}") for kind in ("norm", "dropout"))
+            return {
+                "norm": "layer",
+                "norm_weight": norm.weight,
+                "norm_bias": norm.bias,
+                "norm_eps": norm.eps,
+                "norm_first": self.norm_first,
+                "resid_dropout_p": _probability(dropout),
+                "residual": True,
+            }
+
+        found: dict[str, Any] = {"attention_arguments": self.self_attn.block_arguments(x, x, *masks) | around(1)}
+        if cross is not None:
+            found["cross_attention_arguments"] = self.multihead_attn.block_arguments(x, memory, *cross) | around(2)
+        mlp = {"activation": named(self.activation), "dropout_p": _probability(self.dropout)}
+        found["mlp_arguments"] = {**weights(self, up="linear1", down="linear2"), **mlp, **around(len(found) + 1)}
+        return found
 
     def _fused(self, x: Tensor, arguments: dict[str, dict[str, Any]]) -> Tensor:
         swapped = self.self_attn.swapped
         return swapped(ops.transformer_layer(swapped(x), **arguments, **self.modes))
 
-    def _sublayer(self, x: Tensor, norm: torch.nn.Module, branch: Callable[[Tensor], Tensor]) -> Tensor:
-        """Computes a sublayer by calling its modules."""
-        return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+    def _composed(self, x: Tensor, masks: tuple, memory: Any = None, cross: tuple | None = None) -> Tensor:
+        """Computes forward by calling the submodules."""
+        branches = [lambda h: self._sa_block(h, *masks), self._ff_block]
+        if cross is not None:
+            branches.insert(1, lambda h: self._mha_block(h, memory, *cross))
+        for norm, branch in zip((self.norm1, self.norm2, getattr(self, "norm3", None)), branches, strict=False):
+            x = x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+        return x
 
 
 def _probability(dropout: torch.nn.Dropout) -> float:
@@ -159,16 +166,11 @@ class TransformerEncoderLayer(_Layer, torch.nn.TransformerEncoderLayer):
             names = "src_key_padding_mask", F._none_or_dtype(src_mask), "src_mask"
             padding = F._canonical_mask(src_key_padding_mask, *names, src.dtype)
             masks = F._canonical_mask(src_mask, "src_mask", None, "", src.dtype, False), padding, is_causal
-        return composed(self._composed, src, *masks)
+        return composed(self._composed, src, masks)
 
     def layer_arguments(self, src: Tensor, *masks: Any) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
-        attention = self.self_attn.block_arguments(src, src, *masks) | self._around(self.norm1, self.dropout1)
-        return {"attention_arguments": attention, "mlp_arguments": self._mlp_arguments(self.norm2, self.dropout2)}
-
-    def _composed(self, src: Tensor, *masks: Any) -> Tensor:
-        x = self._sublayer(src, self.norm1, lambda h: self._sa_block(h, *masks))
-        return self._sublayer(x, self.norm2, self._ff_block)
+        return self._arguments(src, masks)
 
 
 class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
@@ -208,16 +210,8 @@ class TransformerDecoderLayer(_Layer, torch.nn.TransformerDecoderLayer):
             and self._is_unmodified()
         ):
             return self._fused(tgt, self.layer_arguments(tgt, memory, masks, cross))
-        return composed(self._composed, tgt, memory, masks, cross)
+        return composed(self._composed, tgt, masks, memory, cross)
 
     def layer_arguments(self, tgt: Tensor, memory: Tensor, masks: tuple, cross: tuple) -> dict[str, dict[str, Any]]:
         """Returns the arguments of ckptkern.transformer_layer that an unmodified layer stands for."""
-        attention = self.self_attn.block_arguments(tgt, tgt, *masks) | self._around(self.norm1, self.dropout1)
-        crossing = self.multihead_attn.block_arguments(tgt, memory, *cross) | self._around(self.norm2, self.dropout2)
-        mlp = self._mlp_arguments(self.norm3, self.dropout3)
-        return {"attention_arguments": attention, "mlp_arguments": mlp, "cross_attention_arguments": crossing}
-
-    def _composed(self, tgt: Tensor, memory: Tensor, masks: tuple, cross: tuple) -> Tensor:
-        x = self._sublayer(tgt, self.norm1, lambda h: self._sa_block(h, *masks))
-        x = self._sublayer(x, self.norm2, lambda h: self._mha_block(h, memory, *cross))
-        return self._sublayer(x, self.norm3, self._ff_block)
+        return self._arguments(tgt, masks, memory, cross)

@@ -26,7 +26,7 @@ from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
 from .registration.functions import build
 from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
-from .sublayer.residual import drawn, reads_branch
+from .sublayer.residual import drawn
 
 AnyOptions = AttentionOptions | LatentOptions
 AnyTensors = AttentionTensors | LatentTensors
@@ -114,7 +114,7 @@ class TransformerLayer(SublayerOp):
                     core = sublayer.attend(save_raw=sublayer.division.groups == 1)
                 f = sublayer.branch(core)
                 mid = unflattened(sublayer.output(f), x)
-                f = f if reads_branch(one, needed_names(kind, formed)) else None
+                f = f if "f" in sublayer.plan(needed_names(kind, formed), core, None).values else None
             sublayer.held.clear()  # the dequantised weights: what comes next has a workspace of its own
             cores.append((sublayer, core, f, formed))
         sublayer = core = f = None

@@ -10,6 +10,7 @@ a sum.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ from .. import memory
 from ..conversion.alike import call_kinds, same_inside
 from ..conversion.protection import gradients_unmoved, seeded, unmoved
 from ..conversion.recorder import (
-    Called,
     Names,
     Saved,
     Step,
@@ -34,7 +34,7 @@ from ..conversion.recorder import (
     set_gradients,
     step_of,
 )
-from ..conversion.trace import Call, leaves_of, mapped
+from ..conversion.trace import Call, mapped, tensors_in
 from ..storage import offload
 from .segments import Segment, Strategy, Workspaces, in_strategies
 from .table import DOES_NOT_FIT, Cost, Example, Held, Kind, Measured, Table, joined
@@ -52,16 +52,6 @@ def held_of(saved: Saved, step: Step) -> Held:
     """Returns what these storages are to the step: those whose name is None are parameters and buffers, and do not count."""
     shared = {name: nbytes for key, nbytes in saved.items() if (name := step.names.get(key)) is not None}
     return Held(sum(nbytes for key, nbytes in saved.items() if key not in step.names), shared)
-
-
-def held_in(calls: Sequence[Called], alone: Sequence[Held]) -> Held:
-    """Returns what a region's calls save together in the model, each of which alone saves `alone`."""
-    found = []
-    for called, one in zip(calls, alone, strict=True):
-        if not called.hidden:
-            named = [called.names[tuple(place)] for _, *place in one.shared]
-            found.append(Held(one.own, {name: nbytes for name, nbytes in named if name is not None}))
-    return joined(found)
 
 
 # -- one region alone
@@ -100,7 +90,7 @@ class Alone(nn.Module):
     def forward(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         args, kwargs = mapped(as_result, (args, kwargs))
         output = self.region(*args, **kwargs)
-        results = [one for one in leaves_of(output) if isinstance(one, Tensor) and one.requires_grad]
+        results = [one for one in tensors_in(output) if one.requires_grad]
         return Seeds.apply(*results) if results else torch.zeros((), requires_grad=True)
 
 
@@ -111,25 +101,10 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     step.names |= names
     step = step_of(alone, call, {}, [("", alone.region)], step=step)
     forward = next(one for one in step.stretches if one.region is not None)
-    begun = [i for i, one in enumerate(step.stretches) if one.backward and one.region is not None]
-    backward = step.stretches[begun[0] :] if begun else []
-    rise = max((one.highest for one in backward), default=0) - (backward[0].start if backward else 0)
+    backward = list(itertools.dropwhile(lambda one: not one.backward or one.region is None, step.stretches))
+    rise = max((one.highest - backward[0].start for one in backward), default=0)
     cost = Cost(step.seconds, step.flops, forward.highest - forward.start, max(0, rise), max(0, rise - step.gradients))
     return cost, held_of(step.calls[0][0].saved, step)
-
-
-def by_formulas(cost: Cost, alone: Alone, call: Call, rates: Rates | None, copied: int) -> Cost:
-    """Returns the cost with the flops of library ops by their formulas, since a kernel's matmuls are no ops of PyTorch's, and
-    the seconds that the rates give, if there are some. Copies to the host and back run beside the forward and backward of a
-    region; what takes longer is what the region takes."""
-    with Roofline(rates) as forward:
-        root = alone(*call)
-    with Roofline(rates) as backward:
-        root.backward()
-    cost = cost._replace(flops=forward.flops + backward.flops, seconds=None)
-    if rates is None:
-        return cost
-    return cost._replace(seconds=sum(max(line.seconds, copied / rates.host) for line in (forward, backward)))
 
 
 def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
@@ -140,7 +115,7 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
     device, start = device_of(alone, call), time.perf_counter()
     kind.costs, kind.held = [DOES_NOT_FIT] * len(strategies), [Held()] * len(strategies)
     times: dict[int, list[float]] = {}  # of the strategies that fit
-    leaves = [one for one in (*alone.parameters(), *leaves_of(call)) if isinstance(one, Tensor) and one.is_leaf]
+    leaves = [one for one in (*alone.parameters(), *tensors_in(call)) if one.is_leaf]
 
     def prepare() -> Callable[[], Any]:
         set_gradients(leaves)
@@ -154,10 +129,21 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
         alone.train()
         for i in times if device.type != "cpu" else ():
             with in_strategies([segment], [strategies[i]]):
-                copied, strategy = 0, strategies[i]  # to the host: what stays on the device in the same mode
-                if rates and isinstance(strategy.store, offload):
-                    copied = kind.held[strategies.index(Strategy(strategy.mode))].bytes - kind.held[i].bytes
-                kind.costs[i] = by_formulas(kind.costs[i], alone, call, rates, copied)
+                # a kernel's matmuls are no ops of PyTorch's: flops of library ops are those of their formulas
+                with Roofline(rates) as forward:
+                    root = alone(*call)
+                with Roofline(rates) as backward:
+                    root.backward()
+                seconds, copied = None, 0
+                if rates is not None:
+                    # copies to the host, of what stays on the device in the same mode, and back run beside the forward and
+                    # backward of a region; what takes longer is what the region takes
+                    if isinstance(strategies[i].store, offload):
+                        here = kind.held[strategies.index(Strategy(strategies[i].mode))]
+                        copied = (here.bytes - kind.held[i].bytes) / rates.host
+                    seconds = max(forward.seconds, copied) + max(backward.seconds, copied)
+                flops = forward.flops + backward.flops
+                kind.costs[i] = kind.costs[i]._replace(flops=flops, seconds=seconds)
         clock = Clock(device)
         for done in range(ROUNDS if device.type != "meta" else 0):
             if time.perf_counter() - start > (PATIENCE if done >= 3 else LONG) and (done or device.type == "cpu"):
@@ -175,21 +161,18 @@ def measure_alone(kind: Kind, names: Names, rates: Rates | None) -> None:
 
 def kind_of(kinds: list[Kind], segment: Segment, call: Call, strategies: list[Strategy]) -> int:
     """Returns the place of the kind that the region is of, which may be a new one."""
+    gradients = [one.requires_grad for one in tensors_in(call)]
     for i, kind in enumerate(kinds):
         with suppress(Exception):  # comparing someone's objects may raise: it is then of another kind
             if (
                 kind.first.replaced_by == segment.replaced_by
                 and call_kinds([kind.call]) == call_kinds([call])
-                and gradients_of(kind.call) == gradients_of(call)
+                and gradients == [one.requires_grad for one in tensors_in(kind.call)]
                 and same_inside(segment.name, segment.module, kind.first.name, kind.first.module)
             ):
                 return i
     kinds.append(Kind(segment, call, strategies))
     return len(kinds) - 1
-
-
-def gradients_of(call: Call) -> list[bool]:
-    return [one.requires_grad for one in leaves_of(call) if isinstance(one, Tensor)]
 
 
 def measure(
@@ -216,8 +199,14 @@ def measure(
     }
     fill(table, shown)
     for i, own in numbers.items():  # of the regions that the model calls
-        alone = zip(*(table.kinds[number].held for number in own), strict=True)
-        held = [held_in(recorded.calls[i], of_calls) for of_calls in alone]
+        held = []
+        for of_calls in zip(*(table.kinds[number].held for number in own), strict=True):  # in each strategy, alone
+            found = []
+            for called, alone in zip(recorded.calls[i], of_calls, strict=True):
+                if not called.hidden:
+                    named = [called.names[tuple(place)] for _, *place in alone.shared]
+                    found.append(Held(alone.own, {name: nbytes for name, nbytes in named if name is not None}))
+            held.append(joined(found))
         table.rows.append(Measured(segments[i], own, strategies[i], held))
     return table
 

@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.blocks import Cuts, by_module, recorded
 from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
 from ..conversion.recorder import Alive, Loss, as_input
 from ..conversion.report import NOTHING, WAY, aligned
-from ..conversion.selection import Which
+from ..conversion.selection import Which, selected
 from ..conversion.trace import mapped
 from ..errors import BudgetError
 from ..extras import missing, progress
@@ -28,7 +29,7 @@ from ..ops.registration.functions import Bodies
 from ..storage import Store
 from .measure import measure, narrower
 from .search import Search, by_saved
-from .segments import Segment, Strategy, blocks_of, segments_of
+from .segments import Segment, Strategy, segments_of
 from .table import Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
@@ -185,7 +186,14 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
         except Exception:  # of the model's own: its inputs go together in another way
             convert(model, *args, recompute="full", **options, **kwargs)
         segments = segments_of(model)
-    return segments + blocks_of(model, args, kwargs, segments, include, exclude)
+    record, taken = recorded(model, (args, kwargs)), {m for segment in segments for m in segment.module.modules()}
+    if record is None:
+        return segments
+    # blocks in which there is no region: those with which a step peaks lowest
+    found = Cuts(record, selected(model, include, exclude) - taken, slices=False)
+    cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
+    names = {m: name for name, m in model.named_modules()}
+    return segments + [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
 
 
 def plan(

@@ -198,14 +198,6 @@ class Choices:
             least,
         )
 
-    def may_gain(self, chosen: Choice, budget: int) -> bool:
-        """Could a smaller workspace make it cheaper? As if it took nothing."""
-        cost = CHEAPER * self.table.cost_of(chosen)
-        if sum(map(min, self.table.times())) > cost:
-            return False
-        roomier = self.within(budget + self.table.rise(chosen))
-        return roomier is not None and self.table.cost_of(roomier) <= cost
-
 
 class Search:
     """Over workspaces: the model's own and smaller ones, each of which is measured when it may be of use. narrower: returns the
@@ -233,7 +225,12 @@ class Search:
             if best is not None and choices.table.cost_of(chosen) > CHEAPER * cost:
                 break
             best, cost = (choices, chosen), choices.table.cost_of(chosen)
-            if not choices.may_gain(chosen, budget):
+            # could a smaller workspace make it cheaper? As if it took nothing
+            table, wanted = choices.table, CHEAPER * cost
+            if sum(map(min, table.times())) > wanted:
+                break
+            roomier = choices.within(budget + table.rise(chosen))
+            if roomier is None or table.cost_of(roomier) > wanted:
                 break
         if best is None:
             raise min(errors, key=lambda error: error.least)

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from .. import nn as drop_ins
-from ..conversion import refused
+from ..conversion import recorder
 from ..conversion.binding import Forward, Fused, General, Own, Runs
-from ..conversion.blocks import Cuts, by_module, recorded
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
-from ..conversion.selection import Which, matches, selected
+from ..conversion.selection import Which, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
 from ..ops.dispatch.checks import MODES
 from ..ops.dispatch.choices import parse_bytes
@@ -190,22 +189,9 @@ def server_of(module: nn.Module) -> str | None:
     return type(module).__name__ if isinstance(module, OURS) else None
 
 
-def blocks_of(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], segments: Sequence[Segment], include: Any, exclude: Any
-) -> list[Segment]:
-    """Returns blocks in which there is no region, as activation checkpoints to be: those with which a step peaks lowest."""
-    record, taken = recorded(model, (args, kwargs)), {m for segment in segments for m in segment.module.modules()}
-    if record is None:
-        return []
-    found = Cuts(record, selected(model, include, exclude) - taken, slices=False)
-    cuts = found.best(is_asked=True, of=lambda peak, saved: (peak, saved))
-    names = {m: name for name, m in model.named_modules()}
-    return [Segment(names[m], m, "checkpoint", is_block=True) for m, _ in by_module(cuts)]
-
-
 def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises TypeError, ValueError and RuntimeError for a model of which no step can run by itself."""
-    refused.check_step(op, model, args, kwargs)
+    recorder.check_step(op, model, args, kwargs)
     if not (args or kwargs):
         raise TypeError(
             f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..conversion.recorder import Alive, Loss, Step, device_of, loss_of, step_of
 from ..conversion.report import aligned, name_of
-from ..conversion.trace import Call, leaves_of
+from ..conversion.trace import Call, tensors_in
 from ..memory import format_size, three_digits
 from .segments import ORIGINAL, Segment, Strategy, Workspaces, check_step, in_strategies
 from .timing import Rates
@@ -91,7 +91,7 @@ class Example:
         check_step(op, model, args, kwargs)
         self.op, self.model, self.args, self.kwargs = op, model, args, kwargs
         self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
-        leaves = [one for one in (*model.parameters(), *leaves_of((args, kwargs))) if isinstance(one, Tensor)]
+        leaves = *model.parameters(), *tensors_in((args, kwargs))
         self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
         self.device = device_of(model, (args, kwargs))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 import threading
@@ -157,25 +158,19 @@ class _Lane:
                 flight, copy.back = copy.back or self.bring(copy.buffer, self.stream()), None
                 flight.join(self.stream())
                 found = flight.resident
-            self.fetch_ahead(copy.number)
+            # start the copies that backward wants next: those put before this one, latest first
+            before = (self.copies.get(n) for n in range(copy.number - 1, max(copy.number - 65, -1), -1))
+            window = list(
+                itertools.islice((one for one in before if one is not None and one.out is None), self.prefetch)
+            )
+            for one in filter(None, (weak() for weak in self.ahead)):
+                if one not in window:  # backward went elsewhere
+                    one.back = None
+            for one in window:
+                if one.back is None:
+                    one.back = self.bring(one.buffer, self.stream())
+            self.ahead = [weakref.ref(one) for one in window]
         return found.view(copy.dtype)
-
-    def fetch_ahead(self, number: int) -> None:
-        """Start the copies that backward wants next: those put before this one, latest first."""
-        window = []
-        for before in range(number - 1, max(number - 65, -1), -1):
-            if len(window) == self.prefetch:
-                break
-            copy = self.copies.get(before)
-            if copy is not None and copy.out is None:
-                window.append(copy)
-        for copy in filter(None, (weak() for weak in self.ahead)):
-            if copy not in window:  # backward went elsewhere
-                copy.back = None
-        for copy in window:
-            if copy.back is None:
-                copy.back = self.bring(copy.buffer, self.stream())
-        self.ahead = [weakref.ref(copy) for copy in window]
 
 
 class offload(Store):

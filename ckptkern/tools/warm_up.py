@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.protection import no_trace
-from ..conversion.recorder import differentiated
-from ..conversion.refused import check_tensors
+from ..conversion.recorder import check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress

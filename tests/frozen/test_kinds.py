@@ -99,8 +99,8 @@ def test_what_is_transient_is_counted(name, monkeypatch):
     for dtype in (torch.bfloat16, torch.float32):
         with peak_memory("cpu") as peak:
             frozen.dequantize(dtype)
-        transient = kinds.transient_bytes(frozen.layout_)
-        beside = peak.bytes - frozen.numel() * dtype.itemsize
+        made = frozen.numel() * dtype.itemsize
+        beside, transient = peak.bytes - made, kinds.frozen_bytes([frozen], dtype)[1] - made
         assert 0 <= beside <= transient <= 3 * beside + frozen.numel()
 
 

@@ -223,3 +223,12 @@ def test_matmuls_of_a_gpu_go_into_a_result_of_any_dtype(compute):
         for dtype in (*DTYPES, torch.float64):
             out = torch.empty(4, 6, dtype=dtype, device="cuda")
             assert eager.upcast_matmul(a, b, out=out) is out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_float32_bias_is_not_rounded_to_autocasts_dtype(dtype):
+    x, w, b = torch.randn(40, 8), torch.randn(30, 8), torch.zeros(30, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = ckptkern.linear_cross_entropy(x, w, torch.arange(40) % 30, linear_bias=b)
+    (found,) = torch.autograd.grad(loss, b)
+    assert not torch.equal(found, found.to(dtype).float())

@@ -142,7 +142,7 @@ def test_determinism_check_is_ours():
 
 def test_reentrant_is_said_once():
     """It runs as use_reentrant=False does, also where it is left out."""
-    ckptkern.segments.patch._say_once.cache_clear()
+    ckptkern.segments.checkpoint._say_once.cache_clear()
     x = torch.ones(3, requires_grad=True)
     with patch_torch(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

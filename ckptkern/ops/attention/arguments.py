@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_cover
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import gather_lora
 from ..sublayer.residual import NORMS, around
-from .context import check_context
+from .context import check_context, check_longest
 from .core import check_sinks, check_whole_sequence, fused_core
 from .tensors import LAYERS, AttentionOptions, AttentionTensors, batch_and_rows
 
@@ -235,13 +236,11 @@ def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
 
 
-def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None, masks: Sequence) -> int:
+def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> int:
     """The longest packed sequence."""
     if cu_seqlens is None:
         raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
     check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
-    if any(mask is not None for mask in masks):
-        raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
     if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
     longest = x.shape[0] if max_seqlen is None else max_seqlen
@@ -300,34 +299,34 @@ def check_rotary(
     return cos, sin, 0.0
 
 
-def check_scores(op: str, x: Tensor, recompute, dropout_p, scale, softcap, shapes: str, **flags: bool) -> float:
-    """Checks what both kinds of attention take; returns softcap. shapes: those of x, in words."""
+def check_scores(
+    op, x, shapes, *, recompute, dropout_p, scale, rotary_interleaved, is_causal, mask_is_exclusion, **others
+) -> None:
+    """Checks what both kinds of attention take and what needs no other argument. shapes: those of x, in words."""
     check_mode(op, recompute)
     check_probability(op, dropout_p)
-    check_flags(op, **flags)
+    check_flags(op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion)
     check_number(op, "scale", 1.0 if scale is None else scale)
-    softcap = check_softcap(op, softcap)
     check_input(op, x)
     if x.dim() not in (2, 3):
         raise ShapeError(f"{op}: input must be {shapes}, not {tuple(x.shape)}")
-    return softcap
 
 
-def gather(
+def around_core(
     op,
     x,
-    qkv_weight,
-    qkv_bias,
-    out_weight,
-    out_bias,
-    num_heads,
-    num_kv_heads,
+    probe,
+    updates,
+    features,
+    H,
+    H_kv,
+    D,
     *,
-    key_value,
-    qkv_layout,
-    qk_norm,
-    qk_norm_kind,
-    qk_norm_eps,
+    qk=None,
+    rope=None,
+    slopes=None,
+    cu=None,
+    key_value=None,
     rotary,
     rotary_interleaved,
     is_causal,
@@ -335,78 +334,35 @@ def gather(
     mask_is_exclusion,
     key_padding_mask,
     window_size,
-    alibi_slopes,
-    cu_seqlens,
-    max_seqlen,
     scale,
     softcap,
-    sinks,
-    gate_weight,
-    gate_bias,
-    gate_in_query,
     dropout_p,
-    lora,
     **others,
-) -> tuple[AttentionTensors, AttentionOptions]:
-    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
-    check_whole_sequence(op, takes_parts=True)
-    softcap = check_scores(
-        op,
-        x,
-        others["recompute"],
-        dropout_p,
-        scale,
-        softcap,
-        "[B, S, d], [S, d], or [tokens, d] with cu_seqlens",
-        rotary_interleaved=rotary_interleaved,
-        is_causal=is_causal,
-        mask_is_exclusion=mask_is_exclusion,
-        gate_in_query=gate_in_query,
-    )
-    check_number(op, "qk_norm_eps", qk_norm_eps)
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Checks the arguments of core attention and of what is around it, which both kinds of attention take; returns them as
+    fields of their tensors and options.
+
+    H, H_kv, D: heads of q and of k, and the head dim, of which qk dimensions are of q and k (default: all) and rope may be
+    rotated; slopes, cu, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
+    """
+    softcap = check_softcap(op, softcap)
+    tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
     context = ACTIVE.context
-    seen = x if context is None else context.whole(x)  # of all ranks
+    seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # of all ranks
     B, S = batch_and_rows(seen)
-    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
-    check_count(op, "num_heads", H)
-    check_count(op, "num_kv_heads", H_kv)
-    if H % H_kv:
-        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
-    layout = None if qkv_layout == "qkv" else qkv_layout
-    if key_value is not None:
-        check_key_value(op, x, key_value, qkv_layout=layout, rotary=rotary, cu_seqlens=cu_seqlens)
-    S_k = S if key_value is None else key_value.shape[-2]
-    weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
-    if gate_weight is not None or gate_bias is not None:
-        check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
-    if sinks is not None:
-        check_sinks(op, sinks, x, H)
-    check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
-    if lora is not None and "qkv" in lora and key_value is not None:
-        raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
-    names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
-    layers = dict(zip(names, weights, strict=True)) | {"out": out_weight}
-    updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
-    probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
-    tensors, options = around(op, x, probe, "out_weight", out_weight.shape[0], updates, **others)
-    check_choice(op, "qk_norm_kind", qk_norm_kind, NORMS)
-    qk_norms = (None,) * 4 if qk_norm is None else check_qk_norm(op, x, qk_norm, D, H, H_kv)
-    own = None if context is None else x.shape[-2]
-    cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, seen, rotary, B, S, D, own)
+    S_k, qk, rope = (
+        S if key_value is None else key_value.shape[-2],
+        D if qk is None else qk,
+        D if rope is None else rope,
+    )
+    cos, sin, theta = (None, None, 0.0) if rotary is None else check_rotary(op, seen, rotary, B, S, rope, own)
     mask, padding, left, right = check_hidden(op, seen, H, S_k, attn_mask, key_padding_mask, window_size, is_causal)
-    slopes = None
-    if alibi_slopes is not None:
-        slopes = as_slopes(op, alibi_slopes, x, B, H)
-        check_no_gradient(op, "alibi_slopes", alibi_slopes)
-    packs = cu_seqlens is not None or max_seqlen is not None
-    max_len = check_packing(op, seen, cu_seqlens, max_seqlen, (mask, padding)) if packs else 0
-    scale = float(max(D, 1) ** -0.5 if scale is None else scale)
-    drops, reason = others["training"] and dropout_p > 0.0, head_dim_not_covered(D)
+    if cu is not None and (mask is not None or padding is not None):
+        raise ValueError(f"{op}: attn_mask and key_padding_mask have no meaning for sequences packed by cu_seqlens")
+    scale, drops = float(max(qk, 1) ** -0.5 if scale is None else scale), others["training"] and dropout_p > 0.0
+    reason = head_dim_not_covered(D)
     if context is not None:
-        given = dict(
-            key_value=key_value, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, alibi_slopes=slopes, attn_mask=mask
-        )
-        reason = check_context(op, context, x, H, H_kv, left, right, drops, **given) or reason
+        reason = check_context(op, context, x, H, H_kv, left, right, drops, key_value, cu, slopes, mask) or reason
     backend = choose_backend(op, probe, reason)
     n = 1 if context is None or context.exchange == "gather" else context.size
     fused = fused_core(
@@ -424,52 +380,118 @@ def gather(
         softcap or None,
         "rows" if context is not None and n == 1 else None,
         masks=(mask, padding),
-        cu=cu_seqlens,
+        cu=cu,
     )
-    wq, wk, wv = (*weights, None, None)[:3]
-    bq, bk, bv = (*biases, None, None)[:3]
-    t = AttentionTensors(
-        key_value=key_value,
-        wq=wq,
-        wk=wk,
-        wv=wv,
-        bq=bq,
-        bk=bk,
-        bv=bv,
-        wo=out_weight,
-        bo=out_bias,
-        **dict(zip(("q_norm", "k_norm", "q_norm_bias", "k_norm_bias"), qk_norms, strict=True)),
-        sinks=sinks,
-        wg=gate_weight,
-        bg=gate_bias,
-        cos=cos,
-        sin=sin,
-        mask=mask,
-        padding=padding,
-        slopes=slopes,
-        cu=cu_seqlens,
-        **tensors,
-    )
-    o = AttentionOptions(
+    options |= dict(
         num_heads=H,
-        num_kv_heads=H_kv,
-        qkv_layout=qkv_layout,
-        gate_in_query=gate_in_query,
-        qk_norm=qk_norm_kind,
-        qk_norm_eps=float(qk_norm_eps),
         theta=theta,
         interleaved=rotary_interleaved,
         mask_is_exclusion=mask_is_exclusion,
         left=left,
         right=right,
-        max_len=max_len,
         scale=scale,
         softcap=softcap,
         dropout_p=float(dropout_p),
-        first_plane=0,
-        planes=0,
         backend=backend,
         fused=fused,
+    )
+    return tensors | dict(cos=cos, sin=sin, mask=mask, padding=padding), options
+
+
+def gather(
+    op,
+    x,
+    qkv_weight,
+    qkv_bias,
+    out_weight,
+    out_bias,
+    num_heads,
+    num_kv_heads,
+    *,
+    key_value,
+    qkv_layout,
+    qk_norm,
+    qk_norm_kind,
+    qk_norm_eps,
+    alibi_slopes,
+    cu_seqlens,
+    max_seqlen,
+    sinks,
+    gate_weight,
+    gate_bias,
+    gate_in_query,
+    lora,
+    **others,
+) -> tuple[AttentionTensors, AttentionOptions]:
+    """Checks all arguments of attention_block; returns the sublayer's tensors, still without random states, and its options."""
+    check_whole_sequence(op, takes_parts=True)
+    check_scores(op, x, "[B, S, d], [S, d], or [tokens, d] with cu_seqlens", **others)
+    check_flags(op, gate_in_query=gate_in_query)
+    check_number(op, "qk_norm_eps", qk_norm_eps)
+    context = ACTIVE.context
+    seen = x if context is None else context.whole(x)
+    B, S = batch_and_rows(seen)
+    H, H_kv = num_heads, num_heads if num_kv_heads is None else num_kv_heads
+    check_count(op, "num_heads", H)
+    check_count(op, "num_kv_heads", H_kv)
+    if H % H_kv:
+        raise ValueError(f"{op}: num_kv_heads={H_kv} must divide num_heads={H}")
+    layout = None if qkv_layout == "qkv" else qkv_layout
+    if key_value is not None:
+        check_key_value(op, x, key_value, qkv_layout=layout, rotary=others["rotary"], cu_seqlens=cu_seqlens)
+    weights, biases, D = check_projections(op, x, key_value, qkv_weight, qkv_bias, qkv_layout, H, H_kv, gate_in_query)
+    if gate_weight is not None or gate_bias is not None:
+        check_gate(op, x, gate_weight, gate_bias, gate_in_query, H, D)
+    if sinks is not None:
+        check_sinks(op, sinks, x, H)
+    check_weight(op, "out_weight", out_weight, out_bias, x, H * D, "core attention")
+    if lora is not None and "qkv" in lora and key_value is not None:
+        raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
+    names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
+    layers = dict(zip(names, weights, strict=True)) | {"out": out_weight}
+    updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
+    check_choice(op, "qk_norm_kind", qk_norm_kind, NORMS)
+    qk_norms = (None,) * 4 if qk_norm is None else check_qk_norm(op, x, qk_norm, D, H, H_kv)
+    slopes = None
+    if alibi_slopes is not None:
+        slopes = as_slopes(op, alibi_slopes, x, B, H)
+        check_no_gradient(op, "alibi_slopes", alibi_slopes)
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
+    of_gather = dict(slopes=slopes, cu=cu_seqlens, key_value=key_value)
+    weights, biases = (*weights, None, None), (*biases, None, None)
+    packs = cu_seqlens is not None or max_seqlen is not None
+    max_len = check_packing(op, seen, cu_seqlens, max_seqlen) if packs else 0
+    tensors, options = around_core(op, x, probe, updates, out_weight.shape[0], H, H_kv, D, **of_gather, **others)
+    if context is not None and context.exchange == "gather" and cu_seqlens is not None and max_len < S:
+        check_longest(op, cu_seqlens, max_len)
+    t = AttentionTensors(
+        wq=weights[0],
+        wk=weights[1],
+        wv=weights[2],
+        bq=biases[0],
+        bk=biases[1],
+        bv=biases[2],
+        wo=out_weight,
+        bo=out_bias,
+        q_norm=qk_norms[0],
+        k_norm=qk_norms[1],
+        q_norm_bias=qk_norms[2],
+        k_norm_bias=qk_norms[3],
+        sinks=sinks,
+        wg=gate_weight,
+        bg=gate_bias,
+        **of_gather,
+        **tensors,
+    )
+    o = AttentionOptions(
+        num_kv_heads=H_kv,
+        qkv_layout=qkv_layout,
+        gate_in_query=gate_in_query,
+        qk_norm=qk_norm_kind,
+        qk_norm_eps=float(qk_norm_eps),
+        max_len=max_len,
+        first_plane=0,
+        planes=0,
         context=context,
         **options,
     )

@@ -14,8 +14,7 @@ from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather
 from .core_sublayer import CoreOp, constants_of
-from .reference import attention_reference
-from .sublayer import AttentionSublayer
+from .sublayer import AttentionSublayer, attention_reference
 from .tensors import AttentionOptions, AttentionTensors
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ... import eager
 from ...errors import ShapeError
-from .core import attend, attention_grads, sink_gradient
+from .core import attend, attention_grads
 
 EXCHANGES = ("gather", "heads")
 _c10d = torch.ops._c10d_functional
@@ -130,10 +130,8 @@ def check_context(
     left: int | None,
     right: int | None,
     drops: bool,
-    *,
     key_value: Tensor | None,
     cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
     alibi_slopes: Tensor | None,
     attn_mask: Tensor | None,
 ) -> str | None:
@@ -154,8 +152,6 @@ def check_context(
             )
         return None
     if cu_seqlens is not None:
-        if max_seqlen is not None and max_seqlen < S * context.size:
-            check_longest(op, cu_seqlens, max_seqlen)
         if drops or alibi_slopes is not None:
             given = "dropout_p" if drops else "alibi_slopes"
             raise ValueError(f"{op}: {given} with cu_seqlens on several ranks needs exchange='heads'")
@@ -240,33 +236,25 @@ class GatheredHeads(SpreadHeads):
         _, lse, delta = zip(*made, strict=True)
         return o, torch.cat(lse, 2), None if delta[0] is None else torch.cat(delta, 2)
 
-    def grads(
-        self,
-        p: ModuleType,
-        do: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        core: eager.AttentionCore,
-        *,
-        delta: Tensor | None,
-        need_dq: bool,
-        need_dkv: bool,
-        dq: Tensor | None,
-    ) -> list[Tensor | None]:
-        """Gradients of this rank's rows of q, k and v. Those of k and v are summed over rows and ranks in float32."""
+    def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
+        """(dq, dk, dv, dsinks) of this rank's rows, dq in the first of `out`, if that is a tensor. dk and dv are summed over
+        rows and ranks in float32."""
+        dsinks = sums = None
+        if need_dsinks:
+            delta = p.attn_delta(o, do, self.context.core_of_rows(core)) if delta is None else delta
+            dsinks = eager.sink_gradient(lse, delta, core.sinks)
         if not (need_dq or need_dkv):
-            return [None] * 3
+            self.close()
+            return None, None, None, dsinks
         (B, H_kv, S, D), (k, v), size = self.kv_shape, self.kv, self.context.size
-        if need_dq and dq is None:
-            dq = eager.empty_heads(self.q)
-        sums = None
+        dq = None if not need_dq else eager.empty_heads(self.q) if out[0] is None else out[0]
         if need_dkv:
             sums = k.new_zeros((B, size * S, 2 * H_kv, D), dtype=torch.promote_types(k.dtype, torch.float32))
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
             outs = [None] * 2 if sums is None else sums.transpose(1, 2)[:, :, :columns].chunk(2, 1)
             later = rows.start > 0  # what other rows have given stays
-            places = [dq[:, :, at] if need_dq else None, *outs]
+            places = [None if dq is None else dq[:, :, at], *outs]
             if later and need_dkv:
                 places[1:] = [torch.empty_like(one) for one in outs]
             made = attention_grads(
@@ -290,19 +278,13 @@ class GatheredHeads(SpreadHeads):
                 if later and total is not None:
                     total.add_(part)
         if sums is None:
-            return [dq, None, None]
+            return dq, None, None, dsinks
         sent = (
             self.context.parted(sums).flatten(0, 1).contiguous()
         )  # [n ...] -> the sum over ranks of the part for this one
         parts = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(sent, "sum", size, self.context.group))
         dk, dv = parts.view(B, S, 2 * H_kv, D).to(k.dtype).transpose(1, 2).chunk(2, 1)
-        return [dq if need_dq else None, dk, dv]
-
-    def sink_gradient(
-        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None
-    ):
-        """`core.sink_gradient` of this rank's rows."""
-        return sink_gradient(p, do, o, lse, self.context.core_of_rows(core), delta)
+        return dq, dk, dv, dsinks
 
 
 class ExchangedHeads(SpreadHeads):
@@ -365,33 +347,17 @@ class ExchangedHeads(SpreadHeads):
         do, o = self.of_o
         return do, o
 
-    def grads(
-        self,
-        p: ModuleType,
-        do: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        core: eager.AttentionCore,
-        *,
-        delta: Tensor | None,
-        need_dq: bool,
-        need_dkv: bool,
-        dq: Tensor | None,
-    ) -> list[Tensor | None]:
-        """Gradients of this rank's rows of q, k and v."""
-        if not (need_dq or need_dkv):
-            return [None] * 3
+    def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
+        """(dq, dk, dv) of this rank's rows, and dsinks of all heads, zeros where they are another rank's."""
+        if not (need_dq or need_dkv or need_dsinks):
+            self.close()
+            return (None,) * 4
+        needs = dict(need_dq=need_dq, need_dkv=need_dkv, need_dsinks=need_dsinks)
         do, o = self.gradients_of_o(do, o)
-        made = attention_grads(p, *self.qkv, do, o, lse, self.core(core), need_dq=need_dq, need_dkv=need_dkv)[:3]
-        rows = iter(self.back(*(one for one in made if one is not None)))
-        return [None if one is None else next(rows) for one in made]
-
-    def sink_gradient(
-        self, p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None
-    ):
-        """Of all heads, zeros where they are another rank's."""
-        do, o = self.gradients_of_o(do, o)
-        part, _ = sink_gradient(p, do, o, lse, self.core(core), None)
-        whole = part.new_zeros(self.context.size * part.shape[0])
-        whole[self.context.rank * part.shape[0] :][: part.shape[0]].copy_(part)
-        return whole, None
+        *made, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
+        rows = iter(self.back(*(one for one in made if one is not None))) if need_dq or need_dkv else iter(())
+        dsinks = None
+        if part is not None:
+            dsinks = part.new_zeros(self.context.size * part.shape[0])
+            dsinks[self.context.rank * part.shape[0] :][: part.shape[0]].copy_(part)
+        return *(None if one is None else next(rows) for one in made), dsinks

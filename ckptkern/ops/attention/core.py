@@ -263,26 +263,30 @@ def attention_grads(
     need_dkv=True,
     dmask_shape=None,
     need_dslopes=False,
+    need_dsinks=False,
     out=(None,) * 3,
 ) -> tuple:
-    """(dq, dk, dv, dmask, dslopes) from o and lse, by the kernel that ran forward.
+    """(dq, dk, dv, dmask, dslopes, dsinks [H] in float32) from o and lse, by the kernel that ran forward.
 
     out: tensors that dq, dk, dv are written to; torch's own kernels may make new ones instead. delta: from `attend`, if at
     hand. dmask_shape: of the mask that trains, None if none does; core.mask is it, or its sum with others. need_dslopes: in
     PyTorch ops only.
     """
-    needs = dict(need_dq=need_dq, need_dkv=need_dkv)
-    if not (need_dq or need_dkv or need_dslopes or dmask_shape is not None):  # with sinks alone
-        return (None,) * 5
+    needs, dsinks = dict(need_dq=need_dq, need_dkv=need_dkv), None
+    if need_dsinks:
+        delta = p.attn_delta(o, do, core) if delta is None else delta
+        dsinks = eager.sink_gradient(lse, delta, core.sinks)
+    if not (need_dq or need_dkv or need_dslopes or dmask_shape is not None):
+        return *(None,) * 5, dsinks
     if core.fused or p is eager:
         of_scores = dict(dmask_shape=dmask_shape, need_dslopes=need_dslopes)
-        return eager.attn_grads(q, k, v, do, o, lse, core, delta=delta, **needs, **of_scores, outs=out)
+        return *eager.attn_grads(q, k, v, do, o, lse, core, delta=delta, **needs, **of_scores, outs=out), dsinks
     delta = p.attn_delta(o, do, core) if delta is None else delta
     dq, dk, dv = out
     if need_dq or need_dkv:
         dq, dk, dv = p.attn_bwd(q, k, v, do, lse, delta, core, **needs, dq=dq, dk=dk, dv=dv)
     dmask = None if dmask_shape is None else p.attn_dmask(q, k, v, do, lse, delta, core, dmask_shape)
-    return dq, dk, dv, dmask, None
+    return dq, dk, dv, dmask, None, dsinks
 
 
 def check_sinks(op: str, sinks: Tensor, x: Tensor, H: int) -> None:
@@ -291,12 +295,6 @@ def check_sinks(op: str, sinks: Tensor, x: Tensor, H: int) -> None:
         raise ShapeError(
             f"{op}: sinks must have a number for each query head, [{H}], but has shape {tuple(sinks.shape)}"
         )
-
-
-def sink_gradient(p: ModuleType, do: Tensor, o: Tensor, lse: Tensor, core: eager.AttentionCore, delta: Tensor | None):
-    """(dsinks [H] in float32, delta), from o and lse; delta is formed unless it is at hand."""
-    delta = p.attn_delta(o, do, core) if delta is None else delta
-    return eager.sink_gradient(lse, delta, core.sinks), delta
 
 
 def in_context_parallel() -> bool:

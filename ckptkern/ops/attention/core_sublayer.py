@@ -18,14 +18,15 @@ from ..registration.delayed import arrived, is_late
 from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
-from ..sublayer.residual import Sublayer
-from .core import CoreTensors, attend, attention_grads, core_of, merged_mask, sink_gradient
+from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
+from .core import CoreTensors, attend, attention_grads, core_of, merged_mask
 from .rotary import positions_of, rotary_tables
-from .tensors import Division, batch_and_rows
+from .tensors import Division, PositionTensors, batch_and_rows
 
 # Of each quantity, in the order of forward, its operands (quantities, and inputs by their names), and of each operand the
 # values that its gradient is formed of, beside the quantity's own gradient and the parameters.
 Table = dict[str, dict[str, tuple[str, ...]]]
+Saved = dict[str, Tensor | None]  # by name
 
 
 def linear_operands(rows: str, letter: str) -> dict[str, tuple[str, ...]]:
@@ -40,7 +41,7 @@ def norm_operands(rows: str, norm: str, normed: bool) -> dict[str, tuple[str, ..
 
 def input_operands(trailing: bool) -> dict[str, tuple[str, ...]]:
     """The operands of h, what the branch reads: x is at hand."""
-    return dict.fromkeys(("x",) if trailing else ("x", "norm_weight", "norm_bias", "norm_scale", "norm_shift"), ())
+    return dict.fromkeys(("x",) if trailing else ("x", *OF_NORM), ())
 
 
 def from_core(gate: bool, trailing: bool, post_norm: bool) -> Table:
@@ -85,9 +86,8 @@ def plan_of(table: Callable[..., Table], layout: tuple, need: frozenset[str], sa
 class Gradients(PartGrads):
     """The gradients that a backward forms. totals: those of what projections read, summed over groups of heads."""
 
-    def __init__(self, t: Any, parts: int, plan: Plan):
-        super().__init__(t, parts)
-        self.plan, self.totals = plan, {}
+    plan: Plan
+    totals: dict[str, Tensor]
 
 
 def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -129,6 +129,7 @@ class CoreSublayer(Sublayer):
     saved_as: tuple[tuple[str, tuple[str, ...]], ...]
     source_values: frozenset[str]
     index, count = 0, 1  # of this group among all; the sublayer of all heads is group 0 of 1
+    whole: Any = None  # of a group the sublayer of all heads
     places: Any = MappingProxyType({})  # of a group's parts of tensors in those of all heads, by name
     division: Division
     D: int  # of a head, as the core reads it
@@ -157,7 +158,7 @@ class CoreSublayer(Sublayer):
 
     def group(self, index: int) -> Any:
         part, count, t, o = copy.copy(self), self.division.groups, self.t, self.o
-        part.index, part.count, part.copies, part.angles = index, count, {}, self.angles
+        part.index, part.count, part.whole, part.copies, part.angles = index, count, self, {}, self.angles
         H, part.places = o.num_heads // count, {}
         for name, dim in self.of_heads().items():
             if (whole := getattr(t, name)) is not None:
@@ -196,18 +197,18 @@ class CoreSublayer(Sublayer):
             return heads.attend(self.p, self.core, do)
         return attend(self.p, *heads, self.core, do)
 
-    def attend(self, save_raw: bool) -> dict[str, Tensor | None]:
+    def attend(self, save_raw: bool) -> Saved:
         """out and lse of the core, and the projections: raw and of all heads if `save_raw`."""
         source = self.source({})
         saved = self.projected(source) if save_raw or self.division.groups == 1 else {}
-        made: dict[str, Tensor | None] = {}
+        made: Saved = {}
         for group in self.groups():
-            group.add_core(self, source, saved, save_raw, made)
+            group.add_core(source, saved, save_raw, made)
         return made | saved
 
-    def add_core(self, whole: Any, source: Any, saved: dict, save_raw: bool, made: dict[str, Tensor | None]) -> None:
+    def add_core(self, source: Any, saved: Saved, save_raw: bool, made: Saved) -> None:
         """Adds this group's out and lse to those of all heads."""
-        out, lse, _ = self.attended(self.heads(whole, source, saved, save_raw, backward=False)[0])
+        out, lse, _ = self.attended(self.heads(source, saved, save_raw, backward=False)[0])
         if self.D_v < self.D:  # [B, H, S, D_v] (memory [B, S, H, D_v], not a view) of the core's [B, H, S, D]
             out = out[..., : self.D_v]
             out = eager.empty_heads(out).copy_(out)
@@ -232,7 +233,7 @@ class CoreSublayer(Sublayer):
 
     updates: dict[str, LowRank] = MappingProxyType({})  # of layers, by letter
 
-    def branch(self, saved: dict[str, Tensor | None]) -> Tensor:
+    def branch(self, saved: Saved) -> Tensor:
         """dropout(gated(o) Wo^T + bo) [tokens, d]. saved: out, and the projections of all heads, if they are at hand."""
         rows = self.out_rows(self.gated_heads(saved) if self.gate_letter else saved["out"])
         f = eager.linear(rows, self.cast(self.t.wo, last=False), self.cast(self.t.bo))
@@ -242,7 +243,7 @@ class CoreSublayer(Sublayer):
 
     # -- backward
 
-    def plan(self, need: frozenset[str], saved: dict[str, Tensor | None], f: Tensor | None) -> Plan:
+    def plan(self, need: frozenset[str], saved: Saved, f: Tensor | None) -> Plan:
         at_hand = {"f"} if f is not None else set()
         for name, quantities in self.saved_as:
             if saved.get(name) is not None:
@@ -251,16 +252,15 @@ class CoreSublayer(Sublayer):
             type(self).table, (*self.layout, self.trailing, bool(self.o.post_norm)), need, frozenset(at_hand)
         )
 
-    def backward(
-        self, dy: Tensor, saved: dict[str, Tensor], needs: int, f: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
+    def backward(self, dy: Tensor, saved: Saved, needs: int, f: Tensor | None = None) -> dict[str, Tensor | None]:
         """Returns gradients by name ("x" and the fields of the tensors) from dy [tokens, d]; what is not among the saved is
         recomputed.
 
         f: the branch's result, if it is at hand.
         """
         plan = self.plan(needed_names(type(self.t), needs), saved, f)
-        grads = Gradients(self.t, self.division.groups * len(self.division.chunks), plan)
+        grads = Gradients(self.t, self.division.groups * len(self.division.chunks))
+        grads.plan, grads.totals = plan, {}
         dy, made, raw = self.down_to_projections(dy, saved, f, grads)
         dh = self.input_gradient(raw, grads)
         made |= grads.results()
@@ -269,8 +269,8 @@ class CoreSublayer(Sublayer):
         return self.finished(made, plan.need)
 
     def output_gradients(
-        self, dy: Tensor, saved: dict[str, Tensor | None], f: Tensor | None, grads: Gradients
-    ) -> tuple[dict[str, Tensor | None], tuple[Tensor, Tensor, dict]]:
+        self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
+    ) -> tuple[Saved, tuple[Tensor, Tensor, dict]]:
         """Returns (what is at hand then, `branch_gradients`)."""
         need = grads.plan.need
         if f is None and "f" in grads.plan.values:
@@ -281,8 +281,8 @@ class CoreSublayer(Sublayer):
         return saved, self.branch_gradients(dy, f, need)
 
     def down_to_projections(
-        self, dy: Tensor, saved: dict[str, Tensor | None], f: Tensor | None, grads: Gradients
-    ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None]:
+        self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
+    ) -> tuple[Tensor, dict, Tensor | None]:
         """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
         latents as they are saved, if there are any)."""
         saved, (dy, df, made) = self.output_gradients(dy, saved, f, grads)
@@ -291,13 +291,13 @@ class CoreSublayer(Sublayer):
         if "o" in self.updates and not grads.plan.formed.isdisjoint(("gated", *names_of("o"))):
             du = self.updates["o"].inner_gradient(df)
         for group in self.groups():
-            of_heads = group.core_gradients(self, source, df, du, saved, grads)
+            of_heads = group.core_gradients(source, df, du, saved, grads)
             if of_heads:
                 group.add_projection_gradients(of_heads, source, grads)
         return dy, made, getattr(source, "raw", None)
 
     def do_and_o(
-        self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: dict, grads: Gradients
+        self, heads: Any, gate: Tensor | None, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
     ) -> tuple[Tensor | None, ...]:
         """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
@@ -310,7 +310,8 @@ class CoreSublayer(Sublayer):
             do = add_matmul(None, df, self.cast(self.t.wo), wide=False)
             if du is not None:
                 self.updates["o"].add_input_gradient(self.p, du, do)
-            do = self.filled(do.view(self.B, self.S, self.o.num_heads, self.D_v)).transpose(1, 2)
+            do = do.view(self.B, self.S, self.o.num_heads, self.D_v)
+            do = (do if self.D_v == self.D else self.filled(do)).transpose(1, 2)
             do = do if share is None else do.mul_(share)
         if recomputes and out is None:
             out, lse, delta = self.attended(heads, do)
@@ -324,16 +325,16 @@ class CoreSublayer(Sublayer):
         return do, out, lse, delta
 
     def core_gradients(
-        self, whole: Any, source: Any, df: Tensor, du: Tensor | None, saved: dict, grads: Gradients
+        self, source: Any, df: Tensor, du: Tensor | None, saved: Saved, grads: Gradients
     ) -> dict[str, Any]:
         """Recomputes what this group of heads needs, adds the gradients of the output projection, the mask and the sinks, and
         returns those of q, k, v [B, H, S, D] as the core read them, and of the gate, by what `heads` and `buffer` gave:
         nothing, if none of them leads to what is needed."""
         plan, heads, raw, gate = grads.plan, None, (None, None), None
         if "q_heads" in plan.values:
-            heads, raw, gate = self.heads(whole, source, saved, False, backward=True)
+            heads, raw, gate = self.heads(source, saved, False, backward=True)
         elif "g" in plan.values:
-            gate = self.gate_alone(whole, source, saved)
+            gate = self.gate_alone(source, saved)
         do, out, lse, delta = self.do_and_o(heads, gate, df, du, saved, grads)
         if do is None:
             return {}
@@ -342,24 +343,21 @@ class CoreSublayer(Sublayer):
             return made | {"heads": [None] * 3}
         if out.shape[-1] < self.D:
             out = eager.empty_heads(do).copy_(self.filled(out))
-        if "sinks" in plan.need:
-            of_sinks = sink_gradient if self.o.context is None else heads.sink_gradient
-            dsinks, delta = of_sinks(self.p, do, out, lse, self.core, delta)
-            grads.put("sinks", dsinks, self.places.get("sinks"))
         made["buffer"] = buffer = self.buffer() if self.writes_buffer else None
         outs = [None] * 3 if buffer is None else [place.transpose(1, 2) for place in buffer[1]]
-        options = dict(delta=delta, need_dq="q_heads" in plan.formed)
-        options["need_dkv"] = "k_heads" in plan.formed or "v" in plan.formed
+        needs = dict(need_dq="q_heads" in plan.formed, need_dkv="k_heads" in plan.formed or "v" in plan.formed)
+        options = dict(delta=delta, need_dsinks="sinks" in plan.need, out=outs, **needs)
         if self.o.context is not None:
-            made["heads"] = heads.grads(self.p, do, out, lse, self.core, dq=outs[0], **options)
-            heads.close()
-            return made
-        mask_shape = self.t.mask.shape if "mask" in plan.need else None
-        *made["heads"], dmask, _ = attention_grads(
-            self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, out=outs, **options
-        )
-        if dmask is not None:
-            self.add_part("mask", dmask, grads)
+            *made["heads"], dsinks = heads.grads(self.p, do, out, lse, self.core, **options)
+        else:
+            mask_shape = self.t.mask.shape if "mask" in plan.need else None
+            *made["heads"], dmask, _, dsinks = attention_grads(
+                self.p, *heads, do, out, lse, self.core, dmask_shape=mask_shape, **options
+            )
+            if dmask is not None:
+                self.add_part("mask", dmask, grads)
+        if dsinks is not None:
+            self.add_part("sinks", dsinks, grads)
         return made
 
     # -- layers
@@ -384,7 +382,8 @@ class CoreSublayer(Sublayer):
         rows: Tensor,
         start: int = 0,
     ) -> None:
-        """Adds what follows from the gradient d of a layer's result and the rows, from `start` on, that it reads."""
+        """Adds d^T rows, the gradient of a layer's weight, from the gradient d of its result and the rows, from `start` on,
+        that it reads; and the gradients of its low-rank update."""
         if (of_weight := sums.get(f"w{letter}")) is not None:
             of_weight.add(d, rows)
         if update is not None and len(sums) > (of_weight is not None):
@@ -424,6 +423,6 @@ class CoreOp(SublayerOp):
 
 
 def constants_of(kind: type) -> frozenset[int]:
-    """Returns the places, among an op's inputs with x first, of those without a gradient: all from cos on, except the mask."""
-    places = enumerate(("x", *kind._fields))
-    return frozenset(i for i, name in places if i > kind._fields.index("cos") and name != "mask")
+    """Returns the places, among an op's inputs with x first, of those without a gradient."""
+    names = {"slopes", "cu", *PositionTensors._fields, *RandomStates._fields} - {"mask"}
+    return frozenset(i for i, name in enumerate(("x", *kind._fields)) if name in names)

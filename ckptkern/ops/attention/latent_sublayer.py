@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.types import IntLikeType
 
 from ... import eager
 from ..registration.gradients import add_matmul
@@ -25,6 +24,7 @@ from ..sublayer.residual import (
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
+    Saved,
     Table,
     from_core,
     input_operands,
@@ -34,16 +34,13 @@ from .core_sublayer import (
     sublayer_core,
 )
 from .rotary import reference_rotary
-from .tensors import Division, batch_and_rows, bytes_around
+from .tensors import Division, HeadsOptions, PositionTensors, batch_and_rows, bytes_around
 
 
-@with_fields(AroundTensors, ..., RandomStates)
+@with_fields(AroundTensors, ..., PositionTensors, RandomStates)
 class LatentTensors(NamedTuple):
     """The tensors of a sublayer of multi-head latent attention. wqa, q_a_norm: of q's latent, None where wq reads h itself;
-    wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent.
-
-    padding: key_padding_mask [B, S], or a second attn_mask, which has four dimensions.
-    """
+    wkva: of the latent of k and v, and of the rotated part of k; wkvb: of k's other part and of v, from that latent."""
 
     wqa: Tensor | None
     bqa: Tensor | None
@@ -57,30 +54,15 @@ class LatentTensors(NamedTuple):
     bkvb: Tensor | None
     wo: Tensor
     bo: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    mask: Tensor | None
-    padding: Tensor | None
 
     slopes = sinks = cu = None  # what it does not take of attention
 
 
-@with_fields(..., SublayerOptions)
+@with_fields(HeadsOptions, ..., SublayerOptions)
 class LatentOptions(NamedTuple):
     """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
 
-    num_heads: int
     latent_norm_eps: float
-    theta: float
-    interleaved: bool
-    mask_is_exclusion: bool
-    left: IntLikeType | None
-    right: IntLikeType | None
-    scale: float
-    softcap: float
-    dropout_p: float
-    backend: str
-    fused: str
 
     max_len, first_plane, planes, context = 0, 0, 0, None  # as attention's
 
@@ -128,23 +110,19 @@ def latent_groups(x: Tensor, t: LatentTensors, o: LatentOptions) -> int:
     """
     if o.workspace is None:
         return 1
-    sizes = sizes_of(t, o.num_heads)
-    of_heads, room = bytes_of_latent_heads(x.shape[0], sizes, o), o.workspace - bytes_beside_heads(x, t, sizes, o)
-    counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
-    return next((n for n in counts if of_heads <= room * n), counts[-1])
-
-
-def bytes_beside_heads(x: Tensor, t: LatentTensors, sizes: LatentSizes, o: LatentOptions) -> int:
-    """Returns bytes of the transient rows of all heads: h, the latents before and after their norms, and the larger of
-    forward's o, if it is not saved, and of backward's gradients of the branch's result, the latents and h."""
-    (rows, d), width, size = x.shape, t.wo.shape[1], o.dtype.itemsize
+    sizes, (rows, d), width, size = sizes_of(t, o.num_heads), x.shape, t.wo.shape[1], o.dtype.itemsize
     h, df = bytes_around(x, t, o)
+    # beside heads: h, and the latents before and after their norms
     held = (0 if sizes.q_rank else h) + (0 if o.recompute == "none" else sizes.latents) * size
     held += (sizes.q_rank * (t.q_a_norm is not None) + sizes.kv_rank * (t.kv_a_norm is not None)) * size
     # sums over groups in float32, of which the largest is copied when it is rounded
     of_latents = max(4, size) * ((sizes.q_rank or d) + sizes.kv_rank + sizes.rope)
     of_latents += size * max(sizes.q_rank or d, sizes.kv_rank) if size < 4 else 0
-    return rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
+    # and forward's o, if it is not saved, or backward's gradients of the branch's result, the latents and h
+    beside = rows * (held + max(width * size if o.recompute == "full" else 0, df + of_latents))
+    of_heads, room = bytes_of_latent_heads(rows, sizes, o), o.workspace - beside
+    counts = [n for n in range(1, sizes.H + 1) if sizes.H % n == 0]
+    return next((n for n in counts if of_heads <= room * n), counts[-1])
 
 
 def bytes_of_latent_heads(rows: int, sizes: LatentSizes, o: LatentOptions) -> int:
@@ -252,7 +230,7 @@ class LatentSublayer(CoreSublayer):
             self.rotate(kv[:, -rope:], 1)
         return raw
 
-    def source(self, saved: dict[str, Tensor | None]) -> Latents:
+    def source(self, saved: Saved) -> Latents:
         """The latents, of which the raw ones may have been saved."""
         t, o, raw = self.t, self.o, saved.get("latents")
         h = self.inputs() if raw is None or t.wqa is None else None
@@ -275,7 +253,7 @@ class LatentSublayer(CoreSublayer):
         return {"latents": latents.raw, "q": q, "kv": kv}
 
     def heads(
-        self, whole: LatentSublayer, latents: Latents, saved: dict, save_raw: bool, *, backward: bool
+        self, latents: Latents, saved: Saved, save_raw: bool, *, backward: bool
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple, None]:
         """(q, k, v [B, H, S, D] as the core reads them, nothing else that backward reads), of `saved` of all heads or
         projected: k is each head's own part beside the one that all share."""

@@ -34,7 +34,6 @@ from .core import (
     check_whole_sequence,
     core_of,
     fused_core,
-    sink_gradient,
 )
 
 Q, K, V, MASK, SLOPES, SINKS = range(6)
@@ -62,11 +61,7 @@ class Attention(Op):
     def backward(do, tensors, saved, o, needs):
         q, k, v, *others = tensors
         t, need_dmask, p = CoreTensors(*others), needed(needs, MASK), primitives(o.backend)
-        core, dsinks, delta = core_of(t, o, o.max_q, o.max_k, o.workspace), None, None
-        if needed(needs, SINKS):
-            dsinks, delta = sink_gradient(p, do, saved["y"], saved["lse"], core, delta)
-            dsinks = dsinks.to(t.sinks.dtype)
-        *grads, dmask, dslopes = attention_grads(
+        *grads, dmask, dslopes, dsinks = attention_grads(
             p,
             q,
             k,
@@ -74,15 +69,17 @@ class Attention(Op):
             do,
             saved["y"],
             saved["lse"],
-            core,
-            delta=delta,
+            core_of(t, o, o.max_q, o.max_k, o.workspace),
             need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V),
             dmask_shape=t.mask.shape if need_dmask else None,
             need_dslopes=needed(needs, SLOPES),
+            need_dsinks=needed(needs, SINKS),
         )
         heads = [eager.as_heads(g) if needed(needs, i) else None for i, g in enumerate(grads)]
-        return [*heads, dmask.to(t.mask.dtype) if need_dmask else None, dslopes, dsinks] + [None] * (OTHERS - 3)
+        dmask = None if dmask is None else dmask.to(t.mask.dtype)
+        dsinks = None if dsinks is None else dsinks.to(t.sinks.dtype)
+        return [*heads, dmask, dslopes, dsinks] + [None] * (OTHERS - 3)
 
     @staticmethod
     def reference(tensors, o):

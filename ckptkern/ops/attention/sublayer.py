@@ -4,30 +4,45 @@ and what is around it (`residual`), in forward and backward. `attention_block` a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import eager
 from ..registration.gradients import add_matmul
-from ..registration.op import rows_2d
+from ..registration.op import cast_parameter, rows_2d
 from ..sublayer.lora import LowRank, low_rank, names_of
+from ..sublayer.residual import reference_inputs, reference_norm, reference_output
 from .context import ExchangedHeads, GatheredHeads
-from .core_sublayer import CoreSublayer, Gradients, Table, from_core, input_operands, linear_operands, norm_operands
+from .core_sublayer import (
+    CoreSublayer,
+    Gradients,
+    Saved,
+    Table,
+    from_core,
+    input_operands,
+    linear_operands,
+    norm_operands,
+    rotary_of,
+    sublayer_core,
+)
+from .rotary import reference_rotary
 from .tensors import (
     LAYERS,
     AttentionOptions,
     AttentionTensors,
     Division,
     Projection,
+    batch_and_rows,
     division,
     over_all_heads,
+    projections,
     split_gate,
     split_heads,
 )
-from .tensors import projections as projections_of
 
 Heads = tuple[Tensor, Tensor, Tensor] | GatheredHeads | ExchangedHeads
 
@@ -65,7 +80,7 @@ class AttentionSublayer(CoreSublayer):
         self.gate_letter = "g" if t.wg is not None else "q" if o.gate_in_query else ""
         self.rotates = t.q_norm is not None or t.cos is not None or bool(o.theta)
         self.writes_buffer = self.p is not eager and not o.fused
-        self.set_projections(projections_of(t, o))
+        self.set_projections(projections(t, o))
         self.layout = t.wk is None, t.key_value is not None, self.gate_letter, t.q_norm is not None
 
     def set_projections(self, projections: list[Projection]) -> None:
@@ -88,7 +103,7 @@ class AttentionSublayer(CoreSublayer):
 
     def group(self, index: int) -> AttentionSublayer:
         part = super().group(index)
-        part.set_projections(projections_of(self.t, self.o, index, part.count))
+        part.set_projections(projections(self.t, self.o, index, part.count))
         part.__dict__.pop("updates", None)
         return part
 
@@ -109,7 +124,7 @@ class AttentionSublayer(CoreSublayer):
 
     # -- forward
 
-    def source(self, saved: dict[str, Tensor | None]) -> Tensor | None:
+    def source(self, saved: Saved) -> Tensor | None:
         """h, if it fits the workspace beside a group."""
         return self.inputs() if len(self.division.chunks) == 1 else None
 
@@ -126,11 +141,12 @@ class AttentionSublayer(CoreSublayer):
     def blocks(self, qkv: Tensor) -> list[Tensor]:
         """Every projection's result [rows, outputs] in qkv, or its gradient in dqkv: a block each. cuBLASLt adds a bias in its
         epilogue to contiguous rows alone; into columns of wider ones ATen copies it before (Blas.cpp)."""
-        return [block.view(shape) for block, shape in zip(qkv.split(self.sizes), self.shapes, strict=True)]
+        parts = (qkv,) if len(self.sizes) == 1 else qkv.split(self.sizes)
+        return [block.view(shape) for block, shape in zip(parts, self.shapes, strict=True)]
 
-    def split(self, qkv: Tensor, group: AttentionSublayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [B, S, heads, D] of the projections; of a group of the heads that qkv holds."""
-        return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, None if group is None else group.own)
+    def split(self, qkv: Tensor, own: Callable[[Tensor, int], Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v [B, S, heads, D] of the projections. own: takes those of a group from all heads."""
+        return split_heads(self.blocks(qkv), self.t, self.o, self.B, self.S, own)
 
     def project(self, h: Tensor | None, letters: str = "qkvg") -> Tensor:
         """q, k, v and a gate, or of these alone what `letters` names: all weights write into one buffer, none is copied."""
@@ -176,7 +192,7 @@ class AttentionSublayer(CoreSublayer):
         return heads.reshape(heads.shape[0] * heads.shape[1], heads.shape[2] * self.D)
 
     def heads(
-        self, whole: AttentionSublayer, h: Tensor | None, saved: dict, save_raw: bool, *, backward: bool
+        self, h: Tensor | None, saved: Saved, save_raw: bool, *, backward: bool
     ) -> tuple[Heads, tuple, Tensor | None]:
         """(q, k, v [B, H, S, D] as the core reads them; q and k before their norms, if backward reads them; the gate, in
         backward), of `saved` of all heads or projected. q/k norm and rotation are done in place unless the projections are
@@ -188,34 +204,36 @@ class AttentionSublayer(CoreSublayer):
         qkv, normed, gate = saved.get("qkv"), self.t.q_norm is not None, None
         keeps_raw = save_raw or bool(self.o.fused) or (backward and (qkv is not None or normed))
         if qkv is None:
-            qkv, whole = self.project(h, "qkvg" if backward else "qkv"), self
-        q, k, v = whole.split(qkv, None if whole is self else self)
+            qkv = self.project(h, "qkvg" if backward else "qkv")
+            q, k, v = self.split(qkv)
+        else:
+            q, k, v = (self.whole or self).split(qkv, self.own)
         if backward and self.gate_letter:
-            gate = self.gate_of(qkv, whole)
+            gate = self.gate_of(qkv, saved)
         raw, v = (q, k) if backward and normed else (None, None), v.transpose(1, 2)
         if self.o.context is None:
             return (self.rotated(q, "q_norm", keeps_raw), self.rotated(k, "k_norm", keeps_raw), v), raw, gate
         k = self.rotated(k, "k_norm", keeps_raw)
         return self.o.context.spread(lambda: self.rotated(q, "q_norm", keeps_raw), k, v), raw, gate
 
-    def gate_of(self, qkv: Tensor, whole: AttentionSublayer) -> Tensor:
-        """This group's gate [B, S, heads, D or 1] of projections, which may be those of the whole sublayer."""
+    def gate_of(self, qkv: Tensor, saved: Saved | None = None) -> Tensor:
+        """This group's gate [B, S, heads, D or 1] of projections: its own, or, if they were saved, those of all heads."""
+        whole = self if saved is None or saved.get("qkv") is not qkv else self.whole or self
         gate = split_gate(whole.blocks(qkv), whole.t, whole.o, self.B, self.S)
         return gate if whole is self else self.own(gate, 2)
 
-    def gate_alone(self, whole: AttentionSublayer, h: Tensor | None, saved: dict[str, Tensor | None]) -> Tensor:
+    def gate_alone(self, h: Tensor | None, saved: Saved) -> Tensor:
         """Returns this group's gate by the one matmul that it comes from, if it was not saved."""
-        if saved.get("qkv") is None:
-            return self.gate_of(self.project(h, self.gate_letter), self)
-        return self.gate_of(saved["qkv"], whole)
+        qkv = saved.get("qkv")
+        return self.gate_of(self.project(h, self.gate_letter) if qkv is None else qkv, saved)
 
-    def gated_heads(self, saved: dict[str, Tensor | None]) -> Tensor:
+    def gated_heads(self, saved: Saved) -> Tensor:
         """o sigmoid(gate) [B, H, S, D]. The gate is projected again, group by group, unless it was saved: so forward does, and
         backward, which then get the same bits."""
         out = saved["out"]
         h, made = self.source({}) if saved.get("qkv") is None else None, eager.empty_heads(out)
         for group in self.groups():
-            gate = torch.sigmoid(group.gate_alone(self, h, saved)).transpose(1, 2)
+            gate = torch.sigmoid(group.gate_alone(h, saved)).transpose(1, 2)
             torch.mul(group.own(out), gate, out=group.own(made))
         return made
 
@@ -279,7 +297,7 @@ class AttentionSublayer(CoreSublayer):
             if grad is not None and grad is not place:
                 place.copy_(grad)
         if dgate is not None:
-            self.gate_of(dqkv, self).copy_(dgate)
+            self.gate_of(dqkv).copy_(dgate)
         ds, H_kv, group = self.blocks(dqkv), o.num_kv_heads, o.num_heads // o.num_kv_heads
         if o.qkv_layout == "heads" and H_kv > 1 and group > 1:  # dq's place is no view
             by_kv_head = ds[0].view(self.B, self.S, H_kv, group + 2, self.D)
@@ -319,3 +337,46 @@ class AttentionSublayer(CoreSublayer):
         if "key_value" in grads.totals:
             grads.put("key_value", grads.totals["key_value"].view(self.t.key_value.shape), None)
         return grads.totals.get("h")
+
+
+# -- the reference implementation, of which second derivatives are made --------------------------------------------------
+
+
+def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
+    """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
+    if over_all_heads(weight, heads.shape[-1]):
+        return reference_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
+    if weight.dim() == 1:
+        return reference_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
+    h = reference_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
+    return h if bias is None else h + cast_parameter(bias, heads.dtype)
+
+
+def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:
+    """The sublayer in differentiable PyTorch ops. Raises NotImplementedError for a part of a sequence."""
+    if o.context is not None:
+        raise NotImplementedError("attention: no second-order gradients over a context-parallel group")
+    B, S = batch_and_rows(x)
+    H, D = o.num_heads, t.wo.shape[1] // o.num_heads
+    h = reference_inputs(x, t, o)
+
+    def linear(rows: Tensor, part: Projection) -> Tensor:
+        y = F.linear(rows, cast_parameter(part.weight, o.dtype), cast_parameter(part.bias, o.dtype))
+        pair = None if part.letter == "g" else update_of(part.letter, B * S, t, o)
+        return y if pair is None else y + pair.reference(rows)
+
+    sources = h, h if t.key_value is None else t.key_value.to(o.dtype)
+    blocks = [linear(sources[part.of_key_value], part).flatten(0, -2) for part in projections(t, o)]
+    q, k, v = split_heads(blocks, t, o, B, S)
+    if t.q_norm is not None:
+        q, k = reference_qk_norm(q, t.q_norm, t.q_norm_bias, o), reference_qk_norm(k, t.k_norm, t.k_norm_bias, o)
+    cos, sin = rotary_of(S, D, t, o)
+    if cos is not None:
+        q, k = (reference_rotary(heads, cos, sin, o.interleaved) for heads in (q, k))
+    core = sublayer_core(t, o)
+    out = eager.attention_reference(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), core)
+    out = out.transpose(1, 2)
+    if t.wg is not None or o.gate_in_query:
+        out = out * torch.sigmoid(split_gate(blocks, t, o, B, S))
+    f = linear(out.reshape(*x.shape[:-1], H * D), Projection("o", t.wo, t.bo, False))
+    return reference_output(x, f, t, o)

@@ -14,12 +14,38 @@ from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, ha
 from .context import Context
 
 
-@with_fields(AroundTensors, ..., RandomStates)
+class PositionTensors(NamedTuple):
+    """What places tokens and hides scores; the mask alone may have a gradient. padding: key_padding_mask [B, S_k], or a second
+    attn_mask, which has four dimensions."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: Tensor | None
+    padding: Tensor | None
+
+
+class HeadsOptions(NamedTuple):
+    """The options of both kinds of attention. theta: for rotary tables that are made here, 0 for none; left, right: visible
+    columns, None for no bound; fused: torch's own kernel, or ""."""
+
+    num_heads: int
+    theta: float
+    interleaved: bool
+    mask_is_exclusion: bool
+    left: IntLikeType | None
+    right: IntLikeType | None
+    scale: float
+    softcap: float
+    dropout_p: float
+    backend: str
+    fused: str
+
+
+@with_fields(AroundTensors, ..., PositionTensors, RandomStates)
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
     key_value: what k and v are projected from, None where it is what q is projected from.
-    padding: key_padding_mask [B, S_k], or a second attn_mask, which has four dimensions.
     q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
     LAYER_lora_a, LAYER_lora_b: low-rank updates (`low_rank`) of wq, wk, wv and wo.
     sinks: [H]. wg: the output gate's weight, [H D, d] or [H, d]; with `gate_in_query` wq has its rows instead.
@@ -49,40 +75,25 @@ class AttentionTensors(NamedTuple):
     sinks: Tensor | None
     wg: Tensor | None
     bg: Tensor | None
-    cos: Tensor | None
-    sin: Tensor | None
-    mask: Tensor | None
-    padding: Tensor | None
     slopes: Tensor | None
     cu: Tensor | None
 
 
-@with_fields(..., SublayerOptions)
+@with_fields(HeadsOptions, ..., SublayerOptions)
 class AttentionOptions(NamedTuple):
     """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
     left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
     where the heads are a shard; context: where the rows are a part of a sequence; lora: scale and dropout_p of the low-rank
     update of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the core's blocks of queries."""
 
-    num_heads: int
     num_kv_heads: int
     qkv_layout: str
     gate_in_query: bool
     qk_norm: str
     qk_norm_eps: float
-    theta: float
-    interleaved: bool
-    mask_is_exclusion: bool
-    left: IntLikeType | None
-    right: IntLikeType | None
     max_len: IntLikeType
-    scale: float
-    softcap: float
-    dropout_p: float
     first_plane: int
     planes: int
-    backend: str
-    fused: str
     context: Context | None
 
 

@@ -417,11 +417,13 @@ def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
     """Those that are there, by name, of the leading shape; without a graph if nothing is computed of their gradients."""
     found = {}
     for name, one in results._asdict().items():
-        if name == "top_k" and one is not None:
-            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in one.detach().chunk(2))
+        if one is None:
+            continue
+        one = one if name in DIFFERENTIABLE else one.detach()
+        if name == "top_k":
+            log_probs, indices = (part.t().reshape(*lead, len(part)) for part in one.chunk(2))
             found[name] = TopK(log_probs, indices.to(torch.int64))
-        elif one is not None:
-            one = one if name in DIFFERENTIABLE else one.detach()
+        else:
             one = one.to(torch.int64) if name == "arg_max" else one
-            found[name] = one.view(lead) if one.dim() == 1 else one.t().reshape(*lead, len(one))
+            found[name] = one.t().reshape(*lead, *one.shape[:-1])
     return found

@@ -135,16 +135,15 @@ def statistics_with_update(
     """`statistics_of` w with its low-rank update, of parts of the vocabulary: half of the workspace is for their weights, half
     for their logits, at least CHUNK_ROWS tokens'."""
     half = None if o.workspace is None else o.workspace // 2
-
-    def of_entries(start: int, stop: int) -> dict[str, Tensor]:
-        bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
-        weight, options = updated.weights(start, stop), o._replace(workspace=half)
-        return statistics_of(updated.rows, weight, bias, target, per_class, candidates, options, start, updated)
-
     of_entry = max(updated.bytes_beside, CHUNK_ROWS * token_bytes(updated.rows, COLUMNS, o) // COLUMNS)
-    found = [of_entries(*chunk) for chunk in vocabulary_chunks(updated.w.shape[0], of_entry, half)]
-    stacked = {name: torch.stack([one[name] for one in found]) for name in found[0]}
-    return combined(TokenStatistics(**stacked))
+    found, own = [], o._replace(workspace=half)
+    for start, stop in vocabulary_chunks(updated.w.shape[0], of_entry, half):
+        bias, per_class = (None if one is None else one[start:stop] for one in (b, weights))
+        others = bias, target, per_class, candidates, own, start, updated
+        found.append(
+            statistics_of(updated.rows, updated.weights(start, stop), *others)
+        )  # whose weights have no name here
+    return combined(TokenStatistics(**{name: torch.stack([one[name] for one in found]) for name in found[0]}))
 
 
 def head_gradients(
@@ -153,7 +152,7 @@ def head_gradients(
     rows: Tensor | None,
     parameter: Tensor,
     w: Tensor,
-    b: Tensor | None,
+    bias: Tensor | None,
     lse: Tensor,
     dtype: torch.dtype,
     needs: int,
@@ -165,9 +164,9 @@ def head_gradients(
     main_grad.
 
     write(start, stop, dz, db) writes the gradients of these logits to dz [M, stop - start] and returns the sum of its rows, if
-    db. like: a tensor [..., anything]; rows: x [M, d], None if no gradient reads it; parameter: w itself, and w: in dtype, that
-    of x; lse: [M], of the device and the wide type. A range's rows of dw and db are final, rounded once. dx is a sum over
-    ranges in the wide type.
+    db. like: a tensor [..., anything]; rows: x [M, d], None if no gradient reads it; parameter and bias: themselves, and w: the
+    parameter in dtype, that of x; lse: [M], of the device and the wide type. A range's rows of dw and db are final, rounded
+    once, in the parameters' dtypes. dx is a sum over ranges in the wide type.
     """
     (M,), (V, d) = lse.shape, w.shape
     need_dx, need_dw, need_db = flags(needs, 3)
@@ -177,7 +176,7 @@ def head_gradients(
     dx = lse.new_empty((M, d), dtype=lse.dtype if summed else dtype) if need_dx else None
     main = main_grad_of(parameter) if need_dw else None
     dw = torch.empty_like(parameter) if need_dw and main is None else main
-    db = torch.empty_like(b) if need_db else None
+    db = torch.empty_like(bias) if need_db else None
     for start, stop in chunks:
         dz = workspace_rows[:, : stop - start]
         total = write(start, stop, dz, need_db)
@@ -204,8 +203,9 @@ def head_gradients(
 
 class LinearCrossEntropyOptions(NamedTuple):
     """vocab_start: class of w's first row; group, size: of the ranks that share the vocabulary, "" for none; equal_shards: was
-    vocab_start taken for granted? results: the names of y's rows. lora, lora_dtype: as in UpdateOptions. candidates: k, if
-    target is [..., k], whose log-probabilities are a result, without a softcap; 0 for one target a token."""
+    vocab_start taken for granted? results: the names of y's rows. lora: scale and dropout_p of w's update, nothing without
+    one; lora_dtype: in which it is formed. candidates: k, if target is [..., k], whose log-probabilities are a result, without
+    a softcap; 0 for one target a token."""
 
     label_smoothing: float
     logit_scale: float
@@ -271,7 +271,7 @@ class LinearCrossEntropy(Op):
             check_targets(classes, entries, o.ignore_index)
             if o.equal_shards:
                 check_equal_shards(entries, V, o.size)
-        y = Sums(target, all_weights, o, entries, candidates).results(statistics, o.results)
+        y = Sums(target, all_weights, o, entries).results(statistics, o.results, candidates)
         saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
         return y, saved | statistics._asdict()
 
@@ -329,7 +329,8 @@ class LinearCrossEntropy(Op):
             return total
 
         chunks = vocabulary_chunks(V, transient, workspace)
-        grads = head_gradients(write, like, rows, tensors[W], w, b, lse, dtype, needs, chunks, o.group, updated)
+        given = tensors[W], w, tensors[B]
+        grads = head_gradients(write, like, rows, *given, lse, dtype, needs, chunks, o.group, updated)
         of_update = (None, None) if updated is None else (updated.da, updated.db)
         return *grads, None, None, *of_update, None
 

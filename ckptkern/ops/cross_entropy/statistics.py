@@ -65,32 +65,31 @@ class Sums:
     loss = weight (1 - e) (lse - z_t) + e/V (sum_v w_v lse - wz),  e = label_smoothing
     """
 
-    def __init__(self, target: Tensor, class_weight: Tensor | None, o: Any, entries, candidates: Tensor | None = None):
+    def __init__(self, target: Tensor, class_weight: Tensor | None, o: Any, entries):
         smoothing = o.label_smoothing
-        self.target, self.ignored = target, target == o.ignore_index
-        self.padding = None if candidates is None else (candidates == o.ignore_index).t()
-        self.share = 1.0 - smoothing
+        self.target, self.ignore_index, self.share = target, o.ignore_index, 1.0 - smoothing
         if class_weight is not None:
-            self.share = class_weight[target.masked_fill(self.ignored, 0)] * self.share
+            self.share = class_weight[target.masked_fill(target == o.ignore_index, 0)] * self.share
         self.even = smoothing / entries if smoothing else None
         self.all = smoothing if class_weight is None or not smoothing else self.even * class_weight.sum()
 
-    def results(self, s: TokenStatistics, names: tuple[str, ...]) -> Tensor:
-        """y [rows, M], 0 of ignored tokens."""
+    def results(self, s: TokenStatistics, names: tuple[str, ...], candidates: Tensor | None = None) -> Tensor:
+        """y [rows, M], 0 of ignored tokens and candidates."""
         found = {"lse": s.lse, "entropy": s.entropy, "arg_max": s.arg_max}
         if "loss" in names:
             loss = self.share * (s.lse - s.z_t)
             found["loss"] = loss if s.wz is None else loss + (self.all * s.lse - self.even * s.wz)
         if "lse_squared" in names:
             found["lse_squared"] = s.lse.square()
-        if "log_probs" in names:
-            log_probs = (s.z_t if s.z_c is None else s.z_c.t()) - s.lse
-            found["log_probs"] = log_probs if self.padding is None else log_probs.masked_fill(self.padding, 0)
+        if candidates is not None:
+            found["log_probs"] = (s.z_c - s.lse[:, None]).masked_fill(candidates == self.ignore_index, 0).t()
+        elif "log_probs" in names:
+            found["log_probs"] = s.z_t - s.lse
         if "top_k" in names:
             found["top_k"] = torch.cat([s.top_z.t() - s.lse, s.top_v.t()])
         if "accuracy" in names:
             found["accuracy"] = (s.arg_max == self.target).to(s.lse.dtype)
-        return torch.vstack([found[name] for name in names]).masked_fill(self.ignored, 0)
+        return torch.vstack([found[name] for name in names]).masked_fill(self.target == self.ignore_index, 0)
 
     def gradients(self, dy: TokenResults, lse: Tensor, entropy: Tensor | None) -> TokenGradients:
         """The coefficients of dz, of the gradients of results, by

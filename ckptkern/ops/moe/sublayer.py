@@ -26,7 +26,6 @@ from ..sublayer.residual import (
     RandomStates,
     Sublayer,
     SublayerOptions,
-    reads_branch,
     reference_inputs,
     reference_output,
 )
@@ -205,7 +204,7 @@ class MoESublayer(Sublayer):
         groups = eager.route(index, self.t.router_weight.shape[0])
         scores = scores_of(self.logits(h), self.o)
         s = weights_of(scores, index, self.o)
-        f = self.drop(self.branch(h, s, groups, saved)[0]) if reads_branch(self.o, need) else None
+        f = self.drop(self.branch(h, s, groups, saved)[0]) if self.reads_branch(need) else None
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
         made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)

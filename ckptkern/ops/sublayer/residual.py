@@ -36,8 +36,7 @@ from .samples import Samples, at_samples, check_vectors, sample_shape
 NORMS = ("layer", "rms")
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
 VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
-LAST = frozenset(("norm_weight", "norm_bias"))  # of a trailing norm
-OF_NORM = LAST | {"norm_scale", "norm_shift"}  # of a leading norm
+OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # of a leading norm
 
 
 class AroundTensors(NamedTuple):
@@ -310,6 +309,10 @@ class Sublayer:
             df = grads.pop("x")
         return dy, self.drop(df.to(o.dtype)), grads
 
+    def reads_branch(self, need: Collection[str]) -> bool:
+        """Does backward read the branch's result, which no mode saves?"""
+        return self.trailing or bool(self.o.post_norm) or "layer_scale" in need
+
     def needs_dh(self, need: Collection[str]) -> bool:
         """Does anything need the gradient of what the branch reads?"""
         return "x" in need or (not self.trailing and not OF_NORM.isdisjoint(need))
@@ -412,11 +415,6 @@ class RowsOp(SublayerOp):
 
 def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
-
-
-def reads_branch(o: Any, need: Collection[str]) -> bool:
-    """Does backward read the branch's result, which no mode saves?"""
-    return has_trailing_norm(o) or bool(o.post_norm) or "layer_scale" in need
 
 
 def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
