@@ -44,7 +44,7 @@ OPS = [
     Fault(
         "mlp: a gated branch counts the bytes of a plain one",
         "ckptkern/ops/mlp/branch.py",
-        'eagerly, held = backend == "eager", «5 if gated else 2»',
+        "drops, held = self.t.rng is not None, «5 if self.gated else 2»",
         "2",
         (
             memory("[gated_mlp"),
@@ -75,7 +75,7 @@ OPS = [
     Fault(
         "sublayer: layer_scale's gradient leaves out the post-norm",
         "ckptkern/ops/sublayer/residual.py",
-        'return eager.column_sum(df * «self.post_normed(f)», self.dtype_of("layer_scale", need))',
+        'grads["layer_scale"] = eager.column_sum(df * «self.post_normed(f)», dtype)',
         "f",
         (values("[mlp_block-layer_scale", "[mlp_block-post_norm"),),
     ),
@@ -223,7 +223,7 @@ OPS = [
     Fault(
         "experts: gradients beside a recomputed [g | u] are not written over it",
         "ckptkern/ops/dispatch/implementations.py",
-        "s, groups, activation, **wanted, over_gu=«True»",
+        "experts_hidden_grad(gu, dh, s, groups, activation, **wanted, over_gu=«True»",
         "False",
         ("tests/ops/test_grouped.py -k workspace",),
     ),

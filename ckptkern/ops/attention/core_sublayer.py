@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
+from ..registration.delayed import arrived, is_late
 from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
-from ..registration.late import arrived, is_late
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer

@@ -45,7 +45,7 @@ def check_options(op: str, activation: str, recompute: str, dropout_p: float = 0
 
 
 def check_probability(op: str, p: float) -> None:
-    if isinstance(p, Tensor) or not is_number(p) or not 0.0 <= p <= 1.0:
+    if (type(p) is not float and (isinstance(p, Tensor) or not is_number(p))) or not 0.0 <= p <= 1.0:
         raise ValueError(f"{op}: dropout probability has to be a number between 0 and 1, but got {p!r}")
 
 

@@ -23,7 +23,6 @@ from ..sublayer.residual import (
     SublayerOptions,
     around,
     drawn,
-    reads_branch,
     reference_inputs,
     reference_output,
 )
@@ -93,11 +92,9 @@ class MLPSublayer(Sublayer):
     ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
-        if reads_branch(
-            self.o, need
-        ):  # which no mode saves: by one matmul from the hidden layer if that was saved, or all
-            whole = branch.updates or not saved
-            f = self.drop(branch.forward_rows(h, start)[0] if whole else branch.result_of(saved, start))
+        # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+        if self.reads_branch(need):
+            f = self.drop(branch.result_of(h, {} if branch.updates else saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
         dh = branch.backward_rows(df, h, saved, start, sums)

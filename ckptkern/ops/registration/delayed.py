@@ -1,4 +1,5 @@
-"""Weights' gradients that are formed after the input's: by a second backward pass over the graph, or by hand.
+"""Gradients that come later than a backward pass asks for them: weights' by a second pass over the graph or by hand, and an
+input's that a collective still writes (`Late`).
 
 Zero-bubble pipelines ask a graph for the inputs' gradients first and for the weights' later. The first pass of a region then
 runs its whole backward without the matmuls that give weights' gradients, and stashes the operands of these; the second pass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ... import state
 from ..dispatch.checks import check_choice
@@ -300,3 +302,58 @@ def accumulates(weight: Tensor) -> bool:
         return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
     except RuntimeError:  # torch.autograd.grad of this weight
         return False
+
+
+# -- a gradient that a collective still writes
+
+VIEWS = frozenset((torch.ops.aten.view.default, torch.ops.aten.slice.Tensor))
+
+
+class Late(Tensor):
+    """A contiguous tensor that finish() waits for and returns, once, where the tensor is first read.
+
+    An op's backward takes it as dy and does first what needs x alone. Views of it are as late as it is. Any other operation on
+    it waits, so a reader that has never heard of it is right, and only early.
+    """
+
+    finish: Callable[[], Tensor] | None
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, finish: Callable[[], Tensor]
+    ) -> Late:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.finish, made.value = finish, None
+        return made
+
+    def arrived(self) -> Tensor:
+        if self.finish is not None:
+            self.value, self.finish = self.finish(), None  # what was held for it is freed
+        return self.value
+
+    def data_ptr(self) -> int:  # which kernels are launched with
+        return self.arrived().data_ptr()
+
+    def __repr__(self, **options: Any) -> str:
+        return f"Late({list(self.shape)}, {self.dtype}, arrived={self.finish is None})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        late = args[0] if args else None
+        if func in VIEWS and late.finish is not None and not kwargs:
+            shape = func(torch.empty(late.shape, dtype=late.dtype, device="meta"), *args[1:]).shape
+            return cls(shape, late.dtype, late.device, lambda: func(late.arrived(), *args[1:]))
+        args, kwargs = tree_map_only(cls, cls.arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def is_late(tensor: Tensor) -> bool:
+    return type(tensor) is Late and tensor.finish is not None
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, waited for if it is late."""
+    return tensor.arrived() if type(tensor) is Late else tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,11 +66,6 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
             f"{tuple(main.shape)} beside a parameter in {weight.dtype}"
         )
     return main
-
-
-def having_main_grad(tensors: Iterable[Tensor | None]) -> dict[int, Tensor]:
-    """Those that have it, by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones."""
-    return {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
 
 
 def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:

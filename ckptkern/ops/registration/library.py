@@ -95,21 +95,17 @@ def register(op: type[Op]) -> Registered:
     for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):
         name = packet.default._schema.name
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, _fake(on_meta), lib=LIBRARY)
+        torch.library.register_fake(name, functools.partial(_fake, on_meta), lib=LIBRARY)
         torch.library.register_vmap(name, loop_over_batch(packet.default), lib=LIBRARY)
-        register_flop_formula(packet, get_raw=True)(_flops(on_meta))
+        register_flop_formula(packet, get_raw=True)(functools.partial(_flops, on_meta))
     LIBRARY.impl(names[1], in_legacy_vmap(packets[1].default), "Batched")
     return Registered(op, *(packet.default for packet in packets), layout)
 
 
-def _fake(on_meta: Callable) -> Callable:
+def _fake(on_meta: Callable, first, *others) -> list[Tensor]:
     """The op's results, empty, from its body on meta tensors."""
-
-    def fake(first, *others):
-        like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
-        return [like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in on_meta(first, *others)]
-
-    return fake
+    like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
+    return [like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in on_meta(first, *others)]
 
 
 def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
@@ -155,18 +151,11 @@ FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch l
 }
 
 
-def _flops(on_meta: Callable) -> Callable:
+def _flops(on_meta: Callable, *args, out_val=None) -> int:
     """The op's FLOPs, from its body on meta tensors: multiply-adds times two, as torch counts them."""
-
-    def flops(*args, out_val=None):
-        with (
-            _disable_current_modes(),
-            FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter,
-        ):
-            on_meta(*args)
-        return counter.get_total_flops()
-
-    return flops
+    with _disable_current_modes(), FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter:
+        on_meta(*args)
+    return counter.get_total_flops()
 
 
 # -- options as arguments
