@@ -69,7 +69,7 @@ def core_of(t: CoreTensors, o: Any) -> eager.AttentionCore:
         mask=mask,
         slopes=t.slopes,
         sinks=None if t.sinks is None else t.sinks[None],
-        dropout=dropout_arguments(t.rng, o.dropout_p),
+        dropout=eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p),
         cu_q=t.cu_q,
         cu_k=t.cu_k,
         max_q=o.max_q,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.delayed import arrived, is_late
+from ..registration.delayed import Late
 from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
@@ -303,9 +303,11 @@ class CoreSublayer(Sublayer):
         """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
-        if recomputes and is_late(df):  # while it is on its way; delta, which is made of it, comes after it
+        if (
+            recomputes and type(df) is Late and df.finish is not None
+        ):  # while it is on its way; delta, which is made of it, comes after it
             out, lse, _ = self.attended(heads)
-        df = arrived(df)
+        df = df.arrived() if type(df) is Late else df
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
         if "gated" in plan.formed:
             do = add_matmul(None, df, self.cast(self.t.wo), wide=False)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..registration.op import row_count, token_chunks, with_fields
+from ..sublayer.lora import updates_of
 from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, has_trailing_norm
 from .context import Context
 from .core import CoreOptions
@@ -35,13 +36,15 @@ class HeadsOptions(NamedTuple):
     context: Context | None
 
 
-@with_fields(AroundTensors, ..., PositionTensors, RandomStates)
+LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
+
+
+@with_fields(AroundTensors, ..., updates_of(LAYERS), PositionTensors, RandomStates)
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
     key_value: what k and v are projected from, None where it is what q is projected from.
     q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
-    LAYER_lora_a, LAYER_lora_b: low-rank updates (`low_rank`) of wq, wk, wv and wo.
     sinks: [H]. wg: the output gate's weight, [H D, d] or [H, d]; with `gate_in_query` wq has its rows instead.
     """
 
@@ -58,14 +61,6 @@ class AttentionTensors(NamedTuple):
     k_norm: Tensor | None
     q_norm_bias: Tensor | None
     k_norm_bias: Tensor | None
-    q_lora_a: Tensor | None
-    q_lora_b: Tensor | None
-    k_lora_a: Tensor | None
-    k_lora_b: Tensor | None
-    v_lora_a: Tensor | None
-    v_lora_b: Tensor | None
-    o_lora_a: Tensor | None
-    o_lora_b: Tensor | None
     sinks: Tensor | None
     wg: Tensor | None
     bg: Tensor | None
@@ -83,9 +78,6 @@ class AttentionOptions(NamedTuple):
     gate_in_query: bool
     qk_norm: str
     qk_norm_eps: float
-
-
-LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
 
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
