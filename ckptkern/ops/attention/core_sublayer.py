@@ -303,9 +303,8 @@ class CoreSublayer(Sublayer):
         """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
-        if (
-            recomputes and type(df) is Late and df.finish is not None
-        ):  # while it is on its way; delta, which is made of it, comes after it
+        if recomputes and type(df) is Late and df.finish is not None:
+            # while df is on its way; delta, which is made of it, comes after it
             out, lse, _ = self.attended(heads)
         df = df.arrived() if type(df) is Late else df
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
