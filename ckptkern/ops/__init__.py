@@ -6,7 +6,7 @@ from .attention.sdpa import scaled_dot_product_attention, varlen_attn
 from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from .dispatch.checks import ACTIVATIONS
 from .dispatch.choices import backend, workspace
-from .distillation.loss import linear_distillation, linear_topk_distillation
+from .distillation import linear_distillation, linear_topk_distillation
 from .experts import grouped_gated_mlp, moe_mlp
 from .mlp.block import mlp_block
 from .mlp.linear_act import linear_act

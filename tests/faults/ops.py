@@ -257,7 +257,7 @@ OPS = [
     ),
     Fault(
         "distillation: every chunk has the teacher's first classes",
-        "ckptkern/ops/distillation/op.py",
+        "ckptkern/ops/distillation.py",
         "of_entries(teacher, «start, stop»)",
         "0, stop - start",
         (values("[linear_distillation-none", "[linear_distillation-mask"),),
@@ -278,7 +278,7 @@ OPS = [
     ),
     Fault(
         "distillation: a teacher's k log-probabilities lose the digits of their logsumexp",
-        "ckptkern/ops/distillation/loss.py",
+        "ckptkern/ops/distillation.py",
         "return «log_probs.log_softmax(-1)»",
         "log_probs - torch.logsumexp(log_probs, -1, keepdim=True)",
         ("tests/ops/test_distillation.py -k k_log_probabilities",),

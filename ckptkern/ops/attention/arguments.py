@@ -326,6 +326,7 @@ def around_core(
     rope=None,
     slopes=None,
     cu=None,
+    max_len=0,
     key_value=None,
     rotary,
     rotary_interleaved,
@@ -343,7 +344,7 @@ def around_core(
     fields of their tensors and options.
 
     H, H_kv, D: heads of q and of k, and the head dim, of which qk dimensions are of q and k (default: all) and rope may be
-    rotated; slopes, cu, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
+    rotated; slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
     """
     softcap = check_softcap(op, softcap)
     tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
@@ -387,11 +388,16 @@ def around_core(
         theta=theta,
         interleaved=rotary_interleaved,
         mask_is_exclusion=mask_is_exclusion,
+        context=context,
         left=left,
         right=right,
         scale=scale,
         softcap=softcap,
         dropout_p=float(dropout_p),
+        max_q=max_len,
+        max_k=max_len,
+        first_plane=0,
+        planes=0,
         backend=backend,
         fused=fused,
     )
@@ -461,7 +467,9 @@ def gather(
     weights, biases = (*weights, None, None), (*biases, None, None)
     packs = cu_seqlens is not None or max_seqlen is not None
     max_len = check_packing(op, seen, cu_seqlens, max_seqlen) if packs else 0
-    tensors, options = around_core(op, x, probe, updates, out_weight.shape[0], H, H_kv, D, **of_gather, **others)
+    tensors, options = around_core(
+        op, x, probe, updates, out_weight.shape[0], H, H_kv, D, max_len=max_len, **of_gather, **others
+    )
     if context is not None and context.exchange == "gather" and cu_seqlens is not None and max_len < S:
         check_longest(op, cu_seqlens, max_len)
     t = AttentionTensors(
@@ -489,10 +497,6 @@ def gather(
         gate_in_query=gate_in_query,
         qk_norm=qk_norm_kind,
         qk_norm_eps=float(qk_norm_eps),
-        max_len=max_len,
-        first_plane=0,
-        planes=0,
-        context=context,
         **options,
     )
     return t, o

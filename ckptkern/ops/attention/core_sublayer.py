@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.delayed import arrived, is_late
+from ..registration.delayed import Late
 from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
@@ -105,8 +105,9 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
 def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
     masks = t.mask is not None or t.padding is not None
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
-    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o, o.max_len, o.max_len, workspace)
+    if o.workspace is not None:
+        o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
+    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
 
 
 class CoreSublayer(Sublayer):
@@ -302,9 +303,11 @@ class CoreSublayer(Sublayer):
         """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
-        if recomputes and is_late(df):  # while it is on its way; delta, which is made of it, comes after it
+        if (
+            recomputes and type(df) is Late and df.finish is not None
+        ):  # while it is on its way; delta, which is made of it, comes after it
             out, lse, _ = self.attended(heads)
-        df = arrived(df)
+        df = df.arrived() if type(df) is Late else df
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
         if "gated" in plan.formed:
             do = add_matmul(None, df, self.cast(self.t.wo), wide=False)

@@ -52,9 +52,7 @@ class Attention(Op):
     @staticmethod
     def forward(tensors, o):
         q, k, v, *others = tensors
-        out, lse, _ = attend(
-            primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o, o.max_q, o.max_k, o.workspace)
-        )
+        out, lse, _ = attend(primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o))
         return out, {"lse": lse}
 
     @staticmethod
@@ -69,7 +67,7 @@ class Attention(Op):
             do,
             saved["y"],
             saved["lse"],
-            core_of(t, o, o.max_q, o.max_k, o.workspace),
+            core_of(t, o),
             need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V),
             dmask_shape=t.mask.shape if need_dmask else None,
@@ -84,7 +82,7 @@ class Attention(Op):
     @staticmethod
     def reference(tensors, o):
         q, k, v, *others = tensors
-        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""), o.max_q, o.max_k, o.workspace)
+        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""))
         return eager.attention_reference(q, k, v, core)
 
 
@@ -252,6 +250,8 @@ def _attention(
         precision=precision,
         fused=fused,
         softcap=softcap,
+        first_plane=0,
+        planes=0,
         workspace=workspace,
     )
     return _apply(options, query, key, value, *tensors)
