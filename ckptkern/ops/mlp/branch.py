@@ -230,12 +230,9 @@ class MLPBranch:
                 o.activation,
                 o.precision,
             )
-        if self.gated:
-            dbs = dict(dbg=sums.parts["gate"], dbu=up)
-            dg, du, made, *parts = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, **dbs)
-            return [dg, du], made if h is None else h, parts
-        dz, made, part = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, db=up)
-        return [dz], made if h is None else h, (part,)
+        dbs = dict(dbg=sums.parts["gate"], dbu=up) if self.gated else dict(db=up)
+        results, count = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, **dbs), len(self.first)
+        return list(results[:count]), results[count] if h is None else h, results[count + 1 :]
 
     def backward_rows(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None

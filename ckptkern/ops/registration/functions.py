@@ -50,7 +50,7 @@ def build(op: type[Op]):
             return registered.fwd(tensors, *lists)
 
     LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
-    apply = _apply(registered, eager, *_functional_functions(registered, gradients))
+    apply = _apply(registered, eager, gradients)
     apply.parts = registered, gradients
     return apply
 
@@ -299,8 +299,9 @@ def _in_parts(
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
 
 
-def _functional_functions(registered: Registered, gradients) -> tuple[type, type]:
-    """The Function with a setup_context, for torch.compile, and the same for torch.func."""
+def _apply(registered: Registered, eager: type, gradients):
+    """The op's one entry: the Function that fits the call. Functional has a setup_context, for torch.compile; Transformed is
+    the same for torch.func."""
     op = registered.op
 
     class Functional(torch.autograd.Function):
@@ -326,12 +327,7 @@ def _functional_functions(registered: Registered, gradients) -> tuple[type, type
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
         jvp = _no_jvp(op)
 
-    return named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
-
-
-def _apply(registered: Registered, eager: type, functional: type, transformed: type):
-    """The op's one entry: the Function that fits the call."""
-    op = registered.op
+    functional, transformed = named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
     constants = sum(1 << i for i in op.constants)
     # Skips torch's Function.apply, which looks for a setup_context and for transforms (5 % of a tiny mlp's host time).
     apply_eager = super(torch.autograd.Function, eager).apply

@@ -72,12 +72,12 @@ def register(op: type[Op]) -> Registered:
             options = replaced(options, precision=read_precision())
         return options
 
-    def forward(tensors, *lists):
-        return run_forward(op, regrouped(tensors, lists[2]), options_of(lists, False), _AUTOCAST)
-
-    def forward_on_meta(tensors, *lists):
+    def forward(tensors, *lists, on_meta: bool = False):
+        options = options_of(lists, on_meta)
+        if not on_meta:
+            return run_forward(op, regrouped(tensors, lists[2]), options, _AUTOCAST)
         with torch._C._DisableAutocast():
-            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options_of(lists, True))
+            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
         options = unpack(layout, lists)
         return in_results(op, options, y, op.made_on_meta(tensors[0], made, options))
 
@@ -91,9 +91,8 @@ def register(op: type[Op]) -> Registered:
         grads = run_backward(op, dy, (*tensors, *saved), options_of(lists, on_meta), needs, _AUTOCAST)
         return [dy.new_empty(0) if g is None else g for g in grads]
 
-    backward_on_meta = functools.partial(backward, on_meta=True)
-    for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):
-        name = packet.default._schema.name
+    for packet, body in zip(packets, (forward, backward), strict=True):
+        name, on_meta = packet.default._schema.name, functools.partial(body, on_meta=True)
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         torch.library.register_fake(name, functools.partial(_fake, on_meta), lib=LIBRARY)
         torch.library.register_vmap(name, loop_over_batch(packet.default), lib=LIBRARY)

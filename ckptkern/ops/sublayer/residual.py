@@ -333,11 +333,11 @@ class Sublayer:
         """`input_gradients` of a norm with a scale or a shift of each sample."""
         chunks, grads = self.vector_chunks(), {}
         if len(chunks) > 1:
+            dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
 
             def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
                 return part.modulated_gradients(dh[rows], None if residual is None else residual[rows], need)
 
-            dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
             return self.by_chunks(chunks, backward, {*need, "x"}, dx)
         if "norm_scale" in need or "norm_shift" in need:
             d = dh.to(eager.wide_of(self.wide))
@@ -359,8 +359,6 @@ class Sublayer:
     ) -> dict[str, Tensor | None]:
         """The gradients that backward(sublayer of some rows, their place) forms: of x in its rows, in `dx` if there is one, of
         others summed."""
-        if len(chunks) == 1:
-            return backward(self, slice(None))
         totals: dict[str, Tensor | None] = {}
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
@@ -406,11 +404,13 @@ class RowsOp(SublayerOp):
         sums = sublayer.sums(need, len(chunks))
 
         def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
-            if part is sublayer:
-                return part.backward(dy, saved, need, sums)
             return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
 
-        return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
+        if len(chunks) == 1:
+            grads = sublayer.backward(dy, saved, need, sums)
+        else:
+            grads = sublayer.by_chunks(chunks, backward, need)
+        return sublayer.finished(grads | sums.results(), need)
 
 
 def has_trailing_norm(o: Any) -> bool:
