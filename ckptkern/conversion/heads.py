@@ -14,7 +14,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,13 @@ from .calls import described
 from .check import TOLERANCE, Check, difference, random_parameters, rms, wide
 from .computed import Inputs
 from .guard import Watch, reads_of
-from .logits import Matmul, Step, Wanted
+from .logits import Matmul, Step, replayed
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
 from .recorder import saved_bytes
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
-from .tokens import NEVER, LMHead, after, callers, is_loss, loss_arguments
+from .tokens import NEVER, LMHead, arguments_of, callers, is_loss
 from .trace import Call, Unreadable, is_floating, is_leaf, switched_off, tensors_in, trace, upcast
 from .traced import TracedLogits
 
@@ -78,7 +78,7 @@ class Ran(TorchFunctionMode):
         kwargs = kwargs or {}
         self.taken.update(map(id, tensors_in((args, kwargs))))
         if is_loss(function):
-            given = loss_arguments(args, kwargs)
+            given = arguments_of(Step(function, args, kwargs))
             logits, target = given["input"], given["target"]
             self.classes.add(logits.shape[min(logits.dim() - 1, 1)])
             self.counts |= bool(target.is_floating_point() or (target != given.get("ignore_index", -100)).any())
@@ -152,7 +152,7 @@ class Head(Forward):
             self.linear, self.arguments = module.base_layer, arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
             self.watch = Watch(module, reads_of(module, ((x,), {})), live_attributes(module, template))
-        self.log: list[Wanted] | None = None  # during the example's call
+        self.log: list[tuple[Step, bool]] | None = None  # during the example's call
         self.inputs: list[Tensor] = []  # of that call, before autocast rounds them
         self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
 
@@ -278,11 +278,12 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
 # -- the heads of a model
 
 
-class Chain(NamedTuple):
-    """What a model does with a head's logits, from the linear layer to the loss."""
+class Chain:
+    """What a model does with a head's logits, from the linear layer to the loss, which is the last step."""
 
-    matmul: Matmul
-    steps: tuple[Step, ...]
+    def __init__(self, last: Step):
+        self.last, logits = last, last.logits[0]
+        self.matmul, self.steps = logits.matmul, (*logits.steps, last)
 
     @property
     def kind(self) -> tuple:
@@ -296,7 +297,7 @@ class Chain(NamedTuple):
         count = len(flat) - 2 * (own is not None)
         lora = None if own is None else LoRA(*flat[count:], own.scale)  # without dropout
         matmul = Matmul(flat[0], LMHead(*flat[1:count])._replace(mode=mode or "full"), lora=lora)
-        return after(self.steps, matmul.values() if mode is None else matmul.logits())
+        return replayed(self.last, matmul.values() if mode is None else matmul.logits())
 
     def example(self, change: Callable[[Tensor], Tensor | None]) -> list[Tensor]:
         """Random tensors in place of the head's, whose logits are large enough for a softcap to show."""
@@ -313,7 +314,7 @@ class Chain(NamedTuple):
         flat = self.example(wide)
         error = Check(self.loss, functools.partial(self.loss, mode="full")).error(flat, [*range(len(flat))])
         flat, bytes_ = [one.requires_grad_() for one in self.example(lambda t: t)], []
-        given = [one for one in self.steps[-1].others if type(one) is Tensor]
+        given = [one for one in self.last.others if type(one) is Tensor]
         for lazy in (None, mode):
             with torch.enable_grad(), saved_tensors([*flat[1:], *given]) as saved:
                 self.loss(flat, lazy)
@@ -334,7 +335,7 @@ class Heads:
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)
         candidates = [m for m in linears if untouched(m) and dense(m) and not m.weight.is_meta] + list(self.adapted)
-        self.logs: dict[nn.Module, list[Wanted]] = {m: [] for m in candidates}
+        self.logs: dict[nn.Module, list[tuple[Step, bool]]] = {m: [] for m in candidates}
         # inputs of the norms whose results such heads read that become one op with their loss
         self.norms: dict[nn.Module, Tensor] = {}
         self.refused = "" if ran.counts else NO_LABELS
@@ -344,9 +345,9 @@ class Heads:
             except Exception as error:  # someone's forward may do with logits what only values bear
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
-        self.any_replaced = any(one.covered for log in self.logs.values() for one in log)
+        self.any_replaced = any(covered for log in self.logs.values() for _, covered in log)
 
-    def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[Wanted]]:
+    def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[tuple[Step, bool]]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
         (args, kwargs), heads = call, {m: Head(m, "full", self.adapted.get(m)) for m in candidates}
         norms: list[tuple[nn.Module, Tensor, Tensor]] = []  # each call's module, input and result
@@ -362,13 +363,13 @@ class Heads:
                 head.log, module.forward = [], head
             self.model.eval()
             returned = scalars(self.model(*args, **kwargs))
-        read = [one.logits.matmul.x for head in heads.values() for one in head.log]  # autocast rounds it
+        read = [step.logits[0].matmul.x for head in heads.values() for step, _ in head.log]  # autocast rounds it
         wide = all(one.dtype.itemsize >= 4 for one in (*read, *(p for m in candidates for p in m.parameters())))
         tolerance = TOLERANCE if wide else 0.05
         for ours, theirs in zip(returned, self.before, strict=True):
             if not rms(ours - theirs) <= tolerance * max(rms(theirs), 1e-3):
                 raise Unreadable(f"the loss is {float(ours)}, not {float(theirs)}")
-        fused = [head for head in heads.values() if any(one.covered for one in head.log)]
+        fused = [head for head in heads.values() if any(covered for _, covered in head.log)]
         inputs = {x.untyped_storage()._cdata for head in fused for x in head.inputs}
         self.norms = {module: x for module, x, y in norms if y.untyped_storage()._cdata in inputs}
         return {module: head.log for module, head in heads.items()}
@@ -390,11 +391,9 @@ class Heads:
             )
             return row if likely else None, None
         log = self.logs[module]
-        chains = {
-            one.kind: one for one in (Chain(w.logits.matmul, (*w.logits.steps, w.step)) for w in log if w.covered)
-        }
+        chains = {one.kind: one for one in (Chain(step) for step, covered in log if covered)}
         if not chains:
-            passed = next((w.step.name for w in log), "nothing")
+            passed = next((step.name for step, _ in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
             return None if self.any_replaced else row, None
         mode = mode_of(OP, None, recompute)
@@ -407,7 +406,7 @@ class Heads:
         if row.saved_after >= row.saved_before:
             row.reason = f"{OP} saves no less"
             return row, None
-        others = sorted({one.step.name for one in log if not one.covered})
+        others = sorted({step.name for step, covered in log if not covered})
         if others:
             warnings.warn(
                 f"ckptkern.convert: forward also hands the logits of {name} to {', '.join(others)}, for which they are made",

@@ -12,7 +12,7 @@ import itertools
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,6 @@ from .tokens import (
     Formula,
     LMHead,
     Tokens,
-    after,
     asks_for_copy,
     formula_after,
     is_loss,
@@ -104,6 +103,10 @@ class Step(NamedTuple):
         return getattr(self.function, "__name__", "a function")
 
     @property
+    def logits(self) -> list[Logits]:
+        return logits_in((self.args, self.kwargs))
+
+    @property
     def is_in_place(self) -> bool:
         return is_in_place(self.name) or self.kwargs.get("out") is not None
 
@@ -122,23 +125,25 @@ class Step(NamedTuple):
         args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, (self.args, self.kwargs))
         return self.function(*args, **kwargs)
 
-    def __call__(self, values: Tensor) -> Any:
-        return self.of(lambda _: values)
-
     @property
     def others(self) -> list[Any]:
         """What else is among its arguments."""
         return [one for one in leaves_of((self.args, self.kwargs)) if not isinstance(one, Logits)]
 
 
+def replayed(step: Step | None, z: Tensor) -> Tensor:
+    """What a step, and those before it, make of the matmul's logits z."""
+    return z if step is None else step.of(lambda one: replayed(one.step, z))
+
+
 class Matmul:
     """One call of a linear layer: x [..., d], its parameters, and its low-rank update, if it has one.
 
-    log: None, or a list that gets each step that wanted the loss or values, with its Logits, and
-    whether linear_cross_entropy covers it; then logits are followed without gradients, too.
+    log: None, or a list that gets each step that wanted the loss or values, and whether linear_cross_entropy covers it; then
+    logits are followed without gradients, too.
     """
 
-    def __init__(self, x: Tensor, head: LMHead, log: list[Wanted] | None = None, lora: LoRA | None = None):
+    def __init__(self, x: Tensor, head: LMHead, log: list[tuple[Step, bool]] | None = None, lora: LoRA | None = None):
         self.x, self.head, self.log = cast_input("convert", x, head.weight), head, log
         self.lora: ReplayedLoRA | None = None
         if lora is not None:
@@ -153,7 +158,7 @@ class Matmul:
         self.on_values: Callable[[str], None] | None = None  # gets the cause of the first values with a graph
         self.before_backward: list[Callable] = []  # hooks of fully_shard
         self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
-        self.given: list[weakref.ref[Logits]] = []
+        self.given: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -173,8 +178,8 @@ class Matmul:
         """Keeps a hook of fully_shard on its logits, for all that is computed of them."""
         self.before_backward.append(hook)
         self.shards += [(one, one._version) for one in shards_of(hook)]
-        for given in self.given:
-            if (logits := given()) is not None and logits.source is None and logits.made:
+        for logits in list(self.given.values()):
+            if logits.step is None and logits.made:
                 self.announced(logits.made[0])
 
     def gather(self) -> None:
@@ -192,8 +197,8 @@ class Matmul:
                 result.register_hook(hook)
         return result
 
-    def values(self, steps: tuple[Step, ...] = (), tensors: list[Tensor] | None = None) -> Tensor:
-        """The logits after these steps. tensors: instead of the layer's own."""
+    def values(self, tensors: list[Tensor] | None = None) -> Tensor:
+        """The layer's result. tensors: instead of its own."""
         self.check()
         tensors, update = tensors or self.tensors, self.lora
         if update is not None:
@@ -204,7 +209,7 @@ class Matmul:
                 dropout = dropout_arguments(update.rng, update.dropout_p)
                 a, b = a.to(self.lora_dtype), b.to(self.lora_dtype)
                 y = y + LowRank(a, b, update.scale, dropout, 0).reference(tensors[0].to(self.x.dtype))
-        return after(steps, y)
+        return y
 
     def say(self, step: Step) -> None:
         """Says why values are computed with a graph, and the remedy, once."""
@@ -220,9 +225,8 @@ class Matmul:
     def show(self) -> None:
         """Makes the values of all its logits, which from now on are these: someone may change them, or hooks them."""
         if not self.is_shown:
-            for one in self.given:
-                if (logits := one()) is not None:
-                    logits.values()
+            for logits in list(self.given.values()):
+                logits.values()
             self.is_shown = True
 
     def logits(self) -> Logits:
@@ -230,14 +234,6 @@ class Matmul:
         with placeholders():
             tokens = Tokens(self.x, V, self.x.new_empty((*self.x.shape[:-1], V), device="meta"))
         return _LazyLogits.apply({"matmul": self, "tokens": tokens}, *self.tensors)
-
-
-class Wanted(NamedTuple):
-    """Who wanted something of logits, and whether it was a loss that linear_cross_entropy computes."""
-
-    logits: Logits
-    step: Step
-    covered: bool
 
 
 class _LazyLogits(torch.autograd.Function):
@@ -256,8 +252,8 @@ class _LazyLogits(torch.autograd.Function):
             device=matmul.x.device,
         )
         vars(made).update(fields, made=[])
-        matmul.given.append(weakref.ref(made))
-        ctx.matmul, ctx.steps, ctx.made = matmul, made.steps, made.made
+        matmul.given[id(made)] = made
+        ctx.matmul, ctx.step, ctx.made = matmul, made.step, made.made
         ctx.set_materialize_grads(False)  # DistributedDataParallel's sink passes None on
         return made
 
@@ -274,7 +270,7 @@ class _LazyLogits(torch.autograd.Function):
         else:
             tensors = [t.detach().requires_grad_(need) for t, need in zip(matmul.tensors, wanted, strict=True)]
             with torch.enable_grad():
-                y = matmul.values(ctx.steps, tensors)
+                y = replayed(ctx.step, matmul.values(tensors))
         needed = [t for t, need in zip(tensors, wanted, strict=True) if need]
         found = torch.autograd.grad(y, needed, dy, retain_graph=True) if y.requires_grad else [None] * len(needed)
         grads = iter(found)
@@ -288,7 +284,7 @@ def is_result(logits: Logits) -> bool:
 
 
 class Logits(Tensor):
-    """What a Matmul's logits z are after some steps, by a formula, of some tokens.
+    """What a Matmul's logits z are after steps, the last of which is `step`, by a formula, of some tokens.
 
     It may have values too. Once others hold them, and may change them in place, it is these, and nothing is followed.
     """
@@ -296,32 +292,52 @@ class Logits(Tensor):
     matmul: Matmul
     tokens: Tokens
     formula: Formula = Formula()
-    steps: tuple[Step, ...] = ()
+    step: Step | None = None
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
-    source: Logits | None = None  # what the last step was called with
     made: list[Tensor]  # its values, if there are any; shared with its node
-    apart: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
+    kept: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     def values(self) -> Tensor:
         """Those of the matmul, which are made once, after the steps."""
         if not self.made:
             with torch.inference_mode(False), torch.enable_grad():
-                if self.source is None:
+                if self.step is None:
                     # a gradient for aliases of the tensors ends there: one for a tied weight itself would go on through x to
                     # the embedding, which the outer backward does once more
                     matmul = self.matmul
                     matmul.aliases = [one.view_as(one) for one in matmul.tensors]
-                    made = matmul.announced(matmul.values((), matmul.aliases))
+                    made = matmul.announced(matmul.values(matmul.aliases))
                 else:
-                    made = self.steps[-1](self.source.values())
+                    made = self.step.of(Logits.values)
                 self.made.append(made.detach() if self.detached else made)
         return self.made[0]
+
+    def apart(self) -> Tensor:
+        """Values for who wants no gradient: those of what detach() returned are computed once, as long as it lives."""
+        if self.made:
+            return self.made[0].detach()
+        if self.kept is not None:
+            return self.kept
+        found = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
+        if self.step is not None and self.step.name == "detach":
+            self.kept = found
+        return found
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those from the matmul to them; through the first of two factors."""
+        return () if self.step is None else (*self.step.logits[0].steps, self.step)
+
+    @property
+    def is_cut(self) -> bool:
+        """Are they of what detach() returned?"""
+        return any(step.name == "detach" for step in self.steps)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         step = Step(function, args, kwargs or {})
-        given = logits_in((step.args, step.kwargs))
+        given = step.logits
         self, matmul = given[0], given[0].matmul
         if function is Tensor.register_hook and not matmul.is_shown and announces_backward(args[1]):
             matmul.hear(args[1])
@@ -353,7 +369,7 @@ class Logits(Tensor):
                 if result is not NotImplemented:
                     return result
         if matmul.log is not None:
-            matmul.log.append(Wanted(self, step, False))
+            matmul.log.append((step, False))
         if torch.is_grad_enabled() or step.changes_logits:
             matmul.say(step)
         if step.changes_logits:  # copies that are still to be made are those of before
@@ -372,7 +388,7 @@ class Logits(Tensor):
         def values(one: Logits) -> Tensor:
             if not one.detached or is_result(one):
                 one.matmul.say(step)
-            return one.made[0].detach() if one.made else one.matmul.values(one.steps)
+            return one.made[0].detach() if one.made else replayed(one.step, one.matmul.values())
 
         return step.of(values)
 
@@ -384,15 +400,16 @@ class Logits(Tensor):
             return None
         matmul = self.matmul
         if is_loss(step.function):
-            if (found := loss(step, self)) is None:
-                return None
-            matmul.has_loss |= not self.detached
-            if matmul.log is not None:
-                matmul.log.append(Wanted(self, step, True))
-            return matmul.announced(found)
-        followed = self.parts(step) if step.name in PARTS else self.followed(step)
-        if followed is not None or matmul.log is not None or (found := statistic(step, self)) is None:
-            return followed
+            found = loss(step, self)
+            if matmul.log is not None and found is not None:
+                matmul.log.append((step, True))
+        else:
+            followed = self.parts(step) if step.name in PARTS else self.followed(step)
+            if followed is not None or matmul.log is not None:
+                return followed
+            found = statistic(step, self)
+        if found is None:
+            return None
         matmul.has_loss |= found.requires_grad
         return matmul.announced(found)
 
@@ -407,35 +424,25 @@ class Logits(Tensor):
             tokens = self.tokens.copied(self.shape, dtype)
         return None if tokens is None else self.next(step, tokens, formula)
 
-    def next(self, step: Step, tokens: Tokens, formula: Formula, detached: bool | None = None) -> Logits:
+    def next(self, step: Step, tokens: Tokens, formula: Formula) -> Logits:
         """What they are after this step."""
-        detached = self.detached if detached is None else detached
-        detached |= step.name == "detach" or not torch.is_grad_enabled()
+        detached = self.detached or step.name == "detach" or not torch.is_grad_enabled()
         fields = {
             "matmul": self.matmul,
             "tokens": tokens,
             "formula": formula,
             "detached": detached,
-            "source": self,
-            "steps": (*self.steps, step),
+            "step": step,
         }
         return _LazyLogits.apply(fields, *(one.detach() if detached else one for one in self.matmul.tensors))
-
-    @property
-    def history(self) -> Iterator[Logits]:
-        """They, and the logits they were computed from, the latest first."""
-        one: Logits | None = self
-        while one is not None:
-            yield one
-            one = one.source
 
     def parts(self, step: Step) -> tuple[Logits, ...] | None:
         """Those of unbind, which __iter__ calls, of split or chunk; None if they are not of whole tokens."""
         dim = step.kwargs.get("dim", next(iter(step.args[PARTS[step.name] :]), 0))
-        if not isinstance(dim, int) or dim % self.dim() not in (self.tokens.others() or ()):
+        if not isinstance(dim, int) or self.class_dim in (None, dim % self.dim()):
             return None
         try:
-            found = step(self.tokens.placeholder)
+            found = step.of(lambda _: self.tokens.placeholder)
         except Exception:  # the function's own error, which it raises again for values
             return None
         if step.name == "unbind":
@@ -447,9 +454,7 @@ class Logits(Tensor):
 
     @property
     def class_dim(self) -> int | None:
-        """The dimension of the classes; None if a token's are in several."""
-        others = self.tokens.others()
-        return None if others is None else next(i for i in range(self.dim()) if i not in others)
+        return self.tokens.class_dim
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
         """ops.linear_cross_entropy of them and targets of their tokens, in any shape; None if it is not of these."""

@@ -11,10 +11,9 @@ linear_cross_entropy of the head's input.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -62,17 +61,19 @@ class Tokens(NamedTuple):
     classes: int
     placeholder: Tensor
 
-    def others(self) -> list[int] | None:
-        """The dimensions of tokens; None unless the remaining one has all classes of a token."""
+    @property
+    def class_dim(self) -> int | None:
+        """The dimension of the classes; None unless it has all classes of a token."""
         one, V = self.placeholder, self.classes
-        others = [i for i in range(one.dim()) if one.stride(i) != 1 or one.shape[i] != V]
-        whole = V > 1 and len(others) == one.dim() - 1 and one.storage_offset() % V == 0
-        return others if whole and all(one.stride(i) % V == 0 for i in others if one.shape[i] > 1) else None
+        found = [i for i in range(one.dim()) if one.stride(i) == 1 and one.shape[i] == V]
+        starts = [one.storage_offset(), *(s for i, s in enumerate(one.stride()) if i not in found and one.shape[i] > 1)]
+        return found[0] if V > 1 and len(found) == 1 and all(start % V == 0 for start in starts) else None
 
     @placeholders()
     def shown(self) -> Tensor:
         """The rows of these tokens [..., d], in their order; the leading shape may be another."""
-        one, others, (*lead, d) = self.placeholder, self.others(), self.rows.shape
+        one, (*lead, d) = self.placeholder, self.rows.shape
+        others = [i for i in range(one.dim()) if i != self.class_dim]
         sizes, strides = [one.shape[i] for i in others], [one.stride(i) // self.classes for i in others]
         first = one.storage_offset() // self.classes
         tokens = one.new_empty(math.prod(lead)).as_strided(sizes, strides, first)
@@ -106,23 +107,25 @@ class Tokens(NamedTuple):
                 device, dtype, *_ = torch._C._nn._parse_to(*step.args[1:], **step.kwargs)
                 seen = before.to(dtype or before.dtype) if device in (None, self.rows.device) else None
             else:
-                seen = step(before)
+                seen = step.of(lambda _: before)
         except Exception:  # the function's own error, which it raises again for values
             return None
-        if not isinstance(seen, Tensor) or not (
-            seen.dtype == before.dtype or (before.dtype.itemsize < seen.dtype.itemsize and seen.dtype == torch.float32)
+        if (
+            not isinstance(seen, Tensor)
+            or seen.dtype not in (before.dtype, torch.float32)
+            or seen.itemsize < before.itemsize
         ):
             return None
         if share(seen, before):
             found = self._replace(placeholder=seen)
         else:
             found = self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
-        return found if found is not None and found.others() is not None else None
+        return found if found is not None and found.class_dim is not None else None
 
     def are(self, others: Tokens) -> bool:
         """Are they the same tokens in the same order, with the classes last?"""
         one, other = self.placeholder, others.placeholder
-        if one.shape != other.shape or not self.others() == others.others() == list(range(one.dim() - 1)):
+        if one.shape != other.shape or not self.class_dim == others.class_dim == one.dim() - 1:
             return False
         pairs = [(self.shown(), others.shown())]
         if one.stride() == other.stride() and one.storage_offset() == other.storage_offset():
@@ -139,7 +142,7 @@ class Tokens(NamedTuple):
             or type(mask) not in PLAIN
             or mask.device != self.rows.device
             or not 0 < lead < one.dim()
-            or self.others() != list(range(one.dim() - 1))
+            or self.class_dim != one.dim() - 1
             or mask.shape != one.shape[:lead]
         ):
             return None
@@ -154,11 +157,6 @@ def share(one: Any, other: Tensor) -> bool:
 
 
 CALLERS = 5  # frames from asks_for_copy to whoever called clone
-
-
-def origin_of(logits: Any) -> Any:
-    """Returns the first logits in their history that detach() returned, or None."""
-    return next((one for one in reversed([*logits.history]) if one.steps and one.steps[-1].name == "detach"), None)
 
 
 def asks_for_copy(step: Any, logits: Any) -> bool:
@@ -176,7 +174,7 @@ def asks_for_copy(step: Any, logits: Any) -> bool:
         # with find_unused_parameters=True DistributedDataParallel's sink, an autograd.Function, clones all results of the model
         asked_by = (frame.f_globals.get("__name__") for frame in callers(CALLERS))
         return "torch.nn.parallel.distributed" not in asked_by
-    return step.name in CASTS and origin_of(logits) is not None
+    return step.name in CASTS and logits.is_cut
 
 
 def callers(count: int) -> Iterator[FrameType]:
@@ -187,31 +185,16 @@ def callers(count: int) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def after(steps: Iterable[Callable], values: Tensor) -> Tensor:
-    """What these steps make of values."""
-    return functools.reduce(lambda z, step: step(z), steps, values)
-
-
 def read_apart(step: Any, given: list[Any]) -> Any:
     """Returns the step's result by values without a graph, of logits that detach() returned or that the step copies.
 
     NotImplemented for other logits, and for a result in the memory of the values, unless it is a copy: someone may change it.
     """
     copied = len(given) == 1 and asks_for_copy(step, given[0])
-    if not copied and any(origin_of(logits) is None for logits in given):
+    if not (copied or all(logits.is_cut for logits in given)):
         return NotImplemented
-    values: dict[int, Tensor] = {}
-    with torch.inference_mode(False), torch.no_grad():
-        for logits in given:
-            origin, compute = origin_of(logits), logits.matmul.values
-            if any(one.made for one in logits.history):
-                found = logits.values().detach()
-            elif origin is None:
-                found = compute(logits.steps)
-            else:  # those of what detach() returned are computed once, as long as it lives
-                origin.apart = compute(origin.steps) if origin.apart is None else origin.apart
-                found = after(logits.steps[len(origin.steps) :], origin.apart)
-            values[id(logits)] = found
+    with torch.no_grad():
+        values = {id(logits): logits.apart() for logits in given}
     if step.name == "__deepcopy__":  # whose memo is by id, and values that are computed for it may be freed before
         return values[id(step.args[0])].clone()
     result = step.of(lambda one: values[id(one)])
@@ -224,20 +207,15 @@ def read_apart(step: Any, given: list[Any]) -> Any:
 LOGITS, LOG_PROBS, PROBS, P_LOG_P, P_LOGITS = "z", "log p", "p", "p log p", "p z"
 AFTER = {("log_softmax", LOGITS): LOG_PROBS, ("softmax", LOGITS): PROBS, ("exp", LOG_PROBS): PROBS}
 MULTIPLIED = {frozenset((PROBS, LOG_PROBS)): P_LOG_P, frozenset((PROBS, LOGITS)): P_LOGITS}
-OF_F = ("input", "dim", "_stacklevel", "dtype")  # of F.softmax and F.log_softmax; of others of their names:
+# The names of functions' arguments, in their order.
+LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 NAMES = {
     "gather": ("input", "dim", "index", "sparse_grad"),
-    "sum": ("input", "dim", "keepdim", "dtype"),
-    "mean": ("input", "dim", "keepdim", "dtype"),
-    "logsumexp": ("input", "dim", "keepdim"),
-    "argmax": ("input", "dim", "keepdim"),
-    "log_softmax": ("input", "dim", "dtype"),
-    "softmax": ("input", "dim", "dtype"),
+    **dict.fromkeys(("sum", "mean"), ("input", "dim", "keepdim", "dtype")),
+    **dict.fromkeys(("logsumexp", "argmax"), ("input", "dim", "keepdim")),
+    **dict.fromkeys(("log_softmax", "softmax"), ("input", "dim", "dtype", "_stacklevel")),  # F's, by keyword
+    **dict.fromkeys(("cross_entropy", "nll_loss"), LOSS),
 }
-# The arguments of F.cross_entropy, in their order. Those of F.nll_loss are the first of them.
-LOSS_ARGUMENTS = (
-    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing",
-)  # fmt: skip
 
 
 class LMHead(NamedTuple):
@@ -295,21 +273,21 @@ STATISTICS: dict[tuple[str, str], tuple[tuple[str, ...], Callable]] = {
 NEVER = -(2**62)  # an ignore_index that no index is: those out of bounds are errors, as gather's are
 
 
+def arguments_of(step: Any) -> dict[str, Any]:
+    """Those of a function in `NAMES`, by name."""
+    named = {"input" if name == "self" else name: value for name, value in step.kwargs.items()}
+    return dict(zip(NAMES[step.name], step.args, strict=False)) | named
+
+
 def given(step: Any, logits: Tensor) -> dict[str, Any] | None:
     """The arguments by name of a function over the classes; None for another call."""
-    names = NAMES[step.name]
-    if step.function is F.softmax or step.function is F.log_softmax:
-        names = OF_F
-    found = dict(zip(names, step.args, strict=False)) | {
-        "input" if k == "self" else k: v for k, v in step.kwargs.items()
-    }
-    if step.kwargs.get("dtype") is not None and "dtype" not in names:
-        return None
+    found = arguments_of(step)
     dim, n = found.get("dim"), logits.dim()
     if type(dim) in (tuple, list) and len(dim) == 1:
         (dim,) = dim
     over_classes = isinstance(dim, int) and -n <= dim < n and dim % n == logits.class_dim
-    return found if over_classes and found.get("input") is logits and "out" not in found else None
+    known = all(name in NAMES[step.name] for name in found)  # not `out`
+    return found if over_classes and known and found.get("input") is logits else None
 
 
 def lead_of(logits: Any) -> tuple[int, ...]:
@@ -387,14 +365,7 @@ def product(step: Any, one: Tensor, other: Tensor) -> Tensor | None:
         and one.tokens.are(other.tokens)
     ):
         return None
-    origin = next(logits for logits in one.history if any(logits is it for it in other.history))
-    factors = one.steps[len(origin.steps) :], other.steps[len(origin.steps) :]
-
-    def mul(values: Tensor) -> Tensor:
-        return step.function(*(after(steps, values) for steps in factors))
-
-    formula = ours._replace(form=form, factor=ours.factor * theirs.factor)
-    return origin.next(step._replace(function=mul, args=(origin,)), tokens, formula, one.detached)
+    return one.next(step, tokens, ours._replace(form=form, factor=ours.factor * theirs.factor))
 
 
 def statistic(step: Any, logits: Any) -> Tensor | None:
@@ -449,15 +420,10 @@ def is_loss(function: Callable) -> bool:
     return function is F.cross_entropy or function is F.nll_loss
 
 
-def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of a call of a loss, by name."""
-    return dict(zip(LOSS_ARGUMENTS, args, strict=False)) | kwargs
-
-
 def loss(step: Any, logits: Any) -> Tensor | None:
     """F.cross_entropy, or F.nll_loss of log-probabilities, without logits; None for what linear_cross_entropy does not
     compute."""
-    arguments = loss_arguments(step.args, step.kwargs)
+    arguments = arguments_of(step)
     target, weight = arguments["target"], arguments.get("weight")
     options = {name: arguments[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in arguments}
     is_nll, (form, factor) = step.function is F.nll_loss, logits.formula[-2:]
