@@ -30,7 +30,7 @@ from .registration.op import (
     token_chunks,
     unflattened,
 )
-from .sublayer.lora import LoRA, gather_lora, grouped_low_rank, names_of
+from .sublayer.lora import NO_UPDATES, LoRA, gather_lora, grouped_low_rank, names_of
 
 INDEX = 1
 LAYERS = ("gate_up", "down")
@@ -352,7 +352,7 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
 def _call(op, x, index, s, parameters, lora, activation, recompute, workspace):
     """parameters: the first four of PARAMETERS."""
     w, _, wd, _ = parameters
-    updates, numbers = gather_lora(op, x, lora, {"gate_up": w, "down": wd})
+    updates, numbers = NO_UPDATES if lora is None else gather_lora(op, x, lora, {"gate_up": w, "down": wd})
     x = cast_input(op, x, *parameters)
     options = ExpertsOptions(
         activation=activation,
@@ -362,7 +362,7 @@ def _call(op, x, index, s, parameters, lora, activation, recompute, workspace):
         workspace=choose_workspace(op, workspace, x, w.numel()),
         experts_lora=numbers[::2],
     )
-    return _apply(options, x, index, s, *parameters, *updates.values())
+    return _apply(options, x, index, s, *parameters, *map(updates.get, UPDATES))
 
 
 def moe_mlp(

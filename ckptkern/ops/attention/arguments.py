@@ -26,7 +26,7 @@ from ..dispatch.checks import (
 )
 from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered, surely
 from ..dispatch.shard import ACTIVE
-from ..sublayer.lora import gather_lora
+from ..sublayer.lora import NO_UPDATES, gather_lora
 from ..sublayer.residual import NORMS, around
 from .context import check_context, check_longest
 from .core import check_sinks, check_whole_sequence, fused_core
@@ -455,7 +455,9 @@ def gather(
         raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
     layers = dict(zip(names, weights, strict=True)) | {"out": out_weight}
-    updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
+    updates = NO_UPDATES
+    if lora is not None:
+        updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
     check_choice(op, "qk_norm_kind", qk_norm_kind, NORMS)
     qk_norms = (None,) * 4 if qk_norm is None else check_qk_norm(op, x, qk_norm, D, H, H_kv)
     slopes = None

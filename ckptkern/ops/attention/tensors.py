@@ -39,7 +39,7 @@ class HeadsOptions(NamedTuple):
 LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
 
 
-@with_fields(AroundTensors, ..., updates_of(LAYERS), PositionTensors, RandomStates)
+@with_fields(AroundTensors, ..., PositionTensors, updates_of(LAYERS), RandomStates)
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 

@@ -14,7 +14,7 @@ from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
 from ..registration.op import with_fields
-from ..sublayer.lora import LoRA, gather_lora, names_of, updates_of
+from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora, names_of, updates_of
 from ..sublayer.residual import (
     AroundTensors,
     RandomStates,
@@ -123,7 +123,7 @@ def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, 
     t = {name: given.pop(name) for name in MLPTensors.own}
     check_branch(op, x, t)
     weights = {layer: t[f"{layer}_weight"] for layer in LAYERS}
-    updates = gather_lora(op, x, lora, weights)
+    updates = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
     (features, hidden), gated = weights["down"].shape, weights["gate"] is not None
     tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **given)
