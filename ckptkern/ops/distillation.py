@@ -14,7 +14,9 @@ from ..errors import DtypeError, ShapeError
 from .cross_entropy.loss import public, reduced_over, token_results
 from .cross_entropy.op import head_gradients, vocabulary_chunks
 from .cross_entropy.statistics import reference_logits
-from .dispatch.checks import (
+from .dispatch.choices import (
+    WORKSPACE_OF_LOSS,
+    cast_input,
     check_choice,
     check_flags,
     check_input,
@@ -23,8 +25,9 @@ from .dispatch.checks import (
     check_softcap,
     check_tensor,
     check_weight,
+    choose_backend,
+    choose_workspace,
 )
-from .dispatch.choices import WORKSPACE_OF_LOSS, cast_input, choose_backend, choose_workspace
 from .registration.functions import build
 from .registration.op import Op, beside_frozen, by_chunks, cast_parameter, rows_2d, token_chunks
 

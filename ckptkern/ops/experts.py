@@ -13,11 +13,19 @@ from torch.nn import functional as F
 from .. import eager
 from ..errors import DtypeError, ShapeError
 from ..frozen import Frozen
-from .dispatch.checks import check_input, check_options, check_tensor
-from .dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
-from .registration.delayed import Sum
+from .dispatch.choices import (
+    cast_input,
+    check_input,
+    check_options,
+    check_tensor,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    matmul_precision,
+    primitives,
+)
 from .registration.functions import build
-from .registration.gradients import BiasGrad, main_grad_of
+from .registration.gradients import BiasGrad, Sum, main_grad_of
 from .registration.op import (
     Op,
     beside_frozen,

@@ -18,7 +18,7 @@ from .attention.core_sublayer import CoreOp
 from .attention.latent import LatentAttentionBlock, gather_latent, latent_attention_block
 from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
-from .dispatch.checks import check_flags, modes_of_sublayers
+from .dispatch.choices import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.block import gather as gather_mlp

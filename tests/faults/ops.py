@@ -316,7 +316,7 @@ OPS = [
     ),
     Fault(
         "split backward: a stash stands for another gradient",
-        "ckptkern/ops/registration/delayed.py",
+        "ckptkern/ops/registration/gradients.py",
         "return «same and» all(place in self.grads",
         "",
         ("tests/ops/test_split_backward.py -k another_gradient",),

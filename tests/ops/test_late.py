@@ -5,7 +5,7 @@ import torch
 from ckptkern import eager
 from ckptkern.ops.dispatch import choices, implementations
 from ckptkern.ops.mlp.mlp import MLP
-from ckptkern.ops.registration.delayed import Late
+from ckptkern.ops.registration.gradients import Late
 
 
 def test_kernels_wait_where_they_take_the_address():

@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..dispatch.checks import (
+from ..dispatch.choices import (
+    MODES,
     check_choice,
     check_count,
     check_flags,
     check_input,
-    check_mode,
     check_number,
     check_positive,
     check_probability,
     check_softcap,
     check_tensor,
     check_weight,
+    choose_backend,
+    compute_dtype,
+    head_dim_not_covered,
     is_number,
+    surely,
 )
-from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered, surely
 from ..dispatch.shard import ACTIVE
 from ..sublayer.lora import NO_UPDATES, gather_lora
 from ..sublayer.residual import NORMS, around
@@ -303,7 +306,7 @@ def check_scores(
     op, x, shapes, *, recompute, dropout_p, scale, rotary_interleaved, is_causal, mask_is_exclusion, **others
 ) -> None:
     """Checks what both kinds of attention take and what needs no other argument. shapes: those of x, in words."""
-    check_mode(op, recompute)
+    check_choice(op, "recompute", recompute, MODES)
     check_probability(op, dropout_p)
     check_flags(op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion)
     check_number(op, "scale", 1.0 if scale is None else scale)
@@ -346,7 +349,7 @@ def around_core(
     H, H_kv, D: heads of q and of k, and the head dim, of which qk dimensions are of q and k (default: all) and rope may be
     rotated; slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
     """
-    softcap = check_softcap(op, softcap)
+    softcap = 0.0 if softcap is None else check_softcap(op, softcap)
     tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
     context = ACTIVE.context
     seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # of all ranks

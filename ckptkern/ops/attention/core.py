@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.checks import check_tensor
-from ..dispatch.choices import kernels_alone
+from ..dispatch.choices import check_tensor, kernels_alone
 from ..dispatch.shard import refuse_context
 from ..registration.functions import Bodies
 from ..sublayer.dropout import dropout_arguments

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.delayed import Late
-from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
+from ..registration.gradients import Late, PartGrads, Place, WeightGrad, add_matmul
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
@@ -366,13 +365,12 @@ class CoreSublayer(Sublayer):
 
     def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
         """What sums the needed gradients of a layer's weight, at its place, and low-rank update, over chunks of rows."""
-        a, b = names_of(letter)
-        shared = b if letter == "o" else a  # which all groups read; the other one is cut as the weight is
-        return {
-            name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
-            for name in (f"w{letter}", a, b)
-            if name in grads.plan.need
-        }
+        need, weight = grads.plan.need, f"w{letter}"
+        sums = {weight: grads.of_weight(weight, place, chunks)} if weight in need else {}
+        for i, name in enumerate(names_of(letter) if letter in self.updates else ()):
+            if name in need:  # all groups read A, or of the output B; the other one is cut as the weight is
+                sums[name] = grads.sum_of(name) if (i == 1) == (letter == "o") else grads.of_weight(name, place, chunks)
+        return sums
 
     def add_to_sums(
         self,

@@ -11,9 +11,14 @@ from torch.nn import functional as F
 from ... import eager
 from ...errors import DeviceError, DtypeError, ShapeError
 from ...subclasses import own_dispatch
-from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_softcap, check_tensor
 from ..dispatch.choices import (
     autocast_dtype,
+    check_count,
+    check_input,
+    check_number,
+    check_probability,
+    check_softcap,
+    check_tensor,
     choose_backend,
     choose_workspace,
     compose_of,

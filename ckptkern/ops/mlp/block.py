@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.checks import check_input, check_options
-from ..dispatch.choices import choose_impl, compute_dtype
+from ..dispatch.choices import check_input, check_options, choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build

@@ -21,10 +21,8 @@ from ... import eager
 from ...eager import upcasts
 from ...errors import ShapeError
 from ...frozen import Frozen
-from ..dispatch.checks import check_weight
-from ..dispatch.choices import primitives
-from ..registration.delayed import THREAD, Late
-from ..registration.gradients import BiasGrad, WeightGrad
+from ..dispatch.choices import check_weight, primitives
+from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
 from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of

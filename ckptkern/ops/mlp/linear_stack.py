@@ -10,8 +10,17 @@ from torch import Tensor
 
 from ... import eager
 from ...frozen import Frozen
-from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
+from ..dispatch.choices import (
+    cast_input,
+    check_input,
+    check_options,
+    check_weight,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    matmul_precision,
+    primitives,
+)
 from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad
 from ..registration.op import (

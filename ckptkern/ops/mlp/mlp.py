@@ -7,8 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
+from ..dispatch.choices import (
+    check_input,
+    check_options,
+    check_weight,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    compute_dtype,
+    matmul_precision,
+)
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.op import Op, by_chunks, in_order, mask, needed_names, rows_2d, token_chunks, unflattened

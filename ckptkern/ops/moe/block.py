@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import (
+from ..dispatch.choices import (
     check_choice,
     check_count,
     check_flags,
@@ -17,8 +17,9 @@ from ..dispatch.checks import (
     check_options,
     check_tensor,
     check_weight,
+    choose_impl,
+    compute_dtype,
 )
-from ..dispatch.choices import choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import state
-from .delayed import Late, Stash, arrived, formed, is_late, is_valid, stashing, workspace_limit
 from .functions import DISPATCHED, named, runs_directly
+from .gradients import Late, Stash, arrived, formed, is_late, is_valid, stashing, workspace_limit
 from .library import call_forward, values_of
 from .op import asked, run_backward, run_forward, to_save, wanted
 

@@ -27,8 +27,17 @@ from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
-from .delayed import Delayed, Process, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing
-from .gradients import into_main_grad
+from .gradients import (
+    Delayed,
+    Process,
+    Stash,
+    formed,
+    into_main_grad,
+    is_first_of_several,
+    is_valid,
+    stash_limit,
+    stashing,
+)
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
 

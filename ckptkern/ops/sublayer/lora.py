@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.checks import check_number, check_probability, check_tensor
-from ..dispatch.choices import autocast_dtype
+from ..dispatch.choices import autocast_dtype, check_number, check_probability, check_tensor
 from ..registration.gradients import WeightGrad
 from ..registration.op import cast_parameter
 from .dropout import apply_dropout, dropout_arguments

@@ -18,17 +18,18 @@ from torch.nn import functional as F
 from ... import eager
 from ...errors import ShapeError
 from ...frozen import Frozen, viewed
-from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
-from ..dispatch.choices import choose_mode, choose_workspace, matmul_precision, primitives
-from ..registration.op import (
-    SublayerOp,
-    beside_frozen,
-    by_chunks,
-    cast_parameter,
-    needed_names,
-    rows_2d,
-    token_chunks,
+from ..dispatch.choices import (
+    check_choice,
+    check_flags,
+    check_number,
+    check_probability,
+    check_tensor,
+    choose_mode,
+    choose_workspace,
+    matmul_precision,
+    primitives,
 )
+from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
 from .dropout import apply_dropout, draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
