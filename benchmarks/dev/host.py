@@ -93,10 +93,10 @@ def guard() -> float:
         forward.segment_of(pattern_of(forward.form.counting((x,), given), []))
         forward.watch.unchanged()
 
-    start = time.process_time()
+    start = time.thread_time()  # after a conversion torch's other threads spin for a while
     for _ in range(calls):
         decide()
-    return (time.process_time() - start) / calls * 1e6
+    return (time.thread_time() - start) / calls * 1e6
 
 
 def conversion() -> float:
@@ -110,7 +110,7 @@ def conversion() -> float:
 # What is measured -> the ratio, or time, that it should not exceed. A third of an activation checkpoint's cost is unwinding the
 # exception that ends the recompute. Its ratio is 0.39 to 0.41 on a machine whose caches others use, and 0.35 to 0.36 on an
 # idle one.
-BOUNDS: dict[Callable[[], float], float] = {fused: 0.48, general: 0.36, eager_mlp: 1.0, guard: 10.0, conversion: 100.0}
+BOUNDS: dict[Callable[[], float], float] = {fused: 0.48, general: 0.34, eager_mlp: 1.0, guard: 6.0, conversion: 100.0}
 
 
 def main() -> None:

@@ -303,8 +303,9 @@ class AttentionSublayer(CoreSublayer):
         return ds
 
     def add_projection_gradients(self, made: dict[str, Any], h: Tensor | None, grads: Gradients) -> None:
-        """Adds the gradients of the projections' weights and biases, and to the totals of h and key_value, of several groups
-        in float32, from those that `core_gradients` gave."""
+        """Adds the gradients of wq, wk, wv and wg, which are d^T rows of the rows that each projection reads, of their biases
+        and low-rank updates, and to the totals of h and key_value, of several groups in float32; from the gradients of q, k, v
+        that `core_gradients` gave."""
         (need, formed, _), layers = grads.plan, {False: [], True: []}
         for part, d in zip(self.projections, self.projected_gradients(made, grads), strict=True):
             if d is None:
