@@ -304,7 +304,7 @@ class Chain:
         made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
         made[0] = made[0].to(torch.promote_types(made[0].dtype, made[1].dtype))  # autocast rounds it
         made[1] *= 4 * made[1].shape[1] ** -0.5
-        for one in made[len(made) - 2 * (self.matmul.lora is not None) :]:
+        for one in made[-2:] if self.matmul.lora is not None else ():
             one *= one.shape[1] ** -0.5
         return made
 

@@ -136,17 +136,17 @@ class Tokens(NamedTuple):
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
         """Those that a mask of the leading dimensions leaves; None for another index."""
-        one, lead = self.placeholder, mask.dim()
+        one, lead = self.placeholder, self.placeholder.shape[:-1]
         if (
             mask.dtype != torch.bool
             or type(mask) not in PLAIN
             or mask.device != self.rows.device
-            or not 0 < lead < one.dim()
-            or self.class_dim != one.dim() - 1
-            or mask.shape != one.shape[:lead]
+            or self.class_dim != len(lead)
+            or not mask.dim()
+            or mask.shape != lead[: mask.dim()]
         ):
             return None
-        rows = self.shown().reshape(*one.shape[:-1], self.rows.shape[-1])[mask]
+        rows = self.shown().reshape(*lead, self.rows.shape[-1])[mask]
         return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
 
 
