@@ -1,6 +1,7 @@
 """The architecture: who may import whom, what gets installed, and what a machine without Triton or torch sees."""
 
 import ast
+import collections
 import graphlib
 import importlib
 import inspect
@@ -271,6 +272,52 @@ def test_a_heavy_file_and_a_heavy_function_are_seen():
     file = "x = 1\n" * (TOKENS // 3)
     assert too_heavy({"ckptkern.m": (False, file)}) == {}
     assert too_heavy({"ckptkern.m": (False, file + "x = 1\n")}) == {"ckptkern.m": TOKENS + 3}
+
+
+def called_once(tree: dict[str, str]) -> list[str]:
+    """Returns the functions of at most six lines besides the docstring that one place calls, and no other refers to: a reader
+    would meet them where they are called. Methods that several classes define are an interface."""
+    parsed = {module: ast.parse(source) for module, source in tree.items()}
+    nodes = [node for module in parsed.values() for node in ast.walk(module)]
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    uses, methods = collections.defaultdict(list), collections.Counter()
+    importers: dict[str, set[str]] = collections.defaultdict(set)
+    for module, root in parsed.items():
+        for node in ast.walk(root):
+            if isinstance(node, ast.Attribute):
+                uses[node.attr].append((None, id(node) in called))
+            elif isinstance(node, ast.Name):
+                uses[node.id].append((module, id(node) in called))
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    importers[alias.name].add(module)
+            elif isinstance(node, ast.ClassDef):
+                methods.update(one.name for one in node.body if isinstance(one, ast.FunctionDef))
+    found = []
+    for module, root in parsed.items():
+        for node in [*root.body, *(one for own in root.body if isinstance(own, ast.ClassDef) for one in own.body)]:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("__") or methods[node.name] > 1:
+                continue
+            docstring = node.body[0] if ast.get_docstring(node) is not None else None
+            lines = (
+                node.end_lineno - node.lineno + 1 - (docstring.end_lineno - docstring.lineno + 1 if docstring else 0)
+            )
+            homes = {None, module, *importers[node.name]}
+            own = [is_call for home, is_call in uses[node.name] if home in homes]
+            if lines <= 6 and own == [True]:
+                found.append(f"{module}.{node.name}")
+    return found
+
+
+def test_few_short_functions_have_one_caller():
+    short, long = "    return 1\n", "    x = 1\n" * 6 + "    return x\n"
+    source = "def f():\n{}\n\ndef g():\n    return {}\n"
+    assert called_once({"m": source.format(short, "f()")}) == ["m.f"]
+    assert called_once({"m": source.format(short, "f() + f()")}) == called_once({"m": source.format(long, "f()")}) == []
+    assert called_once({"m": source.format(short, "map(f, x)")}) == []
+    own = {name: source for name, (_, source) in sources({"ckptkern/**/*.py": "ckptkern"}).items()}
+    found = called_once(own)
+    assert len(found) <= 60, "\n".join(found)
 
 
 def run_python(code: str, cwd: Path) -> subprocess.CompletedProcess:

@@ -16,8 +16,7 @@ from torch.nn.utils import parametrize
 from .. import nn as drop_ins
 from ..extras import progress
 from ..nn.unmodified import untouched
-from ..ops.dispatch.checks import check_choice, check_count, check_mode, modes_of_sublayers
-from ..ops.dispatch.choices import parse_bytes
+from ..ops.dispatch.choices import check_choice, check_count, check_mode, modes_of_sublayers, parse_bytes
 from . import blocks, masks
 from .binding import Forward, General, Own, Runs, group_layers, warn_again, without_caches
 from .blocks import Around, around, error_of, general, is_layer, is_marked

@@ -295,7 +295,7 @@ class Logits(Tensor):
     step: Step | None = None
     detached: bool = False  # from the graph, by detach() or torch.no_grad()
     made: list[Tensor]  # its values, if there are any; shared with its node
-    kept: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
+    known: Tensor | None = None  # of what detach() returned: its values without a graph, once they were read
     smoothed: Tensor | None = None  # of log-probabilities: minus their mean over the classes [...], with its graph
 
     def values(self) -> Tensor:
@@ -317,11 +317,11 @@ class Logits(Tensor):
         """Values for who wants no gradient: those of what detach() returned are computed once, as long as it lives."""
         if self.made:
             return self.made[0].detach()
-        if self.kept is not None:
-            return self.kept
+        if self.known is not None:
+            return self.known
         found = self.matmul.values() if self.step is None else self.step.of(Logits.apart)
         if self.step is not None and self.step.name == "detach":
-            self.kept = found
+            self.known = found
         return found
 
     @property

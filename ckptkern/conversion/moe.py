@@ -26,8 +26,7 @@ from .. import ops
 from ..eager import ACTIVATIONS
 from ..extras import missing
 from ..nn.activations import activation_of
-from ..ops.dispatch.checks import check_mode
-from ..ops.dispatch.choices import parse_bytes
+from ..ops.dispatch.choices import check_mode, parse_bytes
 from ..ops.experts import LAYERS
 from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing

@@ -5,12 +5,13 @@ implementation that the kernels are tested against, the CPU path, and what runs 
 """
 
 from ..bits import pack_bits, unpack_bits
-from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd, attn_grads
+from .attention import attn_bwd, attn_delta, attn_dmask, attn_fwd, attn_grads, flash_on_cpu
 from .attention_core import (
     AttentionCore,
     as_heads,
     attention_reference,
     empty_heads,
+    readable,
     sink_gradient,
     with_sinks,
 )
@@ -50,7 +51,6 @@ from .experts import (
     gather_rows,
     route,
 )
-from .fused_attention import flash_on_cpu, readable
 from .linear import act_grad, hidden_grad, linear, linear_bwd, linear_fwd, mm, upcasts
 from .mlp import gated_act_grad, gated_bwd, gated_fwd, gated_hidden_grad, mlp_bwd
 from .norm import norm_bwd, norm_fwd

@@ -1,11 +1,14 @@
 """The core of attention, forward and backward: the launchers of triton_kernels/attention.py in PyTorch ops.
 
-Scores, and all that is made of them, are written out for a block of queries at a time, as many as fit the workspace.
+Scores, and all that is made of them, are written out for a block of queries at a time, as many as fit the workspace. On a CPU
+torch's flash attention takes their place where it computes the core.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from .attention_core import (
     ROWS,
     AttentionCore,
     Block,
+    as_readable,
     attention_keep,
     attention_scores,
     block_bytes,
@@ -22,20 +26,26 @@ from .attention_core import (
     by_rows,
     capped_scores,
     each_sequence,
+    empty_heads,
     forward_by_blocks,
     is_packed,
+    is_whole,
     masked_scores,
     query_blocks,
+    repeated_heads,
     rows_and_columns,
     sink_share,
     sum_by_blocks,
+    summed_by_group,
     weighted_sum,
     whole,
     wide,
     wide_dtype,
 )
 from .elementwise import where_keep
-from .fused_attention import flash_bwd, flash_fwd, flash_on_cpu, fused_attn_bwd, fused_attn_fwd
+from .fused_attention import fused_attn_bwd, fused_attn_fwd
+
+_aten = torch.ops.aten
 
 FLOATS = 6  # that are alive for each score in backward, the most
 
@@ -207,3 +217,138 @@ def attn_dmask(q, k, v, do, lse, delta, core: AttentionCore, shape):
     shape: its own; dimensions of 1 are summed over. core.mask may be larger: that of a sum of several masks.
     """
     return _scores_bwd(q, k, v, do, delta, core, False, False, shape, False, (None,) * 3)[3]
+
+
+# -- torch's flash attention on a CPU: what hides or shifts scores is a mask that is added to them, formed for a block of
+# queries at a time (`query_blocks`), so that no [Sq, Sk] is written out that the caller did not give ---------------------
+
+
+def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
+    """Does torch's flash attention for CPUs compute this core? It has no dropout, no softcap, and is not in float16."""
+    return (
+        q.device.type == "cpu"
+        and q.dtype != torch.float16
+        and core.cu_q is None
+        and core.dropout[0] is None
+        and not core.softcap
+        and 0 not in (*q.shape, *k.shape)
+    )
+
+
+def _causal(core: AttentionCore) -> bool:
+    """Is the window what the kernel knows as causal? It hides by -inf before it scales, so scale must be positive."""
+    return core.window == (None, 0) and core.scale > 0 and core.row_base == core.column_base
+
+
+def _is_bias(mask: Tensor, q: Tensor) -> bool:
+    """Does the kernel read this mask as it is?"""
+    dtypes = (q.dtype, wide_dtype(q))
+    return mask.dtype in dtypes and (mask.stride(-1) == 1 or mask.shape[-1] == 1)
+
+
+def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a mask of 0 and 1 is 1, else -inf, as 1 - 1 / mask: a tenth of the time of torch.where and masked_fill."""
+    return seen.to(dtype).reciprocal_().neg_().add_(1)
+
+
+def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
+    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window, if it is not causal."""
+    mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
+    if mask is not None:
+        parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
+    if core.slopes is not None:
+        dtype = wide_dtype(q)
+        parts.append((i - j).abs().to(dtype) * -core.slopes.to(dtype)[:, :, None, None])
+    if windowed:
+        seen = j >= (i - left if left is not None else 0)
+        parts.append(_hidden(seen if right is None else seen & (j <= i + right), q.dtype)[None, None])
+    bias = functools.reduce(torch.add, parts)
+    return bias if _is_bias(bias, q) else bias.to(wide_dtype(q)).contiguous()
+
+
+def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
+    """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
+    the workspace."""
+    (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
+    group, size, mask = H // H_kv, q.element_size(), core.mask
+    windowed = (left, right) != (None, None) and not _causal(core)
+    if group == 1 and mask is None and core.slopes is None and not windowed:
+        return [whole(q, k)]
+    shapes = [] if mask is None else [mask.shape]
+    shapes += [] if core.slopes is None else [(core.slopes.shape[0], H, Sq, Sk)]
+    shapes += [(1, 1, Sq, Sk)] if windowed else []
+    formed = len(shapes) > 1 or (bool(shapes) and (mask is None or not _is_bias(mask, q)))
+    shape = torch.broadcast_shapes(*shapes)
+    of_bool = core.slopes is None and (mask is None or mask.dtype == torch.int8)
+    copies = 1 if len(shapes) == 1 and core.slopes is None else 3  # two parts and their sum
+    element = (q.itemsize if of_bool else wide_dtype(q).itemsize) * copies + 2  # and bools
+    budget = block_bytes(q, core)
+    one_each = group > 1 and 4 * k.numel() * group * size > budget
+
+    def cost(samples: int, heads: int, rows: int) -> int:
+        of_keys, heads_q = samples * heads * Sk * D, heads * (1 if one_each else group)
+        repeated = 4 * of_keys * group * size if group > 1 and not one_each else 0
+        cut = one_each or rows < Sq  # then dk and dv have parts, which are added up in float32
+        sums = of_keys * (2 * size + (8 if size == 2 else 0)) if cut else 0
+        parts = zip(shape, (samples, heads_q, rows, Sk), strict=True)
+        return repeated + sums + (math.prod(part if n > 1 else 1 for n, part in parts) * element if formed else 0)
+
+    rows = Sq
+    if windowed and core.workspace is not None:  # fewer rows see fewer columns
+        rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
+    if rows >= Sq and cost(B, H_kv, Sq) <= budget:
+        return [whole(q, k)]
+    return list(query_blocks(q, k, core, cost, budget, rows, one_each))
+
+
+def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
+    """(q, k, v, the kernel's other arguments)."""
+    H, causal = q.shape[1], _causal(core)
+    windowed = core.window != (None, None) and not causal
+    heads = map(as_readable, (q, k, v) if k.shape[1] == H else (q, repeated_heads(k, H), repeated_heads(v, H)))
+    biased = windowed or core.mask is not None or core.slopes is not None
+    bias = _bias(q, k, core, windowed) if biased else None
+    return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
+
+
+def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    if not k.shape[2]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
+    heads, options = _flash_arguments(q, k, v, core)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
+
+
+def flash_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
+    o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
+    return o, lse.contiguous()  # aten lays it out as [B, S, H]
+
+
+def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
+    heads, options = _flash_arguments(q, k, v, core)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        as_readable(do), *heads, as_readable(o), lse, 0.0, **options
+    )
+    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
+
+
+def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | None, ...]) -> tuple:
+    """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
+    blocks = _flash_blocks(q, k, core)
+    if is_whole(blocks, k):
+        return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))
+    dq = empty_heads(q) if outs[0] is None else outs[0]
+    dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
+
+    def of_block(block: Block) -> tuple[Tensor, Tensor]:
+        q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
+        keys = block.of_keys(k)
+        if not keys.shape[2]:
+            place.zero_()
+            return keys, keys
+        part, *of_keys = _flash_grads(q_part, keys, block.of_keys(v), *others, block.core(core, q))
+        place.copy_(part)
+        return of_keys
+
+    sum_by_blocks(of_block, blocks, (dk, dv))
+    return dq, dk, dv

@@ -269,6 +269,30 @@ def each_sequence(function, core: AttentionCore, query_like: tuple, key_like: tu
     )
 
 
+def readable(x: Tensor) -> bool:
+    """Does x have the layout that torch's kernels assume? Inner stride 1 (with another they give wrong numbers) and, on a
+    GPU, rows that are not repeated and begin at multiples of 16 bytes."""
+    if not x.is_cuda:
+        return x.stride(-1) == 1
+    step = 16 // x.element_size()
+    outer = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
+    return x.stride(-1) == 1 and all(n and n % step == 0 for n in outer) and x.storage_offset() % step == 0
+
+
+def as_readable(x: Tensor) -> Tensor:
+    return x if readable(x) else empty_heads(x).copy_(x)
+
+
+def repeated_heads(x: Tensor, H: int) -> Tensor:
+    """k or v with each head repeated for the query heads that read it, H in all."""
+    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
+
+
+def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
+    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
+    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
+
+
 # -- blocks of queries: no [B, H, Sq, Sk] is ever written out ----------------------------------------------------------
 
 
@@ -412,6 +436,7 @@ def sum_by_blocks(
             ]
             for total, part in zip(sums, function(block), strict=True):
                 total[:, :, block.columns] += part
+            part = None  # freed before the next block's gradients are made
         for place, total in zip(places, sums, strict=True):
             if place is not total:
                 place.copy_(total)

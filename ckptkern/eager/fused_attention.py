@@ -1,35 +1,16 @@
-"""Attention by torch's own kernels: cuDNN's, flash and memory-efficient attention on a GPU, flash attention on a CPU.
-
-That of a CPU takes a mask that is added to the scores. What hides or shifts scores is such a mask here, formed for a block of
-queries at a time (`query_blocks`), so that no [Sq, Sk] is written out that the caller did not give.
-"""
+"""Attention by torch's own kernels: cuDNN's, flash and memory-efficient attention on a GPU."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_core import (
-    ROWS,
-    AttentionCore,
-    Block,
-    block_bytes,
-    empty_heads,
-    forward_by_blocks,
-    heads_layout,
-    is_whole,
-    query_blocks,
-    rows_and_columns,
-    sum_by_blocks,
-    whole,
-    wide_dtype,
-)
+from .attention_core import AttentionCore, as_readable, empty_heads, heads_layout, repeated_heads, summed_by_group
 
 _aten = torch.ops.aten
 
@@ -257,26 +238,12 @@ FUSED = {
 }
 
 
-def readable(x: Tensor) -> bool:
-    """Does x have the layout that torch's kernels assume? Inner stride 1 (with another they give wrong numbers) and, on a
-    GPU, rows that are not repeated and begin at multiples of 16 bytes."""
-    if not x.is_cuda:
-        return x.stride(-1) == 1
-    step = 16 // x.element_size()
-    outer = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size != 1]
-    return x.stride(-1) == 1 and all(n and n % step == 0 for n in outer) and x.storage_offset() % step == 0
-
-
-def as_readable(x: Tensor) -> Tensor:
-    return x if readable(x) else empty_heads(x).copy_(x)
-
-
 def fused_attn_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
     """(o, lse) by the kernel that `core.fused` names."""
     kernel = FUSED[core.fused]
     q, k, v = map(as_readable, (q, k, v))
     if not kernel.groups:
-        k, v = (_heads(x, q.shape[1]) for x in (k, v))
+        k, v = (repeated_heads(x, q.shape[1]) for x in (k, v))
     return kernel.forward(q, k, v, core)
 
 
@@ -285,147 +252,6 @@ def fused_attn_bwd(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Te
     kernel, H_kv = FUSED[core.fused], k.shape[1]
     do, q, k, v, o = map(as_readable, (do, q, k, v, o))
     if not kernel.groups:
-        k, v = (_heads(x, q.shape[1]) for x in (k, v))
+        k, v = (repeated_heads(x, q.shape[1]) for x in (k, v))
     dq, dk, dv = kernel.backward(do, q, k, v, o, lse, core)
     return dq, summed_by_group(dk, H_kv), summed_by_group(dv, H_kv)
-
-
-def flash_on_cpu(q: Tensor, k: Tensor, core: AttentionCore) -> bool:
-    """Does torch's flash attention for CPUs compute this core? It has no dropout, no softcap, and is not in float16."""
-    return (
-        q.device.type == "cpu"
-        and q.dtype != torch.float16
-        and core.cu_q is None
-        and core.dropout[0] is None
-        and not core.softcap
-        and 0 not in (*q.shape, *k.shape)
-    )
-
-
-def _causal(core: AttentionCore) -> bool:
-    """Is the window what the kernel knows as causal? It hides by -inf before it scales, so scale must be positive."""
-    return core.window == (None, 0) and core.scale > 0 and core.row_base == core.column_base
-
-
-def _is_bias(mask: Tensor, q: Tensor) -> bool:
-    """Does the kernel read this mask as it is?"""
-    dtypes = (q.dtype, wide_dtype(q))
-    return mask.dtype in dtypes and (mask.stride(-1) == 1 or mask.shape[-1] == 1)
-
-
-def _hidden(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a mask of 0 and 1 is 1, else -inf, as 1 - 1 / mask: a tenth of the time of torch.where and masked_fill."""
-    return seen.to(dtype).reciprocal_().neg_().add_(1)
-
-
-def _bias(q: Tensor, k: Tensor, core: AttentionCore, windowed: bool) -> Tensor:
-    """What is added to the scores [B or 1, H or 1, Sq or 1, Sk or 1]: mask, slopes, and the window, if it is not causal."""
-    mask, (left, right), (i, j), parts = core.mask, core.window, rows_and_columns(q, k, core), []
-    if mask is not None:
-        parts.append(_hidden(mask, q.dtype) if mask.dtype == torch.int8 else mask)
-    if core.slopes is not None:
-        dtype = wide_dtype(q)
-        parts.append((i - j).abs().to(dtype) * -core.slopes.to(dtype)[:, :, None, None])
-    if windowed:
-        seen = j >= (i - left if left is not None else 0)
-        parts.append(_hidden(seen if right is None else seen & (j <= i + right), q.dtype)[None, None])
-    bias = functools.reduce(torch.add, parts)
-    return bias if _is_bias(bias, q) else bias.to(wide_dtype(q)).contiguous()
-
-
-def _flash_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
-    """All at once where nothing has to be formed for the kernel; else blocks whose biases, repeated heads and float32 sums fit
-    the workspace."""
-    (B, H, Sq, D), (_, H_kv, Sk, _), (left, right) = q.shape, k.shape, core.window
-    group, size, mask = H // H_kv, q.element_size(), core.mask
-    windowed = (left, right) != (None, None) and not _causal(core)
-    if group == 1 and mask is None and core.slopes is None and not windowed:
-        return [whole(q, k)]
-    shapes = [] if mask is None else [mask.shape]
-    shapes += [] if core.slopes is None else [(core.slopes.shape[0], H, Sq, Sk)]
-    shapes += [(1, 1, Sq, Sk)] if windowed else []
-    formed = len(shapes) > 1 or (bool(shapes) and (mask is None or not _is_bias(mask, q)))
-    shape = torch.broadcast_shapes(*shapes)
-    of_bool = core.slopes is None and (mask is None or mask.dtype == torch.int8)
-    copies = 1 if len(shapes) == 1 and core.slopes is None else 3  # two parts and their sum
-    element = (q.itemsize if of_bool else wide_dtype(q).itemsize) * copies + 2  # and bools
-    budget = block_bytes(q, core)
-    one_each = group > 1 and 4 * k.numel() * group * size > budget
-
-    def cost(samples: int, heads: int, rows: int) -> int:
-        of_keys, heads_q = samples * heads * Sk * D, heads * (1 if one_each else group)
-        repeated = 4 * of_keys * group * size if group > 1 and not one_each else 0
-        cut = one_each or rows < Sq  # then dk and dv have parts, which are added up in float32
-        sums = of_keys * (2 * size + (8 if size == 2 else 0)) if cut else 0
-        parts = zip(shape, (samples, heads_q, rows, Sk), strict=True)
-        return repeated + sums + (math.prod(part if n > 1 else 1 for n, part in parts) * element if formed else 0)
-
-    rows = Sq
-    if windowed and core.workspace is not None:  # fewer rows see fewer columns
-        rows = ROWS if left is None or right is None else min(ROWS, max(64, (left + right) // 32 * 16))
-    if rows >= Sq and cost(B, H_kv, Sq) <= budget:
-        return [whole(q, k)]
-    return list(query_blocks(q, k, core, cost, budget, rows, one_each))
-
-
-def _heads(x: Tensor, H: int) -> Tensor:
-    """k or v with each head repeated for the query heads that read it, H in all."""
-    return x if x.shape[1] == H else x.repeat_interleave(H // x.shape[1], 1)
-
-
-def summed_by_group(x: Tensor, H_kv: int) -> Tensor:
-    """[B, H, S, D] -> [B, H_kv, S, D]: gradients of a key's or value's head from those of the query heads that share it."""
-    return x if x.shape[1] == H_kv else x.unflatten(1, (H_kv, x.shape[1] // H_kv)).sum(2)
-
-
-def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], dict]:
-    """(q, k, v, the kernel's other arguments)."""
-    H, causal = q.shape[1], _causal(core)
-    windowed = core.window != (None, None) and not causal
-    heads = map(as_readable, (q, k, v) if k.shape[1] == H else (q, _heads(k, H), _heads(v, H)))
-    biased = windowed or core.mask is not None or core.slopes is not None
-    bias = _bias(q, k, core, windowed) if biased else None
-    return heads, {"is_causal": causal, "attn_mask": bias, "scale": core.scale}
-
-
-def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    if not k.shape[2]:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
-    heads, options = _flash_arguments(q, k, v, core)
-    return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
-
-
-def flash_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
-    o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
-    return o, lse.contiguous()  # aten lays it out as [B, S, H]
-
-
-def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:
-    heads, options = _flash_arguments(q, k, v, core)
-    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        as_readable(do), *heads, as_readable(o), lse, 0.0, **options
-    )
-    return dq, summed_by_group(dk, k.shape[1]), summed_by_group(dv, k.shape[1])
-
-
-def flash_bwd(q, k, v, do, o, lse, core: AttentionCore, outs: tuple[Tensor | None, ...]) -> tuple:
-    """(dq, dk, dv) on a CPU, in `outs` where these are tensors and there are several blocks."""
-    blocks = _flash_blocks(q, k, core)
-    if is_whole(blocks, k):
-        return _flash_grads(q, k, v, do, o, lse, blocks[0].core(core, q))
-    dq = empty_heads(q) if outs[0] is None else outs[0]
-    dk, dv = (torch.empty_like(x) if out is None else out for x, out in zip((k, v), outs[1:], strict=True))
-
-    def of_block(block: Block) -> tuple[Tensor, Tensor]:
-        q_part, *others, place = (block.of_queries(x) for x in (q, do, o, lse, dq))
-        keys = block.of_keys(k)
-        if not keys.shape[2]:
-            place.zero_()
-            return keys, keys
-        part, *of_keys = _flash_grads(q_part, keys, block.of_keys(v), *others, block.core(core, q))
-        place.copy_(part)
-        return of_keys
-
-    sum_by_blocks(of_block, blocks, (dk, dv))
-    return dq, dk, dv

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import eager
-from ..ops.dispatch.checks import ACTIVATIONS
+from ..ops.dispatch.choices import ACTIVATIONS
 from .unmodified import unmodified, untouched
 
 Activation = str | Callable[[Tensor], Tensor]

@@ -13,7 +13,7 @@ from .. import eager, ops
 from ..errors import ShapeError
 from ..ops.cross_entropy.loss import CrossEntropyOutput, check_scalars, check_top_k, reduced
 from ..ops.cross_entropy.statistics import results_of_logits, scaled_and_capped
-from ..ops.dispatch.checks import check_choice, check_flags
+from ..ops.dispatch.choices import check_choice, check_flags
 from .layer import Layer
 from .unmodified import composed, unmodified
 

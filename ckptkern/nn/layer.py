@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.dispatch.checks import check_count, check_options, modes_of_sublayers
-from ..ops.dispatch.choices import parse_bytes
+from ..ops.dispatch.choices import check_count, check_options, modes_of_sublayers, parse_bytes
 
 Own = TypeVar("Own", bound="Layer")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import eager, ops
-from ..ops.dispatch.checks import check_count, check_options
+from ..ops.dispatch.choices import check_count, check_options
 from .activations import Activation, activation_of
 from .layer import Layer
 from .unmodified import composed, dense, unmodified

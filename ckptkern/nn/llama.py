@@ -11,7 +11,7 @@ from .. import ops
 from ..ops.attention.arguments import diagonal_of
 from ..ops.attention.core import merged_mask
 from ..ops.attention.rotary import positions_of, reference_rotary, rotary_tables
-from ..ops.dispatch.checks import check_number, check_positive, check_probability, modes_of_sublayers
+from ..ops.dispatch.choices import check_number, check_positive, check_probability, modes_of_sublayers
 from .activations import Activation
 from .layer import Layer, check_counts, weights
 from .mlp import GatedMLP

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.dispatch.checks import check_count
-from ..ops.dispatch.choices import autocast_dtype, own_modes
+from ..ops.dispatch.choices import autocast_dtype, check_count, own_modes
 from ..segments import sequential
 from ..segments.checkpoint import checkpoint
 from .layer import Layer

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import ops
-from ..ops.dispatch.checks import modes_of_sublayers
+from ..ops.dispatch.choices import modes_of_sublayers
 from .activations import named
 from .attention import MultiheadAttention
 from .layer import Dropout, Layer, weights

@@ -4,17 +4,15 @@ from .attention.block import attention_block
 from .attention.latent import latent_attention_block
 from .attention.sdpa import scaled_dot_product_attention, varlen_attn
 from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
-from .dispatch.checks import ACTIVATIONS
-from .dispatch.choices import backend, workspace
-from .distillation.loss import linear_distillation, linear_topk_distillation
+from .dispatch.choices import ACTIVATIONS, backend, workspace
+from .distillation import linear_distillation, linear_topk_distillation
 from .experts import grouped_gated_mlp, moe_mlp
 from .mlp.block import mlp_block
 from .mlp.linear_act import linear_act
 from .mlp.linear_stack import linear_stack
 from .mlp.mlp import gated_mlp, mlp
 from .moe.block import moe_block
-from .registration.delayed import delay_weight_gradients, split_backward
-from .registration.gradients import accumulate_in_place
+from .registration.gradients import accumulate_in_place, delay_weight_gradients, split_backward
 from .sublayer.dropout import dropout
 from .sublayer.lora import LoRA
 from .transformer_layer import transformer_layer

@@ -70,11 +70,6 @@ def stack_of(s: Sizes) -> Arguments:
     return x_of(s) | dict(weights=weights, biases=[normal(n) for n in widths[1:]])
 
 
-def gated_mlp_of(s: Sizes) -> Arguments:
-    gate, up = (layer_of(name, s.hidden, s.features) for name in ("gate_", "up_"))
-    return x_of(s) | gate | up | layer_of("down_", s.out, s.hidden)
-
-
 def branch_of_mlp(s: Sizes) -> Arguments:
     return layer_of("up_", s.hidden, s.features) | layer_of("down_", s.features, s.hidden)
 
@@ -105,7 +100,15 @@ OPS = {
         Entry(linear_act, lambda s: x_of(s) | layer_of("", s.out, s.features)),
         Entry(linear_stack, stack_of),
         Entry(mlp, lambda s: x_of(s) | layer_of("fc1_", s.hidden, s.features) | layer_of("fc2_", s.out, s.hidden)),
-        Entry(gated_mlp, gated_mlp_of),
+        Entry(
+            gated_mlp,
+            lambda s: (
+                x_of(s)
+                | layer_of("gate_", s.hidden, s.features)
+                | layer_of("up_", s.hidden, s.features)
+                | layer_of("down_", s.out, s.hidden)
+            ),
+        ),
         Entry(mlp_block, lambda s: x_of(s) | branch_of_mlp(s)),
         Entry(attention_block, lambda s: x_of(s) | branch_of_attention(s)),
         Entry(transformer_layer, layer_inputs),

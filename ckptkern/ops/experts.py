@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,23 +13,32 @@ from torch.nn import functional as F
 from .. import eager
 from ..errors import DtypeError, ShapeError
 from ..frozen import Frozen
-from .dispatch.checks import check_input, check_options, check_tensor
-from .dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
-from .registration.delayed import Sum
+from .dispatch.choices import (
+    cast_input,
+    check_input,
+    check_options,
+    check_tensor,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    matmul_precision,
+    primitives,
+)
 from .registration.functions import build
-from .registration.gradients import BiasGrad, main_grad_of
+from .registration.gradients import BiasGrad, Sum, main_grad_of
 from .registration.op import (
     Op,
     beside_frozen,
     by_chunks,
     cast_parameter,
-    flags,
-    needed,
+    in_order,
+    mask,
+    needed_names,
     rows_2d,
     token_chunks,
     unflattened,
 )
-from .sublayer.lora import LoRA, gather_lora, grouped_low_rank, names_of
+from .sublayer.lora import NO_UPDATES, LoRA, gather_lora, grouped_low_rank, names_of
 
 INDEX = 1
 LAYERS = ("gate_up", "down")
@@ -36,7 +46,7 @@ UPDATES = tuple(name for layer in LAYERS for name in names_of(layer))
 PARAMETERS = ("gate_up_weight", "gate_up_bias", "down_weight", "down_bias", *UPDATES)
 READ_X = frozenset(("gate_up_weight", *names_of("gate_up")))  # gradients that x is read for
 READ_H = frozenset(("down_weight", *names_of("down")))
-NAMES = ("x", "index", "s", *PARAMETERS)  # of the op's tensors
+ExpertsTensors = namedtuple("ExpertsTensors", ("index", "s", *PARAMETERS))
 
 
 class _WeightSum(Sum):
@@ -154,7 +164,21 @@ class ExpertsBranch:
         (a, b), update, du = names_of("down"), self.updates.get("down"), None
         if update is not None and (wanted["dgu"] or wanted["ds"] or a in need):  # not yet weighted
             du = update.inner_gradient(p, eager.gather_rows(dy, groups), groups)
-        hs, dgu, ds = self.hidden_gradients(x, dy, s, gu, groups, wanted, du)
+        # h times its weight, the gradient of [g | u], that of the weights
+        hs = dgu = ds = h = added = None
+        if gu is None and any(wanted.values()) and (self.updates or not (wanted["dgu"] or wanted["ds"])):
+            gu = self.gate_up(x, groups)
+        if wanted["dgu"] or wanted["ds"]:
+            given = groups, o.activation, o.precision
+            if gu is None:
+                hs, dgu, ds = p.experts_bwd(x, self.w, self.b, dy, self.wd, s, *given, **wanted)
+            else:
+                added = None if du is None else update.input_gradient(p, du, groups)
+                hs, dgu, ds = p.experts_act_grad(gu, dy, self.wd, s, *given, added=added, **wanted)
+        elif wanted["hs"]:  # forward's h, without the matmul that gives its gradient
+            h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
+            hs = (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype)
+        gu = h = added = None
         made = {}
         if "s" in need:
             made["ds"] = ds if bd is None else ds + _bias_share(dy, index, bd)
@@ -189,32 +213,6 @@ class ExpertsBranch:
             made["dx"] = p.experts_combine(rows, None, groups)
         return made
 
-    def hidden_gradients(
-        self,
-        x: Tensor | None,
-        dy: Tensor,
-        s: Tensor,
-        gu: Tensor | None,
-        groups: eager.Groups,
-        wanted: dict[str, bool],
-        du: Tensor | None,
-    ):
-        """(h times its weight, the gradient of [g | u], that of the weights), those that are wanted."""
-        p, o, w, b, wd = self.p, self.o, self.w, self.b, self.wd
-        if wanted["hs"] and not (
-            wanted["dgu"] or wanted["ds"]
-        ):  # forward's h, without the matmul that gives its gradient
-            gu = self.gate_up(x, groups) if gu is None else gu
-            h, wide = p.act_fwd(*gu.chunk(2, 1), o.activation), eager.wide_of(dy.dtype)
-            return (h.to(wide) * s.reshape(-1)[groups.order].to(wide)[:, None]).to(dy.dtype), None, None
-        if not any(wanted.values()):
-            return None, None, None
-        if gu is None and not self.updates:
-            return p.experts_bwd(x, w, b, dy, wd, s, groups, o.activation, o.precision, **wanted)
-        gu = self.gate_up(x, groups) if gu is None else gu
-        added = None if du is None else self.updates["down"].input_gradient(p, du, groups)
-        return p.experts_act_grad(gu, dy, wd, s, groups, o.activation, o.precision, added=added, **wanted)
-
     def row_bytes(self, top_k: int) -> int:
         """Returns bytes of a token's transient tensors in either pass, whoever its experts are."""
         d, N, size = *self.wd.shape[1:], self.dtype.itemsize
@@ -244,6 +242,9 @@ class ExpertsOptions(NamedTuple):
     experts_lora: tuple[float, ...]
 
 
+FIRST_WEIGHTS = mask(ExpertsTensors, *READ_X)
+
+
 class Experts(Op):
     name = "moe_mlp"
     Options = ExpertsOptions
@@ -255,7 +256,7 @@ class Experts(Op):
 
     @staticmethod
     def reads_x(o, needs):
-        return o.recompute == "full" or any(needed(needs, NAMES.index(name)) for name in READ_X)
+        return o.recompute == "full" or bool(needs & FIRST_WEIGHTS)
 
     @staticmethod
     def forward(tensors, o):
@@ -274,7 +275,7 @@ class Experts(Op):
     def backward(dy, tensors, saved, o, needs):
         x, index, s, *parameters = tensors
         rows, x, weights, index = rows_2d(dy), None if x is None else rows_2d(x), rows_2d(s), rows_2d(index)
-        need = {name for name, one in zip(NAMES, flags(needs, len(NAMES)), strict=True) if one}
+        need = needed_names(ExpertsTensors, needs)
         branch = ExpertsBranch(parameters, o, dy.dtype)
         chunks = branch.chunks(index)
         sums = branch.sums(need, len(chunks))
@@ -289,7 +290,7 @@ class Experts(Op):
         grads = {name: one.result() for name, one in sums.items()}
         grads |= {"s": made["ds"].view(s.shape)} if "s" in need else {}
         grads |= {"x": unflattened(made["dx"], dy)} if "x" in need else {}
-        return tuple(map(grads.get, NAMES))
+        return in_order(grads, ExpertsTensors, needs)
 
     @staticmethod
     def reference(tensors, o):
@@ -356,9 +357,11 @@ def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
         raise DtypeError(f"{op}: {name} must hold integers, not {tensor.dtype}")
 
 
-def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace):
-    updates, numbers = gather_lora(op, x, lora, {"gate_up": w, "down": wd})
-    x = cast_input(op, x, w, b, wd, bd)
+def _call(op, x, index, s, parameters, lora, activation, recompute, workspace):
+    """parameters: the first four of PARAMETERS."""
+    w, _, wd, _ = parameters
+    updates, numbers = NO_UPDATES if lora is None else gather_lora(op, x, lora, {"gate_up": w, "down": wd})
+    x = cast_input(op, x, *parameters)
     options = ExpertsOptions(
         activation=activation,
         recompute=choose_mode(recompute),
@@ -367,7 +370,7 @@ def _call(op, x, index, s, w, b, wd, bd, lora, activation, recompute, workspace)
         workspace=choose_workspace(op, workspace, x, w.numel()),
         experts_lora=numbers[::2],
     )
-    return _apply(options, x, index, s, w, b, wd, bd, *updates.values())
+    return _apply(options, x, index, s, *parameters, *map(updates.get, UPDATES))
 
 
 def moe_mlp(
@@ -427,21 +430,9 @@ def moe_mlp(
             f"{op}: top_k_index and top_k_weights must have one shape, but have {tuple(top_k_index.shape)} and "
             f"{tuple(top_k_weights.shape)}"
         )
-    check_experts(op, x, gate_up_weight, gate_up_bias, down_weight, down_bias)
-    return _call(
-        op,
-        x,
-        top_k_index,
-        top_k_weights,
-        gate_up_weight,
-        gate_up_bias,
-        down_weight,
-        down_bias,
-        lora,
-        activation,
-        recompute,
-        workspace,
-    )
+    parameters = gate_up_weight, gate_up_bias, down_weight, down_bias
+    check_experts(op, x, *parameters)
+    return _call(op, x, top_k_index, top_k_weights, parameters, lora, activation, recompute, workspace)
 
 
 def grouped_gated_mlp(
@@ -471,7 +462,8 @@ def grouped_gated_mlp(
     _check_integers(op, "offs", offs, x)
     if x.dim() != 2:
         raise ShapeError(f"{op}: input must be [rows, features], but has shape {tuple(x.shape)}")
-    check_experts(op, x, gate_up_weight, None, down_weight, None)
+    parameters = gate_up_weight, None, down_weight, None
+    check_experts(op, x, *parameters)
     if tuple(offs.shape) != (len(gate_up_weight),):
         raise ShapeError(
             f"{op}: offs must have shape ({len(gate_up_weight)},), the end of each expert's rows, but has {tuple(offs.shape)}"
@@ -485,17 +477,4 @@ def grouped_gated_mlp(
         )
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
-    return _call(
-        op,
-        x,
-        index[:, None],
-        row_weights[:, None],
-        gate_up_weight,
-        None,
-        down_weight,
-        None,
-        lora,
-        activation,
-        recompute,
-        workspace,
-    )
+    return _call(op, x, index[:, None], row_weights[:, None], parameters, lora, activation, recompute, workspace)

@@ -31,6 +31,7 @@ from .registration.op import cast_parameter
 from .sublayer.dropout import replayed_dropout
 from .sublayer.residual import drawn, has_trailing_norm, reference_output
 
+_c10d = torch.ops._c10d_functional
 NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, layer_scale=None, resid_rng=None, path_rng=None)
 PLAIN_AROUND = dict(residual=False, resid_p=0.0, path_p=0.0, post_norm="", branch_factor=1.0)
 
@@ -55,10 +56,10 @@ class Shard:
             return lambda: x
         lead, (S, d) = x.shape[:-2], x.shape[-2:]
         rows = x.contiguous()  # stays until the collective has read it
-        parts = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.group)
+        parts = _c10d.all_gather_into_tensor(rows, self.size, self.group)
 
         def finished() -> Tensor:
-            whole = torch.ops._c10d_functional.wait_tensor(parts)
+            whole = _c10d.wait_tensor(parts)
             if rows.dim() == 2:
                 return whole
             return whole.view(self.size, *lead, S, d).movedim(0, -3).reshape(*lead, self.size * S, d)
@@ -72,18 +73,18 @@ class Shard:
         if y.dim() > 2:
             y = y.unflatten(-2, (self.size, -1)).movedim(-3, 0)
         rows = y.contiguous()  # stays until the collective has read it
-        parts = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.size, self.group)
+        parts = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
 
         def finished() -> Tensor:
-            whole = torch.ops._c10d_functional.wait_tensor(parts)
+            whole = _c10d.wait_tensor(parts)
             return whole if rows.dim() == 2 else whole.squeeze(0)
 
         return finished
 
     def summing(self, y: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of y over the group; what it returns waits for it and gives it."""
-        total = torch.ops._c10d_functional.all_reduce(y.contiguous(), "sum", self.group)
-        return lambda: torch.ops._c10d_functional.wait_tensor(total)
+        total = _c10d.all_reduce(y.contiguous(), "sum", self.group)
+        return lambda: _c10d.wait_tensor(total)
 
     def summed(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """These tensors, equal on all ranks; their gradients are the sums of what each rank makes of them."""
@@ -141,8 +142,8 @@ class Shard:
 
     def check_alike(self, state: Tensor) -> None:
         """Raises a RuntimeError on a CPU, a device-side assertion on a GPU, for which the host does not wait."""
-        states = torch.ops._c10d_functional.all_gather_into_tensor(state, self.size, self.group)
-        states = torch.ops._c10d_functional.wait_tensor(states).view(self.size, -1)
+        states = _c10d.all_gather_into_tensor(state, self.size, self.group)
+        states = _c10d.wait_tensor(states).view(self.size, -1)
         alike = (states == states[0]).all()
         message = (
             "TensorParallel: the ranks of a group must draw the same dropout masks, but their random states differ; seed "
@@ -195,13 +196,11 @@ class Shard:
             made["attn_mask"] = tuple(self.mask(one, H, heads) for one in mask)
         else:
             made["attn_mask"] = self.mask(mask, H, heads)
-        if made["alibi_slopes"] is not None:
-            made["alibi_slopes"] = self.part(made["alibi_slopes"], -1, heads)
-        if made["sinks"] is not None:
-            made["sinks"] = self.part(made["sinks"], 0, heads)
-        for name in ("gate_weight", "gate_bias"):
-            if (gate := made[name]) is not None:  # of columns of o, or of heads
-                made[name] = self.part(gate, 0, heads if gate.shape[0] % (heads * D) else heads * D)
+        for name in ("alibi_slopes", "sinks", "gate_weight", "gate_bias"):
+            if (value := made[name]) is not None:
+                of_columns = name.startswith("gate") and value.shape[0] % (heads * D) == 0  # of o, else of heads
+                dim = -1 if name == "alibi_slopes" else 0
+                made[name] = self.part(value, dim, heads * D if of_columns else heads)
         if made["key_value"] is not None:
             if self.sequence:
                 raise ValueError("TensorParallel: sequence_parallel does not go with cross-attention (key_value)")

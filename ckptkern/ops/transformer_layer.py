@@ -14,11 +14,11 @@ from torch import Tensor
 from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import AttentionBlock, attention_block
-from .attention.core_sublayer import CoreOp, CoreSublayer
+from .attention.core_sublayer import CoreOp
 from .attention.latent import LatentAttentionBlock, gather_latent, latent_attention_block
 from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
-from .dispatch.checks import check_flags, modes_of_sublayers
+from .dispatch.choices import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.block import gather as gather_mlp
@@ -32,28 +32,32 @@ AnyOptions = AttentionOptions | LatentOptions
 AnyTensors = AttentionTensors | LatentTensors
 
 
-def options_of(attention: type[CoreOp], last: type[SublayerOp]) -> type:
-    """Makes the options of a layer of these sublayers. attention: of the attention sublayers in their order, of which a second
-    one is cross-attention; mlp: of the last sublayer; parallel: do all sublayers read x?"""
-    fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
-    return NamedTuple("LayerOptions", list(fields.items()))
+def of_sublayers(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> Callable[[type], type]:
+    """Decorates the op of a layer of at most so many attention sublayers and a last one with what follows from these ops.
+
+    Its options are attention: of the attention sublayers in their order, of which a second one is cross-attention; mlp: of the
+    last sublayer; parallel: do all sublayers read x?
+    """
+
+    def decorated(layer: type) -> type:
+        fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
+        A = len(attention.Tensors._fields)
+        of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
+        layer.attention, layer.last, layer.Options = attention, last, NamedTuple("LayerOptions", list(fields.items()))
+        layer.constants = frozenset(of_attentions | {attentions * A + i for i in last.constants})
+        layer.more_results, layer.decisions = last.more_results, last.decisions
+        return layer
+
+    return decorated
 
 
-def constants_of_layer(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> frozenset[int]:
-    """Returns the constants of a layer of so many attention sublayers and a last one."""
-    A = len(attention.Tensors._fields)
-    of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
-    return frozenset(of_attentions | {attentions * A + i for i in last.constants})
-
-
+@of_sublayers(AttentionBlock, MLPBlock, attentions=2)
 class TransformerLayer(SublayerOp):
     """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
 
     name = "transformer_layer"
-    Options = options_of(AttentionBlock, MLPBlock)
-    attention: type[CoreOp] = AttentionBlock
-    last: type[SublayerOp] = MLPBlock
-    constants = constants_of_layer(AttentionBlock, MLPBlock, attentions=2)
+    attention: type[CoreOp]
+    last: type[SublayerOp]
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
     assert min(AttentionBlock.constants) > len(MLPBlock.Tensors._fields)
 
@@ -94,25 +98,37 @@ class TransformerLayer(SublayerOp):
     def backward(cls, dy, tensors, saved, o, needs):
         kind, last = cls.attention.Tensors, cls.last
         x, attentions, t_last = cls.sublayers(tensors, o)
-        # what each backward forms; the gradient of an input that is not x, if anything before it needs one
-        A, of_attention, before = len(kind._fields), [], needs & 1
-        for i in range(len(attentions)):
+        A, before, mid, cores = len(kind._fields), needs & 1, x, []
+        for i, (t, one) in enumerate(attentions):
+            # what its backward forms; the gradient of an input that is not x, if anything before it needs one
             own = needs >> 1 + i * A & (1 << A) - 1
-            of_attention.append(own << 1 | before)
+            formed = own << 1 | before
             before |= own != 0
+            sublayer, f = cls.attention.Sublayer(mid, t, one, shares=True), None
+            core = {name: saved.pop(f"{name}{i}") for name in cls.saved_of(one, o)}
+            mid = core.pop("mid", None)
+            if o.parallel:
+                mid = x
+            elif mid is None:  # the next sublayer's input, made of a core that is recomputed if it was not saved
+                if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
+                    core = sublayer.attend(save_raw=sublayer.division.groups == 1)
+                f = sublayer.branch(core)
+                mid = unflattened(sublayer.output(f), x)
+                f = f if "f" in sublayer.plan(needed_names(kind, formed), core, None).values else None
+            sublayer.held.clear()  # the dequantised weights: what comes next has a workspace of its own
+            cores.append((sublayer, core, f, formed))
+        sublayer = core = f = None
         of_last = needs >> 1 + len(attentions) * A << 1 | (needs & 1 if o.parallel else before)
-        parts = [{name: saved.pop(f"{name}{i}") for name in cls.saved_of(one, o)} for i, one in enumerate(o.attention)]
-        mid, cores = cls.recomputed(x, attentions, parts, o, of_attention)
         grads = last.gradients(rows_2d(dy), mid, t_last, o.mlp, saved, of_last) if of_last else {}
         mid = None
         results = in_order(grads, last.Tensors, of_last)[1:]
         dx_last = grads.get("x")
         d = dy if o.parallel else dx_last
         while cores:
-            (sublayer, core, f), own = cores.pop(), of_attention.pop()
-            grads = sublayer.backward(rows_2d(d), core, own, f) if own else {}
+            sublayer, core, f, formed = cores.pop()
+            grads = sublayer.backward(rows_2d(d), core, formed, f) if formed else {}
             d = grads.get("x")
-            results = in_order(grads, kind, own)[1:] + results
+            results = in_order(grads, kind, formed)[1:] + results
         if o.parallel and needs & 1:
             d = d + dx_last
         return [d if needs & 1 else None, *results]
@@ -128,53 +144,20 @@ class TransformerLayer(SublayerOp):
             return y
         return mid + y if isinstance(y, Tensor) else (mid + y[0], *y[1:])
 
-    @classmethod
-    def recomputed(
-        cls,
-        x: Tensor,
-        attentions: Sequence[tuple],
-        saved: Sequence[dict[str, Tensor]],
-        o: Any,
-        needs: Sequence[int],
-    ) -> tuple[Tensor, list[tuple[CoreSublayer, dict[str, Tensor], Tensor | None]]]:
-        """(the last sublayer's input; of each attention sublayer itself, its core, and what its branch gave where backward
-        reads that). What was not saved of a core is recomputed if the next sublayer's input is made of it."""
-        mid, cores = x, []
-        for (t, one), core, own in zip(attentions, saved, needs, strict=True):
-            sublayer, f = cls.attention.Sublayer(mid, t, one, shares=True), None
-            mid = core.pop("mid", None)
-            if o.parallel:
-                mid = x
-            elif mid is None:
-                if not core:  # the projections raw, as backward reads them; of groups of heads they are formed again
-                    core = sublayer.attend(save_raw=sublayer.division.groups == 1)
-                f = sublayer.branch(core)
-                mid = unflattened(sublayer.output(f), x)
-                f = f if "f" in sublayer.plan(needed_names(type(t), own), core, None).values else None
-            sublayer.held.clear()  # the dequantised weights: what comes next has a workspace of its own
-            cores.append((sublayer, core, f))
-        return mid, cores
 
-
+@of_sublayers(AttentionBlock, MoEBlock)
 class TransformerMoELayer(TransformerLayer):
     name = "transformer_moe_layer"
-    Options = options_of(AttentionBlock, MoEBlock)
-    last, more_results = MoEBlock, MoEBlock.more_results
-    constants, decisions = constants_of_layer(AttentionBlock, MoEBlock), MoEBlock.decisions
 
 
+@of_sublayers(LatentAttentionBlock, MLPBlock)
 class LatentTransformerLayer(TransformerLayer):
     name = "latent_transformer_layer"
-    Options = options_of(LatentAttentionBlock, MLPBlock)
-    attention = LatentAttentionBlock
-    constants = LatentAttentionBlock.constants
 
 
-class LatentTransformerMoELayer(TransformerMoELayer):
+@of_sublayers(LatentAttentionBlock, MoEBlock)
+class LatentTransformerMoELayer(TransformerLayer):
     name = "latent_transformer_moe_layer"
-    Options = options_of(LatentAttentionBlock, MoEBlock)
-    attention = LatentAttentionBlock
-    constants = constants_of_layer(LatentAttentionBlock, MoEBlock)
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer
@@ -215,15 +198,6 @@ ATTENTION_ARGUMENTS, MLP_ARGUMENTS = Arguments.of(attention_block), Arguments.of
 LATENT_ARGUMENTS, MOE_ARGUMENTS = Arguments.of(latent_attention_block), Arguments.of(moe_block)
 
 
-def is_latent(attention_arguments: Mapping[str, Any]) -> bool:
-    """Are these the arguments of latent_attention_block?"""
-    return isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
-
-
-def has_router(mlp_arguments: Mapping[str, Any]) -> bool:
-    return isinstance(mlp_arguments, Mapping) and "router_weight" in mlp_arguments
-
-
 def check_cross(op: str, arguments: Mapping[str, Any], parallel: bool, latent: bool, routes: bool) -> None:
     if arguments["key_value"] is None:
         raise TypeError(f"{op}: cross_attention_arguments must have key_value")
@@ -243,30 +217,6 @@ def check_parallel(op: str, attention_arguments: Mapping[str, Any], mlp_argument
             )
     if mlp_arguments["residual"] is not True:
         raise ValueError(f"{op}: the MLP of parallel sublayers is added, but mlp_arguments has residual=False")
-
-
-def _by_sublayers(
-    x: Tensor,
-    attentions: Sequence[Mapping[str, Any]],
-    mlp_arguments: Mapping[str, Any],
-    recompute: tuple[str, str],
-    parallel: bool,
-    *,
-    training: bool,
-    workspace: int | str | None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Runs each sublayer as a region of its own."""
-    mid = x
-    for arguments in attentions:
-        block = latent_attention_block if is_latent(arguments) else attention_block
-        if ACTIVE.shard is not None:
-            block = functools.partial(ACTIVE.shard.attention_block, alone=not parallel)
-        mid = block(mid, training=training, recompute=recompute[0], workspace=workspace, **arguments)
-    given = dict(training=training, recompute=recompute[1], workspace=workspace, **mlp_arguments)
-    if has_router(mlp_arguments):
-        y, logits = moe_block(x if parallel else mid, **given)
-        return (mid + y if parallel else y), logits
-    return mid + mlp_block(x, **given) if parallel else mlp_block(mid, **given)
 
 
 def transformer_layer(
@@ -304,7 +254,8 @@ def transformer_layer(
     and what passes between the sublayers. Raises as the two blocks do.
     """
     op = "transformer_layer"
-    latent, routes = is_latent(attention_arguments), has_router(mlp_arguments)
+    latent = isinstance(attention_arguments, Mapping) and "kv_a_weight" in attention_arguments
+    routes = isinstance(mlp_arguments, Mapping) and "router_weight" in mlp_arguments
     of_attention, of_mlp = (
         LATENT_ARGUMENTS if latent else ATTENTION_ARGUMENTS,
         MOE_ARGUMENTS if routes else MLP_ARGUMENTS,
@@ -323,10 +274,19 @@ def transformer_layer(
         refuse_shard("latent_attention_block has no form for several ranks")
     if routes and ACTIVE.shard is not None:
         raise NotSharded("a layer with a router has no sharded form")
-    # a shard saves the tensors between sublayers, because recomputing these would take another collective
-    if ACTIVE.shard is not None or not isinstance(recompute, str):
-        return _by_sublayers(x, attentions, mlp_arguments, modes, parallel, training=training, workspace=workspace)
     common = dict(training=training, workspace=workspace)
+    # each sublayer is a region: a shard saves what passes between them, because recomputing it would take another collective
+    if ACTIVE.shard is not None or not isinstance(recompute, str):
+        mid, block = x, latent_attention_block if latent else attention_block
+        if ACTIVE.shard is not None:
+            block = functools.partial(ACTIVE.shard.attention_block, alone=not parallel)
+        for arguments in attentions:
+            mid = block(mid, recompute=modes[0], **common, **arguments)
+        last = moe_block if routes else mlp_block
+        y = last(x if parallel else mid, recompute=modes[1], **common, **mlp_arguments)
+        if not parallel:
+            return y
+        return (mid + y[0], y[1]) if routes else mid + y
     gather = gather_latent if latent else gather_attention
     sublayers = [gather(op, x, recompute=recompute, **common, **one) for one in attentions]
     for t, _ in sublayers:

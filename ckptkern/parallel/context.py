@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..ops.attention.context import EXCHANGES, Context
-from ..ops.dispatch.checks import check_choice
+from ..ops.dispatch.choices import check_choice
 from ..ops.dispatch.shard import ACTIVE
 from .forward import Around, Sharded
 from .roles import check_attends

@@ -15,7 +15,7 @@ from ..conversion.bound import ORIGINAL_CLASS
 from ..conversion.recorder import Alive, Loss, Step
 from ..conversion.report import aligned, write_rows
 from ..extras import missing
-from ..ops.dispatch.checks import MODES
+from ..ops.dispatch.choices import MODES
 from .measure import measure
 from .plan import converted, found_segments
 from .segments import EAGER, ORIGINAL, Strategy, original_forwards

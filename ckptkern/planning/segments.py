@@ -15,8 +15,7 @@ from ..conversion.binding import Forward, Fused, General, Own, Runs
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
 from ..conversion.selection import Which, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
-from ..ops.dispatch.checks import MODES
-from ..ops.dispatch.choices import parse_bytes
+from ..ops.dispatch.choices import MODES, parse_bytes
 from ..storage import Store
 
 LAYERS = (drop_ins.LlamaDecoderLayer, drop_ins.TransformerEncoderLayer, drop_ins.TransformerDecoderLayer)

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointError
 from ..bits import checksum
 from ..ops.dispatch.choices import choose_workspace
 from ..ops.dispatch.shard import ACTIVE
-from ..ops.registration.delayed import Room, is_first_of_several, stash_limit
+from ..ops.registration.gradients import Room, is_first_of_several, stash_limit
 from ..state import Placeholder, Recompute, SavedTensors, SegmentState, unpack_saved
 from .decisions import saved_decisions
 from .reachable import cached_weights, caching, reachable_of

@@ -17,7 +17,7 @@ from ..conversion import convert
 from ..conversion.convert import OTHERWISE
 from ..conversion.report import write_rows
 from ..extras import missing
-from ..ops.dispatch.checks import MODES
+from ..ops.dispatch.choices import MODES
 from ..planning import frontier, plan, report
 from ..planning.plan import arguments_of
 

@@ -21,7 +21,6 @@ from .. import ops, state
 from ..extras import from_checkout, missing
 from ..memory import saved_tensors
 from ..ops import catalog
-from ..ops.dispatch import checks as _checks
 from ..ops.dispatch import choices as _choices
 from . import env
 
@@ -165,7 +164,7 @@ def check_op(name: str, activation: str, dtype: torch.dtype, device: str, backen
     exact = gradients(lambda: unfused(doubles), doubles, dy.double())
     eager = relative_errors(gradients(lambda: unfused(leaves), leaves, dy), exact)
     parameters = [leaf for key, leaf in leaves.items() if key != "x"]
-    for mode in _checks.MODES:
+    for mode in _choices.MODES:
         options = {"activation": activation, "recompute": mode}
 
         def fused(options: dict[str, str] = options) -> Tensor:

@@ -44,7 +44,7 @@ OPS = [
     Fault(
         "mlp: a gated branch counts the bytes of a plain one",
         "ckptkern/ops/mlp/branch.py",
-        'eagerly, held = backend == "eager", «5 if gated else 2»',
+        "drops, held = self.t.rng is not None, «5 if self.gated else 2»",
         "2",
         (
             memory("[gated_mlp"),
@@ -75,7 +75,7 @@ OPS = [
     Fault(
         "sublayer: layer_scale's gradient leaves out the post-norm",
         "ckptkern/ops/sublayer/residual.py",
-        'return eager.column_sum(df * «self.post_normed(f)», self.dtype_of("layer_scale", need))',
+        'grads["layer_scale"] = eager.column_sum(df * «self.post_normed(f)», dtype)',
         "f",
         (values("[mlp_block-layer_scale", "[mlp_block-post_norm"),),
     ),
@@ -223,7 +223,7 @@ OPS = [
     Fault(
         "experts: gradients beside a recomputed [g | u] are not written over it",
         "ckptkern/ops/dispatch/implementations.py",
-        "s, groups, activation, **wanted, over_gu=«True»",
+        "experts_hidden_grad(gu, dh, s, groups, activation, **wanted, over_gu=«True»",
         "False",
         ("tests/ops/test_grouped.py -k workspace",),
     ),
@@ -257,7 +257,7 @@ OPS = [
     ),
     Fault(
         "distillation: every chunk has the teacher's first classes",
-        "ckptkern/ops/distillation/op.py",
+        "ckptkern/ops/distillation.py",
         "of_entries(teacher, «start, stop»)",
         "0, stop - start",
         (values("[linear_distillation-none", "[linear_distillation-mask"),),
@@ -278,7 +278,7 @@ OPS = [
     ),
     Fault(
         "distillation: a teacher's k log-probabilities lose the digits of their logsumexp",
-        "ckptkern/ops/distillation/loss.py",
+        "ckptkern/ops/distillation.py",
         "return «log_probs.log_softmax(-1)»",
         "log_probs - torch.logsumexp(log_probs, -1, keepdim=True)",
         ("tests/ops/test_distillation.py -k k_log_probabilities",),
@@ -316,7 +316,7 @@ OPS = [
     ),
     Fault(
         "split backward: a stash stands for another gradient",
-        "ckptkern/ops/registration/delayed.py",
+        "ckptkern/ops/registration/gradients.py",
         "return «same and» all(place in self.grads",
         "",
         ("tests/ops/test_split_backward.py -k another_gradient",),

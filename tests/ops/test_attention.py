@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptkern
 from ckptkern.ops.attention import latent_sublayer, sublayer
+from ckptkern.ops.attention.core_sublayer import plan_of
+from ckptkern.ops.attention.sublayer import attention_table
 from ckptkern.ops.registration.functions import bodies_seen
 
 QUERY, KEY = (2, 4, 7, 6), (2, 4, 5, 6)
@@ -188,6 +190,27 @@ def test_the_fewest_groups_of_heads(name, module, divides, monkeypatch):
         (groups,) = {getattr(one, "groups", one) for one in seen}
         found.append(groups)
     assert list(dict.fromkeys(found)) == [1, 2, 4]
+
+
+AFTER_CORE = {"o", "gated", "f", "z", "y"}
+
+
+@pytest.mark.parametrize(
+    ("need", "saved", "formed", "values"),
+    [
+        ("wk", "o", {"k", "k_heads", *AFTER_CORE}, {"h", "q", "k", "v", "g", "q_heads", "k_heads", "o"}),
+        ("wk", "o q k v g", {"k", "k_heads", *AFTER_CORE}, {"h", "q", "k", "v", "g", "q_heads", "k_heads", "o"}),
+        ("wg", "o", {"g", *AFTER_CORE} - {"o"}, {"h", "g", "o"}),
+        ("wo", "o", {"f", "z", "y"}, {"h", "g", "o", "gated"}),
+        ("bo", "o", {"f", "z", "y"}, set()),
+    ],
+)
+def test_what_one_gradient_leads_to(need, saved, formed, values):
+    """Of an attention sublayer with three weights and a gate: a gate's gradient needs neither q nor k."""
+    layout = False, False, "g", False, False, False
+    plan = plan_of(attention_table, layout, frozenset([need]), frozenset(saved.split()))
+    assert plan.formed - {need} == formed
+    assert plan.values == values
 
 
 class Biases(TorchDispatchMode):

@@ -5,7 +5,7 @@ import torch
 from ckptkern import eager
 from ckptkern.ops.dispatch import choices, implementations
 from ckptkern.ops.mlp.mlp import MLP
-from ckptkern.ops.registration.late import Late
+from ckptkern.ops.registration.gradients import Late
 
 
 def test_kernels_wait_where_they_take_the_address():
@@ -26,8 +26,9 @@ def test_a_library_recomputes_before_it_waits(monkeypatch):
     dy, x, w1, w2 = (torch.randn(shape) for shape in ((6, 3), (6, 3), (8, 3), (3, 8)))
     late = Late(dy.shape, dy.dtype, dy.device, lambda: calls.append("arrival") or dy)
     o = MLP.Options(False, "gelu", 0.0, "full", "library", "ieee", 2**20, 0)
-    found = MLP.backward(late, (x, w1, None, w2, None, None), {}, o, 0b1011)
+    tensors = x, None, None, w1, None, w2, None, None
+    found = MLP.backward(late, tensors, {}, o, 0b101001)
     assert calls == ["recompute", "arrival"]
-    exact = MLP.backward(dy, (x, w1, None, w2, None, None), {}, o._replace(backend="eager"), 0b1011)
+    exact = MLP.backward(dy, tensors, {}, o._replace(backend="eager"), 0b101001)
     for got, wanted in zip(found, exact, strict=True):
         assert (got is wanted is None) or torch.allclose(got, wanted, atol=1e-5)

@@ -34,9 +34,8 @@ from ckptkern.ops.catalog import (
 from ckptkern.ops.catalog import OPS as INPUTS
 from ckptkern.ops.cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from ckptkern.ops.cross_entropy.op import LinearCrossEntropy
-from ckptkern.ops.dispatch.checks import MODES
-from ckptkern.ops.distillation.loss import linear_distillation, linear_topk_distillation
-from ckptkern.ops.distillation.op import LinearDistillation
+from ckptkern.ops.dispatch.choices import MODES
+from ckptkern.ops.distillation import LinearDistillation, linear_distillation, linear_topk_distillation
 from ckptkern.ops.experts import Experts, grouped_gated_mlp, moe_mlp
 from ckptkern.ops.mlp.block import MLPBlock
 from ckptkern.ops.mlp.linear_act import LinearAct

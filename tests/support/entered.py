@@ -79,7 +79,7 @@ def main() -> None:
         for file, codes in files.items() if chosen else ():
             print(f"  {file}")
             for code in codes:
-                print(f"    {code.co_firstlineno:4} {code.co_qualname} {counts[code]}")
+                print(f"    {code.co_firstlineno:4} {getattr(code, 'co_qualname', code.co_name)} {counts[code]}")
 
 
 if __name__ == "__main__":

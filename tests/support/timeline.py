@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ckptkern.ops.registration.late import VIEWS, Late, arrived
+from ckptkern.ops.registration.gradients import VIEWS, Late, arrived
 
 MATMULS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear")
 SILENT = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_local_scalar_dense")

@@ -10,23 +10,26 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..dispatch.checks import (
+from ..dispatch.choices import (
+    MODES,
     check_choice,
     check_count,
     check_flags,
     check_input,
-    check_mode,
     check_number,
     check_positive,
     check_probability,
     check_softcap,
     check_tensor,
     check_weight,
+    choose_backend,
+    compute_dtype,
+    head_dim_not_covered,
     is_number,
+    surely,
 )
-from ..dispatch.choices import choose_backend, compute_dtype, head_dim_not_covered, surely
 from ..dispatch.shard import ACTIVE
-from ..sublayer.lora import gather_lora
+from ..sublayer.lora import NO_UPDATES, gather_lora
 from ..sublayer.residual import NORMS, around
 from .context import check_context, check_longest
 from .core import check_sinks, check_whole_sequence, fused_core
@@ -303,7 +306,7 @@ def check_scores(
     op, x, shapes, *, recompute, dropout_p, scale, rotary_interleaved, is_causal, mask_is_exclusion, **others
 ) -> None:
     """Checks what both kinds of attention take and what needs no other argument. shapes: those of x, in words."""
-    check_mode(op, recompute)
+    check_choice(op, "recompute", recompute, MODES)
     check_probability(op, dropout_p)
     check_flags(op, rotary_interleaved=rotary_interleaved, is_causal=is_causal, mask_is_exclusion=mask_is_exclusion)
     check_number(op, "scale", 1.0 if scale is None else scale)
@@ -326,6 +329,7 @@ def around_core(
     rope=None,
     slopes=None,
     cu=None,
+    max_len=0,
     key_value=None,
     rotary,
     rotary_interleaved,
@@ -343,9 +347,9 @@ def around_core(
     fields of their tensors and options.
 
     H, H_kv, D: heads of q and of k, and the head dim, of which qk dimensions are of q and k (default: all) and rope may be
-    rotated; slopes, cu, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
+    rotated; slopes, cu, max_len, key_value: of `gather`, checked. probe, updates, features, others: as `around` takes them.
     """
-    softcap = check_softcap(op, softcap)
+    softcap = 0.0 if softcap is None else check_softcap(op, softcap)
     tensors, options = around(op, x, probe, "out_weight", features, updates, **others)
     context = ACTIVE.context
     seen, own = (x, None) if context is None else (context.whole(x), x.shape[-2])  # of all ranks
@@ -387,11 +391,16 @@ def around_core(
         theta=theta,
         interleaved=rotary_interleaved,
         mask_is_exclusion=mask_is_exclusion,
+        context=context,
         left=left,
         right=right,
         scale=scale,
         softcap=softcap,
         dropout_p=float(dropout_p),
+        max_q=max_len,
+        max_k=max_len,
+        first_plane=0,
+        planes=0,
         backend=backend,
         fused=fused,
     )
@@ -449,7 +458,9 @@ def gather(
         raise ValueError(f"{op}: lora of 'qkv' does not go with key_value; pass three weights (q, k, v)")
     names = ("qkv",) if len(weights) == 1 else ("q", "k", "v")
     layers = dict(zip(names, weights, strict=True)) | {"out": out_weight}
-    updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
+    updates = NO_UPDATES
+    if lora is not None:
+        updates = gather_lora(op, x, lora, layers, LAYERS, {"qkv": "q", "out": "o"})
     check_choice(op, "qk_norm_kind", qk_norm_kind, NORMS)
     qk_norms = (None,) * 4 if qk_norm is None else check_qk_norm(op, x, qk_norm, D, H, H_kv)
     slopes = None
@@ -461,7 +472,9 @@ def gather(
     weights, biases = (*weights, None, None), (*biases, None, None)
     packs = cu_seqlens is not None or max_seqlen is not None
     max_len = check_packing(op, seen, cu_seqlens, max_seqlen) if packs else 0
-    tensors, options = around_core(op, x, probe, updates, out_weight.shape[0], H, H_kv, D, **of_gather, **others)
+    tensors, options = around_core(
+        op, x, probe, updates, out_weight.shape[0], H, H_kv, D, max_len=max_len, **of_gather, **others
+    )
     if context is not None and context.exchange == "gather" and cu_seqlens is not None and max_len < S:
         check_longest(op, cu_seqlens, max_len)
     t = AttentionTensors(
@@ -489,10 +502,6 @@ def gather(
         gate_in_query=gate_in_query,
         qk_norm=qk_norm_kind,
         qk_norm_eps=float(qk_norm_eps),
-        max_len=max_len,
-        first_plane=0,
-        planes=0,
-        context=context,
         **options,
     )
     return t, o

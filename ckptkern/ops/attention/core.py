@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.checks import check_tensor
-from ..dispatch.choices import kernels_alone
+from ..dispatch.choices import check_tensor, kernels_alone
 from ..dispatch.shard import refuse_context
 from ..registration.functions import Bodies
 from ..sublayer.dropout import dropout_arguments
@@ -50,16 +49,14 @@ class CoreOptions(NamedTuple):
     backend: str
     precision: str
     fused: str
-    softcap: float = 0.0
-    first_plane: int = 0
-    planes: int = 0
-    workspace: int | None = None
+    softcap: float
+    first_plane: int
+    planes: int
+    workspace: int | None
 
 
-def core_of(
-    t: CoreTensors, o: Any, max_q: IntLikeType, max_k: IntLikeType, workspace: int | None
-) -> eager.AttentionCore:
-    """The core as the launchers take it. o: the options that CoreOptions has, but those given here.
+def core_of(t: CoreTensors, o: Any) -> eager.AttentionCore:
+    """The core as the launchers take it. o: options that CoreOptions has.
 
     A bool mask is viewed as int8 here, inside the ops, because torch 2.11's inductor cannot compile that view.
     """
@@ -71,16 +68,16 @@ def core_of(
         mask=mask,
         slopes=t.slopes,
         sinks=None if t.sinks is None else t.sinks[None],
-        dropout=dropout_arguments(t.rng, o.dropout_p),
+        dropout=eager.NO_DROPOUT if t.rng is None else dropout_arguments(t.rng, o.dropout_p),
         cu_q=t.cu_q,
         cu_k=t.cu_k,
-        max_q=max_q,
-        max_k=max_k,
+        max_q=o.max_q,
+        max_k=o.max_k,
         fused=o.fused,
         softcap=o.softcap,
         plane_base=o.first_plane,
         planes=o.planes,
-        workspace=workspace,
+        workspace=o.workspace,
     )
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import eager
-from ..registration.gradients import PartGrads, Place, WeightGrad, add_matmul
-from ..registration.late import arrived, is_late
+from ..registration.gradients import Late, PartGrads, Place, WeightGrad, add_matmul
 from ..registration.op import SublayerOp, needed_names
 from ..sublayer.lora import LowRank, names_of
 from ..sublayer.residual import OF_NORM, RandomStates, Sublayer
@@ -105,8 +104,9 @@ def rotary_of(S: int, dim: int, t: Any, o: Any) -> tuple[Tensor | None, Tensor |
 def sublayer_core(t: Any, o: Any) -> eager.AttentionCore:
     masks = t.mask is not None or t.padding is not None
     mask = merged_mask(t.mask, t.padding, o.mask_is_exclusion) if masks else None
-    workspace = None if o.workspace is None else o.workspace // 2  # the other half is for heads and their gradients
-    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o, o.max_len, o.max_len, workspace)
+    if o.workspace is not None:
+        o = o._replace(workspace=o.workspace // 2)  # the other half is for heads and their gradients
+    return core_of(CoreTensors(mask, t.slopes, t.sinks, t.rng, t.cu, t.cu), o)
 
 
 class CoreSublayer(Sublayer):
@@ -302,9 +302,10 @@ class CoreSublayer(Sublayer):
         """Returns (the gradient do of o, o, lse, delta), as far as they are read; adds the output projection's gradients."""
         plan, out, lse, do, delta = grads.plan, saved.get("out"), saved.get("lse"), None, None
         recomputes = out is None and "o" in plan.values
-        if recomputes and is_late(df):  # while it is on its way; delta, which is made of it, comes after it
+        if recomputes and type(df) is Late and df.finish is not None:
+            # while df is on its way; delta, which is made of it, comes after it
             out, lse, _ = self.attended(heads)
-        df = arrived(df)
+        df = df.arrived() if type(df) is Late else df
         share = None if gate is None else torch.sigmoid(gate).transpose(1, 2)
         if "gated" in plan.formed:
             do = add_matmul(None, df, self.cast(self.t.wo), wide=False)
@@ -364,13 +365,12 @@ class CoreSublayer(Sublayer):
 
     def weight_sums(self, letter: str, place: Place | None, grads: Gradients, chunks: int = 1) -> dict[str, WeightGrad]:
         """What sums the needed gradients of a layer's weight, at its place, and low-rank update, over chunks of rows."""
-        a, b = names_of(letter)
-        shared = b if letter == "o" else a  # which all groups read; the other one is cut as the weight is
-        return {
-            name: grads.sum_of(name) if name == shared else grads.of_weight(name, place, chunks)
-            for name in (f"w{letter}", a, b)
-            if name in grads.plan.need
-        }
+        need, weight = grads.plan.need, f"w{letter}"
+        sums = {weight: grads.of_weight(weight, place, chunks)} if weight in need else {}
+        for i, name in enumerate(names_of(letter) if letter in self.updates else ()):
+            if name in need:  # all groups read A, or of the output B; the other one is cut as the weight is
+                sums[name] = grads.sum_of(name) if (i == 1) == (letter == "o") else grads.of_weight(name, place, chunks)
+        return sums
 
     def add_to_sums(
         self,

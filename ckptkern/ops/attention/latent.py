@@ -6,8 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import check_count, check_number, check_weight
-from ..dispatch.choices import compute_dtype
+from ..dispatch.choices import check_count, check_number, check_weight, compute_dtype
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES

@@ -21,6 +21,7 @@ from ..sublayer.residual import (
     reference_norm,
     reference_output,
 )
+from .core import CoreOptions
 from .core_sublayer import (
     CoreSublayer,
     Gradients,
@@ -58,13 +59,11 @@ class LatentTensors(NamedTuple):
     slopes = sinks = cu = None  # what it does not take of attention
 
 
-@with_fields(HeadsOptions, ..., SublayerOptions)
+@with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
 class LatentOptions(NamedTuple):
     """The sublayer's other arguments, named as those of AttentionOptions. latent_norm_eps: of both latents' norms."""
 
     latent_norm_eps: float
-
-    max_len, first_plane, planes, context = 0, 0, 0, None  # as attention's
 
 
 class LatentSizes(NamedTuple):

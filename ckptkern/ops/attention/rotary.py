@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..dispatch.checks import check_count, check_positive
+from ..dispatch.choices import check_count, check_positive
 
 
 def rotary_tables(

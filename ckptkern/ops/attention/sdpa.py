@@ -11,9 +11,14 @@ from torch.nn import functional as F
 from ... import eager
 from ...errors import DeviceError, DtypeError, ShapeError
 from ...subclasses import own_dispatch
-from ..dispatch.checks import check_count, check_input, check_number, check_probability, check_softcap, check_tensor
 from ..dispatch.choices import (
     autocast_dtype,
+    check_count,
+    check_input,
+    check_number,
+    check_probability,
+    check_softcap,
+    check_tensor,
     choose_backend,
     choose_workspace,
     compose_of,
@@ -52,9 +57,7 @@ class Attention(Op):
     @staticmethod
     def forward(tensors, o):
         q, k, v, *others = tensors
-        out, lse, _ = attend(
-            primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o, o.max_q, o.max_k, o.workspace)
-        )
+        out, lse, _ = attend(primitives(o.backend), q, k, v, core_of(CoreTensors(*others), o))
         return out, {"lse": lse}
 
     @staticmethod
@@ -69,7 +72,7 @@ class Attention(Op):
             do,
             saved["y"],
             saved["lse"],
-            core_of(t, o, o.max_q, o.max_k, o.workspace),
+            core_of(t, o),
             need_dq=needed(needs, Q),
             need_dkv=needed(needs, K) or needed(needs, V),
             dmask_shape=t.mask.shape if need_dmask else None,
@@ -84,7 +87,7 @@ class Attention(Op):
     @staticmethod
     def reference(tensors, o):
         q, k, v, *others = tensors
-        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""), o.max_q, o.max_k, o.workspace)
+        core = core_of(CoreTensors(*others), o._replace(precision="ieee", fused=""))
         return eager.attention_reference(q, k, v, core)
 
 
@@ -252,6 +255,8 @@ def _attention(
         precision=precision,
         fused=fused,
         softcap=softcap,
+        first_plane=0,
+        planes=0,
         workspace=workspace,
     )
     return _apply(options, query, key, value, *tensors)

@@ -172,12 +172,8 @@ class AttentionSublayer(CoreSublayer):
         in place unless `keeps_raw`."""
         if not self.rotates:
             return raw.transpose(1, 2)
-        o, out, weight, bias = (
-            self.o,
-            None if keeps_raw else raw,
-            getattr(self.t, name),
-            getattr(self.t, f"{name}_bias"),
-        )
+        o, out = self.o, None if keeps_raw else raw
+        weight, bias = getattr(self.t, name), getattr(self.t, f"{name}_bias")
         if over_all_heads(weight, self.D):
             normed = self.p.norm_fwd(self.in_rows(raw), weight, bias, o.qk_norm_eps, o.qk_norm, o.dtype)
             raw, weight, bias = normed.view(raw.shape), None, None
@@ -280,6 +276,8 @@ class AttentionSublayer(CoreSublayer):
         """
         buffer, dgate, raw = made.pop("buffer", None), made.pop("gate"), made.pop("raw")
         heads = [None if grad is None else grad.transpose(1, 2) for grad in made.pop("heads")]
+        if buffer is not None and self.o.context is None:  # where kernels wrote them
+            heads = list(buffer[1])
         alone = len(self.projections) - (self.gate_letter == "g") == 3 and self.gate_letter != "q"
         if buffer is None and not alone:
             buffer = self.buffer()

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.types import IntLikeType
 
 from ..registration.op import row_count, token_chunks, with_fields
+from ..sublayer.lora import updates_of
 from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, has_trailing_norm
 from .context import Context
+from .core import CoreOptions
 
 
 class PositionTensors(NamedTuple):
@@ -25,29 +26,25 @@ class PositionTensors(NamedTuple):
 
 
 class HeadsOptions(NamedTuple):
-    """The options of both kinds of attention. theta: for rotary tables that are made here, 0 for none; left, right: visible
-    columns, None for no bound; fused: torch's own kernel, or ""."""
+    """The options of both kinds of attention, beside the core's. theta: for rotary tables that are made here, 0 for none;
+    context: where the rows are a part of a sequence."""
 
     num_heads: int
     theta: float
     interleaved: bool
     mask_is_exclusion: bool
-    left: IntLikeType | None
-    right: IntLikeType | None
-    scale: float
-    softcap: float
-    dropout_p: float
-    backend: str
-    fused: str
+    context: Context | None
 
 
-@with_fields(AroundTensors, ..., PositionTensors, RandomStates)
+LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
+
+
+@with_fields(AroundTensors, ..., PositionTensors, updates_of(LAYERS), RandomStates)
 class AttentionTensors(NamedTuple):
     """The tensors of an attention sublayer. wq is the packed q, k, v weight where wk and wv are None; biases alike.
 
     key_value: what k and v are projected from, None where it is what q is projected from.
     q_norm, k_norm: weights [D], or [heads, D] with a row for each head, or [heads D] of a norm over all heads at once.
-    LAYER_lora_a, LAYER_lora_b: low-rank updates (`low_rank`) of wq, wk, wv and wo.
     sinks: [H]. wg: the output gate's weight, [H D, d] or [H, d]; with `gate_in_query` wq has its rows instead.
     """
 
@@ -64,14 +61,6 @@ class AttentionTensors(NamedTuple):
     k_norm: Tensor | None
     q_norm_bias: Tensor | None
     k_norm_bias: Tensor | None
-    q_lora_a: Tensor | None
-    q_lora_b: Tensor | None
-    k_lora_a: Tensor | None
-    k_lora_b: Tensor | None
-    v_lora_a: Tensor | None
-    v_lora_b: Tensor | None
-    o_lora_a: Tensor | None
-    o_lora_b: Tensor | None
     sinks: Tensor | None
     wg: Tensor | None
     bg: Tensor | None
@@ -79,25 +68,16 @@ class AttentionTensors(NamedTuple):
     cu: Tensor | None
 
 
-@with_fields(HeadsOptions, ..., SublayerOptions)
+@with_fields(CoreOptions, HeadsOptions, ..., SublayerOptions)
 class AttentionOptions(NamedTuple):
-    """The sublayer's other arguments. norm, post_norm "" is none; theta: for rotary tables that are made here, 0 for none;
-    left, right: visible columns, None for no bound; max_len: the longest packed sequence; first_plane, planes: AttentionCore's,
-    where the heads are a shard; context: where the rows are a part of a sequence; lora: scale and dropout_p of the low-rank
-    update of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the core's blocks of queries."""
+    """The sublayer's other arguments. lora: of each of q, k, v and o; workspace: bytes for a group of heads, and in it for the
+    core's blocks of queries; first_plane, planes: where the heads are a shard."""
 
     num_kv_heads: int
     qkv_layout: str
     gate_in_query: bool
     qk_norm: str
     qk_norm_eps: float
-    max_len: IntLikeType
-    first_plane: int
-    planes: int
-    context: Context | None
-
-
-LAYERS = ("q", "k", "v", "o")  # that a low-rank update may be of
 
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:

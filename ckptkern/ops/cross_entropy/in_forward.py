@@ -64,21 +64,20 @@ class SumOfLosses(torch.autograd.Function):
             if tensors[0] is None:
                 LinearCrossEntropy.missing_input(dy, tensors, ctx.options)
             wanted = [one for one, need in zip(tensors, needs, strict=False) if need]
-            with (
-                ctx.precision
-            ):  # those of the loss of each token, whose logits are recomputed, without a low-rank update
+            # those of the loss of each token, whose logits are recomputed, without a low-rank update
+            with ctx.precision:
                 loss = apply(ctx.options._replace(recompute="full"), *tensors, None, None, None)[0].sum()
                 grads = iter(torch.autograd.grad(loss, wanted, dy, create_graph=True))
             return (None, *(next(grads) if need else None for need in needs), None, None)
         is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
         scale = dy / unit_of(ctx.options, ctx.dtypes[0], tensors[4])
-        found: list[Tensor | None] = []
         main = main_grad_of(ctx.weight) if needs[1] else None
         if main is not None:
             main.addcmul_(grads[1], scale.to(grads[1].dtype))
-            ctx.weight.grad_added_to_main_grad = True
-        for grad, dtype, wanted in zip(grads, ctx.dtypes, (needs[0], main is None and needs[1], needs[2]), strict=True):
-            found.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if wanted else None)
+            ctx.weight.grad_added_to_main_grad, needs = True, (needs[0], False, needs[2])
+        found: list[Tensor | None] = []
+        for grad, dtype, need in zip(grads, ctx.dtypes, needs, strict=True):
+            found.append(cast_parameter(grad.mul_(scale) if is_last else grad * scale, dtype) if need else None)
         return (None, *found, None, None)
 
 

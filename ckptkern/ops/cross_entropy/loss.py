@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from ...errors import DtypeError, ShapeError
-from ..dispatch.checks import (
+from ..dispatch.choices import (
     MODES,
+    WORKSPACE_OF_LOSS,
+    autocast_off,
+    cast_input,
     check_choice,
     check_flags,
     check_input,
@@ -18,11 +21,6 @@ from ..dispatch.checks import (
     check_softcap,
     check_tensor,
     check_weight,
-)
-from ..dispatch.choices import (
-    WORKSPACE_OF_LOSS,
-    autocast_off,
-    cast_input,
     choose_backend,
     choose_mode,
     choose_workspace,

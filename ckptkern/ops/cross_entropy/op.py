@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ... import eager
 from ...results import TokenStatistics
@@ -25,7 +26,7 @@ from ..registration.op import (
     token_chunks,
     unflattened,
 )
-from .statistics import Sums, combined, gathered, of_rows, reference_logits, results_of_logits, top_of
+from .statistics import Sums, combined, gathered, of_rows, reference_logits, results_of_logits
 from .updated import UpdatedHead, update_of
 
 NAME = "linear_cross_entropy"
@@ -105,7 +106,10 @@ def statistics_of(
         if made.parts is not None:
             named["parts"] = made.parts.t()
         if o.top_k:
-            named["top_z"], named["top_v"] = top_of(made.z, o.top_k, head.first)
+            values, classes = made.z.topk(min(o.top_k, V), 1)
+            beside = (0, o.top_k - values.shape[1])  # where there are fewer classes
+            named["top_z"] = F.pad(values, beside, value=-torch.inf)
+            named["top_v"] = F.pad((classes + head.first).to(values.dtype), beside)
         if candidates is not None:
             columns, here = eager.target_columns(candidates[start:stop], head, V)
             named["z_c"] = torch.where(here, made.z.gather(1, columns), 0) if V else made.z.new_zeros(columns.shape)
@@ -179,11 +183,12 @@ def head_gradients(
     db = torch.empty_like(bias) if need_db else None
     for start, stop in chunks:
         dz = workspace_rows[:, : stop - start]
-        total = write(start, stop, dz, need_db)
+        if db is None:
+            write(start, stop, dz, False)
+        else:
+            db[start:stop] = write(start, stop, dz, True)
         if updated is not None:
             updated.add(dz, start, stop)
-        if db is not None:
-            db[start:stop] = total
         if dw is not None:
             eager.upcast_matmul(dz.t(), rows, out=dw[start:stop], add=main is not None)
         if dx is not None:

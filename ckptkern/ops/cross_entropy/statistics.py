@@ -52,13 +52,6 @@ def of_rows(y: Tensor, names: tuple[str, ...]) -> TokenResults:
     return TokenResults(**found)
 
 
-def top_of(z: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
-    """(top_z, top_v) of logits [M, V] from class `first` on; -inf where there are fewer than k."""
-    values, classes = z.topk(min(k, z.shape[1]), 1)
-    beside = (0, k - values.shape[1])
-    return F.pad(values, beside, value=-torch.inf), F.pad((classes + first).to(z.dtype), beside)
-
-
 class Sums:
     """What a token's loss needs besides its statistics: the weight of its class, and label smoothing's share of all classes.
 

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.checks import check_input, check_options
-from ..dispatch.choices import choose_impl, compute_dtype
+from ..dispatch.choices import check_input, check_options, choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
 from ..registration.op import with_fields
-from ..sublayer.lora import LoRA, gather_lora, names_of, updates_of
+from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora, names_of, updates_of
 from ..sublayer.residual import (
     AroundTensors,
     RandomStates,
@@ -23,7 +22,6 @@ from ..sublayer.residual import (
     SublayerOptions,
     around,
     drawn,
-    reads_branch,
     reference_inputs,
     reference_output,
 )
@@ -93,11 +91,9 @@ class MLPSublayer(Sublayer):
     ) -> dict[str, Tensor | None]:
         """The gradients that are not in `sums`."""
         h, f, branch, start = self.inputs(), None, self.branch, self.first_row
-        if reads_branch(
-            self.o, need
-        ):  # which no mode saves: by one matmul from the hidden layer if that was saved, or all
-            whole = branch.updates or not saved
-            f = self.drop(branch.forward_rows(h, start)[0] if whole else branch.result_of(saved, start))
+        # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+        if self.reads_branch(need):
+            f = self.drop(branch.result_of(h, {} if branch.updates else saved, start))
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
         dh = branch.backward_rows(df, h, saved, start, sums)
@@ -126,7 +122,7 @@ def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, 
     t = {name: given.pop(name) for name in MLPTensors.own}
     check_branch(op, x, t)
     weights = {layer: t[f"{layer}_weight"] for layer in LAYERS}
-    updates = gather_lora(op, x, lora, weights)
+    updates = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
     (features, hidden), gated = weights["down"].shape, weights["gate"] is not None
     tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **given)

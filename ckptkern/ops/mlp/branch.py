@@ -10,7 +10,6 @@ once.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -22,11 +21,8 @@ from ... import eager
 from ...eager import upcasts
 from ...errors import ShapeError
 from ...frozen import Frozen
-from ..dispatch.checks import check_weight
-from ..dispatch.choices import primitives
-from ..registration.delayed import THREAD
-from ..registration.gradients import BiasGrad, WeightGrad
-from ..registration.late import Late
+from ..dispatch.choices import check_weight, primitives
+from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
 from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
 from ..sublayer.dropout import apply_dropout, dropout_arguments
 from ..sublayer.lora import low_rank, names_of
@@ -162,18 +158,34 @@ class MLPBranch:
             h = h.clone()  # results of an op may not share memory
         return y, dict(zip(names, (h,) if names == ("h",) else (*before, h), strict=False))
 
-    def result_of(self, saved: dict[str, Tensor], start: int) -> Tensor:
-        """Returns y of rows that begin at `start` from what `saves` names of them, by one matmul."""
+    def result_of(self, x: Tensor, saved: dict[str, Tensor], start: int) -> Tensor:
+        """Returns y of rows x that begin at `start`: by one matmul from what `saves` names of them, if it was saved."""
+        if not saved:
+            return self.forward_rows(x, start)[0]
         hidden = saved["h"] if "h" in saved else self.activated(list(saved.values()), start)
         return self.linear("down", hidden, start)
 
     def row_bytes(self) -> int:
-        """Returns bytes of a row's transient tensors in either pass."""
+        """Returns bytes of a row's transient tensors in either pass.
+
+        They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
+        Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds two
+        more and a mask.
+        """
         (hidden, features), out, on_gpu = self.t.up_weight.shape, self.t.down_weight.shape[0], self.t.up_weight.is_cuda
+        widest, backend, masks = max(features, out), self.o.backend, 0
         if not self.by_step:
-            drops, o = self.t.rng is not None, self.o
-            return backward_bytes(hidden, features, out, self.dtype, on_gpu, self.gated, drops, o.backend, o.activation)
-        widest = max(features, out)
+            drops, held = self.t.rng is not None, 5 if self.gated else 2
+            if backend == "eager":
+                held += max(2 * drops, eager.ACTIVATIONS[self.o.activation].temporaries)
+                masks = hidden if drops else 0
+            elif (
+                backend == "library"
+            ):  # which writes dz over dh, h over z; dg and du over g and u, h over dh; dropout anew
+                held += drops - (2 if self.gated else 0)
+            return row_bytes(
+                self.dtype, on_gpu, held * hidden, masks, hidden + widest, (3 if self.gated else 2) * hidden
+            )
         # before and after the activation, both gradients, and copies that elementwise steps make
         held = (7 if self.gated else 4) * hidden + 2 * widest
         if (
@@ -216,12 +228,9 @@ class MLPBranch:
                 o.activation,
                 o.precision,
             )
-        if self.gated:
-            dbs = dict(dbg=sums.parts["gate"], dbu=up)
-            dg, du, made, *parts = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, **dbs)
-            return [dg, du], made if h is None else h, parts
-        dz, made, part = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, db=up)
-        return [dz], made if h is None else h, (part,)
+        dbs = dict(dbg=sums.parts["gate"], dbu=up) if self.gated else dict(db=up)
+        results, count = launcher(*arguments, dropout=dropout, row_base=start, save_h=save_h, **dbs), len(self.first)
+        return list(results[:count]), results[count] if h is None else h, results[count + 1 :]
 
     def backward_rows(
         self, dy: Tensor, x: Tensor | None, saved: dict[str, Tensor], start: int, sums: Sums, dx: Tensor | None = None
@@ -324,33 +333,6 @@ class Sums:
 
     def results(self) -> dict[str, Tensor | None]:
         return self.totals if self.once else {name: total.result() for name, total in self.totals.items()}
-
-
-@functools.cache
-def backward_bytes(
-    hidden: int,
-    features: int,
-    out: int,
-    dtype: torch.dtype,
-    on_gpu: bool,
-    gated: bool,
-    drops: bool,
-    backend: str,
-    activation: str,
-) -> int:
-    """Returns bytes of a row's transient tensors in backward.
-
-    They are z and dh, with dz over dh and h over z; or g, u, dg, du, h, with dg and du over dh and act(g).
-    Implementations that write each result anew hold more; in the eager backend some activations do, and dropout holds
-    two more and a mask.
-    """
-    eagerly, held = backend == "eager", 5 if gated else 2
-    if eagerly:
-        held += max(2 * drops, eager.ACTIVATIONS[activation].temporaries)
-    if backend == "library":  # which writes dz over dh, h over z; dg and du over g and u, h over dh; dropout anew
-        held += drops - (2 if gated else 0)
-    masks = hidden if eagerly and drops else 0
-    return row_bytes(dtype, on_gpu, held * hidden, masks, hidden + max(features, out), (3 if gated else 2) * hidden)
 
 
 def reference(x: Tensor, t: Any, o: Any) -> Tensor:

@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from ... import eager
-from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, compose, matmul_precision, primitives
+from ..dispatch.choices import (
+    cast_input,
+    check_input,
+    check_options,
+    check_weight,
+    choose_impl,
+    choose_mode,
+    compose,
+    matmul_precision,
+    primitives,
+)
 from ..registration.functions import build
 from ..registration.gradients import WeightGrad
 from ..registration.op import Op, cast_parameter, needed, rows_2d, unflattened

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -11,8 +10,17 @@ from torch import Tensor
 
 from ... import eager
 from ...frozen import Frozen
-from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import cast_input, choose_impl, choose_mode, choose_workspace, matmul_precision, primitives
+from ..dispatch.choices import (
+    cast_input,
+    check_input,
+    check_options,
+    check_weight,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    matmul_precision,
+    primitives,
+)
 from ..registration.functions import build
 from ..registration.gradients import BiasGrad, WeightGrad
 from ..registration.op import (
@@ -37,32 +45,15 @@ def _split(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor], 
     return tensors[0], tensors[1 : 1 + count], tensors[1 + count :]
 
 
-def _cast_all(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[Tensor | None]:
-    return [cast_parameter(t, dtype) for t in tensors]
+def _cast(weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype) -> list[tuple]:
+    """Each layer's weight and bias in a dtype."""
+    return [tuple(cast_parameter(t, dtype) for t in layer) for layer in zip(weights, biases, strict=True)]
 
 
 def _packed(p, weights: Sequence[Tensor], biases: Sequence[Tensor | None], width: int, dtype: torch.dtype):
     """Packs a chain that fits one kernel, with Frozen weights dequantised."""
     weights = [w.dequantize(dtype) if type(w) is Frozen else w for w in weights]
     return p.pack_stack(weights, [b for b in biases if b is not None], width, dtype)
-
-
-def _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs):
-    """`LinearStack.backward` of a chain that fits one kernel, for rows of tokens."""
-    L = len(weights)
-    packed = _packed(p, weights, biases, width, rows.dtype)
-    dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
-    dws = [
-        dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=torch.contiguous_format)
-        if needed(needs, 1 + i)
-        else None
-        for i, w in enumerate(weights)
-    ]
-    dbs = [
-        db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if needed(needs, 1 + L + i) else None
-        for i, w in enumerate(weights)
-    ]
-    return dx, dws, dbs
 
 
 def _narrow_width(o: LinearStackOptions, x: Tensor, weights: Sequence[Tensor]) -> int | None:
@@ -119,12 +110,12 @@ class LinearStack(Op):
             last = weights[-1].shape[0]
             y, saved["bits"] = p.stack_fwd(rows, *packed, last, o.activation, o.precision, save_bits=save_bits)
             return unflattened(y, x), saved
-        ws, bs = _cast_all(weights, x.dtype), _cast_all(biases, x.dtype)
+        layers = _cast(weights, biases, x.dtype)
         save_z = o.recompute in ("none", "selective") and o.activation != "relu"
 
         def of_rows(start: int, stop: int) -> dict[str, Tensor]:
             h, made = rows[start:stop], {}
-            for i, (w, b) in enumerate(zip(ws, bs, strict=True)):
+            for i, (w, b) in enumerate(layers):
                 h, z, bits = p.linear_fwd(
                     h, w, b, o.activation, o.precision, save_z=save_z, save_bits=save_bits and i == o.layers - 1
                 )
@@ -147,14 +138,26 @@ class LinearStack(Op):
         need_dw = [needed(needs, 1 + i) for i in range(L)]
         need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
-            dx, *others = _narrow_backward(p, width, dy, rows, weights, biases, bits, activation, precision, needs)
-            return [None if dx is None else unflattened(dx, x), *itertools.chain(*others)]
-        ws, bs = _cast_all(weights, dy.dtype), _cast_all(biases, dy.dtype)
-        stored = [rows_2d(h) for h in hidden]
+            packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
+            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
+            return [
+                None if dx is None else unflattened(dx, x),
+                *(
+                    dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=whole)
+                    if need_dw[i]
+                    else None
+                    for i, w in enumerate(weights)
+                ),
+                *(
+                    db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None
+                    for i, w in enumerate(weights)
+                ),
+            ]
+        layers, stored = _cast(weights, biases, dy.dtype), [rows_2d(h) for h in hidden]
         chunks = token_chunks(M, _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
-        weight_grads = [WeightGrad(w, len(chunks)) for w in weights]
-        bias_grads = [None if b is None else BiasGrad(b, len(chunks)) for b in biases]
-        sums = [need and grad.part for need, grad in zip(need_db, bias_grads, strict=True)]
+        weight_grads = [need and WeightGrad(w, len(chunks)) for need, w in zip(need_dw, weights, strict=True)]
+        bias_grads = [need and BiasGrad(b, len(chunks)) for need, b in zip(need_db, biases, strict=True)]
+        sums = [grad and grad.part for grad in bias_grads]
         dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
         lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
         relu = activation == "relu"
@@ -170,14 +173,14 @@ class LinearStack(Op):
                 dz, db = p.act_bwd(dy_rows, stored_rows[L - 1], activation, db=sums[L - 1])
             else:
                 stored_rows, h = [], rows[part]
-                for w, b in zip(ws[:-1], bs[:-1], strict=True):
+                for w, b in layers[:-1]:
                     h, z, _ = p.linear_fwd(h, w, b, activation, precision, save_z=not relu)
                     stored_rows.append(h if relu else z)
                 h_last = h
                 if bits is not None:
                     dz, db = p.act_bwd(dy_rows, bits[part], activation, bits=True, db=sums[L - 1])
                 else:
-                    dz, db = p.linear_bwd(h, ws[-1], bs[-1], dy_rows, activation, precision, db=sums[L - 1])
+                    dz, db = p.linear_bwd(h, *layers[-1], dy_rows, activation, precision, db=sums[L - 1])
             for i in range(L - 1, lowest - 1, -1):
                 if need_db[i]:
                     bias_grads[i].add(db)
@@ -185,7 +188,7 @@ class LinearStack(Op):
                     if need_dw[0]:
                         weight_grads[0].add(dz, rows[part])
                     if needed(needs, X):
-                        p.mm(dz, ws[0], out=dx[part])
+                        p.mm(dz, layers[0][0], out=dx[part])
                     break
                 h = stored_rows[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None
@@ -194,7 +197,7 @@ class LinearStack(Op):
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
                         dz,
-                        ws[i],
+                        layers[i][0],
                         stored_rows[i - 1],
                         activation,
                         precision,
@@ -211,14 +214,13 @@ class LinearStack(Op):
             add(start, stop)
         return [
             unflattened(dx, x) if needed(needs, X) else None,
-            *(grad.result() if need else None for grad, need in zip(weight_grads, need_dw, strict=True)),
-            *(grad.result() if need else None for grad, need in zip(bias_grads, need_db, strict=True)),
+            *(grad.result() if grad else None for grad in (*weight_grads, *bias_grads)),
         ]
 
     @staticmethod
     def reference(tensors, o):
         x, weights, biases = _split(tensors)
-        for w, b in zip(_cast_all(weights, x.dtype), _cast_all(biases, x.dtype), strict=True):
+        for w, b in _cast(weights, biases, x.dtype):
             x = eager.act(torch.nn.functional.linear(x, w, b), o.activation)
         return x
 

@@ -3,13 +3,20 @@ Each is one region that saves its input and recomputes the rest in backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..dispatch.checks import check_input, check_options, check_weight
-from ..dispatch.choices import choose_impl, choose_mode, choose_workspace, compute_dtype, matmul_precision
+from ..dispatch.choices import (
+    check_input,
+    check_options,
+    check_weight,
+    choose_impl,
+    choose_mode,
+    choose_workspace,
+    compute_dtype,
+    matmul_precision,
+)
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.op import Op, by_chunks, in_order, mask, needed_names, rows_2d, token_chunks, unflattened
@@ -19,32 +26,32 @@ from .branch import BranchOptions, MLPBranch, Sums, check_branch, reference, sav
 
 
 class MLPTensors(NamedTuple):
-    """The names of `branch`: fc1 is `up`, fc2 `down`."""
+    """The names of `branch`: of mlp fc1 is `up`, fc2 `down`, and there is no gate."""
 
+    gate_weight: Tensor | None
+    gate_bias: Tensor | None
     up_weight: Tensor
     up_bias: Tensor | None
     down_weight: Tensor
     down_bias: Tensor | None
     rng: Tensor | None
 
-    gate_weight = None
-
 
 class MLP(Op):
     name = "mlp"
-    Tensors, Options = MLPTensors, BranchOptions
+    Options = BranchOptions
     saves = staticmethod(saves)
-    first_weights = mask(MLPTensors, "up_weight")
+    first_weights = mask(MLPTensors, "gate_weight", "up_weight")
 
     @classmethod
     def reads_x(cls, o, needs):
         return o.recompute == "full" or bool(needs & cls.first_weights)
 
-    @classmethod
-    def forward(cls, tensors, o):
+    @staticmethod
+    def forward(tensors, o):
         x, *t = tensors
         rows = rows_2d(x)
-        branch = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype)
+        branch = MLPBranch(MLPTensors(*t), o, rows.shape[0], rows.dtype)
         chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
         if len(chunks) == 1:
             y, saved = branch.forward_rows(rows, 0)
@@ -55,12 +62,12 @@ class MLP(Op):
             )
         return unflattened(y, x), saved
 
-    @classmethod
-    def backward(cls, dy, tensors, saved, o, needs):
+    @staticmethod
+    def backward(dy, tensors, saved, o, needs):
         (x, *t), rows = tensors, rows_2d(dy)
-        branch, x = MLPBranch(cls.Tensors(*t), o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
+        branch, x = MLPBranch(MLPTensors(*t), o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
         chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
-        sums = Sums(branch, needed_names(cls.Tensors, needs), len(chunks))
+        sums = Sums(branch, needed_names(MLPTensors, needs), len(chunks))
         if len(chunks) == 1:
             dx = branch.backward_rows(rows, x, saved, 0, sums)
         else:
@@ -72,57 +79,44 @@ class MLP(Op):
         grads = sums.results()
         if sums.need_dx:
             grads["x"] = unflattened(dx, dy)
-        return in_order(grads, cls.Tensors, needs)
+        return in_order(grads, MLPTensors, needs)
 
-    @classmethod
-    def reference(cls, tensors, o):
+    @staticmethod
+    def reference(tensors, o):
         x, *t = tensors
-        return reference(x, cls.Tensors(*t), o)
-
-
-class GatedMLPTensors(NamedTuple):
-    gate_weight: Tensor
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    rng: Tensor | None
+        return reference(x, MLPTensors(*t), o)
 
 
 class GatedMLP(MLP):
     name = "gated_mlp"
-    Tensors = GatedMLPTensors
-    first_weights = mask(GatedMLPTensors, "gate_weight", "up_weight")
 
 
 _apply, _apply_gated = build(MLP), build(GatedMLP)
 
 
-def run(
-    apply: Callable[..., Tensor],
-    op: str,
-    x: Tensor,
-    t: Any,
-    activation: str,
-    dropout_p: float,
-    training: bool,
-    recompute: str,
-    workspace: int | str | None,
-) -> Tensor:
-    """Applies `mlp` or `gated_mlp` to arguments that were checked; t: its tensors, without a random state."""
+def run(apply, op, x, t, activation, dropout_p, training, recompute, workspace) -> Tensor:
+    """Checks the arguments of `mlp` or `gated_mlp` and applies it. t: its tensors, without a random state."""
+    if ACTIVE.shard is not None:
+        others = dict(dropout_p=dropout_p, training=training, recompute=recompute, workspace=workspace, residual=False)
+        layers = {name: one for name, one in t._asdict().items() if name != "rng"}
+        return mlp_block(x, **layers, activation=activation, **others)
+    check_options(op, activation, recompute, dropout_p)
+    check_input(op, x, jagged=True)
+    if op == "mlp":
+        check_weight(op, "fc1_weight", t.up_weight, t.up_bias, x, x.shape[-1], "input")
+        check_weight(op, "fc2_weight", t.down_weight, t.down_bias, x, t.up_weight.shape[0], "the hidden layer")
+    else:
+        check_branch(op, x, t._asdict(), needs_gate=True)
     dtype = compute_dtype(op, x, t.gate_weight, t.up_weight, t.down_weight)
     x = x if x.dtype is dtype else x.to(dtype)
-    impl = choose_impl(op, x, x.shape[-1], t.up_weight.shape[0], t.down_weight.shape[0])
-    bytes_ = choose_workspace(op, workspace, x, t.up_weight.numel())
     options = BranchOptions(
         gated=t.gate_weight is not None,
         activation=activation,
         dropout_p=float(dropout_p),
         recompute=choose_mode(recompute),
-        backend=impl,
+        backend=choose_impl(op, x, x.shape[-1], t.up_weight.shape[0], t.down_weight.shape[0]),
         precision=matmul_precision(x),
-        workspace=bytes_,
+        workspace=choose_workspace(op, workspace, x, t.up_weight.numel()),
         first_column=0,
     )
     return apply(options, x, *(t._replace(rng=draw_state(x, dropout_p, training)) if dropout_p else t))
@@ -162,25 +156,7 @@ def mlp(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
-    if ACTIVE.shard is not None:
-        return mlp_block(
-            x,
-            fc1_weight,
-            fc1_bias,
-            fc2_weight,
-            fc2_bias,
-            activation,
-            dropout_p,
-            residual=False,
-            training=training,
-            recompute=recompute,
-            workspace=workspace,
-        )
-    check_options("mlp", activation, recompute, dropout_p)
-    check_input("mlp", x, jagged=True)
-    check_weight("mlp", "fc1_weight", fc1_weight, fc1_bias, x, x.shape[-1], "input")
-    check_weight("mlp", "fc2_weight", fc2_weight, fc2_bias, x, fc1_weight.shape[0], "the hidden layer")
-    t = MLPTensors(fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
+    t = MLPTensors(None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
     return run(_apply, "mlp", x, t, activation, dropout_p, training, recompute, workspace)
 
 
@@ -218,25 +194,5 @@ def gated_mlp(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
-    op = "gated_mlp"
-    if ACTIVE.shard is not None:
-        return mlp_block(
-            x,
-            up_weight,
-            up_bias,
-            down_weight,
-            down_bias,
-            activation,
-            dropout_p,
-            gate_weight=gate_weight,
-            gate_bias=gate_bias,
-            residual=False,
-            training=training,
-            recompute=recompute,
-            workspace=workspace,
-        )
-    check_options(op, activation, recompute, dropout_p)
-    check_input(op, x, jagged=True)
-    t = GatedMLPTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
-    check_branch(op, x, t._asdict(), needs_gate=True)
-    return run(_apply_gated, op, x, t, activation, dropout_p, training, recompute, workspace)
+    t = MLPTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
+    return run(_apply_gated, "gated_mlp", x, t, activation, dropout_p, training, recompute, workspace)

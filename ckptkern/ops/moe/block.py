@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import (
+from ..dispatch.choices import (
     check_choice,
     check_count,
     check_flags,
@@ -17,8 +17,9 @@ from ..dispatch.checks import (
     check_options,
     check_tensor,
     check_weight,
+    choose_impl,
+    compute_dtype,
 )
-from ..dispatch.choices import choose_impl, compute_dtype
 from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
@@ -26,7 +27,7 @@ from ..mlp.block import MLPTensors
 from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import check_branch
 from ..registration.functions import build
-from ..sublayer.lora import LoRA, gather_lora
+from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora
 from ..sublayer.residual import RowsOp, around, drawn
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import LOGITS, MoEOptions, MoESublayer, MoETensors, RouterOptions, moe_reference, saves
@@ -121,12 +122,11 @@ def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensor
         )
     kind = check_shared(op, x, shared, t["shared_expert_gate"])
     weights = {"gate_up": w, "down": wd} | {f"shared_{layer}": shared[f"{layer}_weight"] for layer in MLP_LAYERS}
-    updates, numbers = gather_lora(op, x, lora, weights)
+    updates, numbers = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
     of_shared = {name: one for name, one in updates.items() if name.startswith("shared_")}
-    trained = any(one is not None for one in of_shared.values())
     router = t["router_weight"] if router_dtype is None else None
     probe = x.new_empty(0, dtype=compute_dtype(op, x, router, *weights.values()))
-    own = of_shared, numbers[2 * len(EXPERT_LAYERS) :] if trained else ()
+    own = of_shared, numbers[2 * len(EXPERT_LAYERS) :] if of_shared else ()
     tensors, options = around(op, x, probe, "down_weight", features, own, w.numel(), **given)
     o = MoEOptions(
         **routing._asdict(),

@@ -26,7 +26,6 @@ from ..sublayer.residual import (
     RandomStates,
     Sublayer,
     SublayerOptions,
-    reads_branch,
     reference_inputs,
     reference_output,
 )
@@ -173,21 +172,18 @@ class MoESublayer(Sublayer):
     def branch(
         self, h: Tensor, s: Tensor, groups: eager.Groups, saved: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """(what the branch gives, what it saves); saved: of forward, in backward."""
+        """(what the branch gives, what it saves); saved: of forward, in backward, which takes the first alone."""
         made = self.experts.forward(h, s, groups, (saved or {}).get("gu"))
         f = made.pop("y")
         if self.shared is None:
             return f, made
-        y, own = self.shared_rows(h, self.of_shared(saved or {}))
+        if saved is None:
+            y, own = self.shared.forward_rows(h, self.first_row)
+        else:
+            y, own = self.shared.result_of(h, self.of_shared(saved), self.first_row), {}
         gate = self.shared_gate(h)
         f = f.add_(y) if gate is None else f.addcmul_(y, gate)
         return f, made | {f"shared_{name}": one for name, one in own.items()}
-
-    def shared_rows(self, h: Tensor, saved: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the shared expert's result, what it saves), from what forward saved of it, if it did."""
-        if not saved:
-            return self.shared.forward_rows(h, self.first_row)
-        return self.shared.result_of(saved, self.first_row), saved
 
     def forward(self) -> dict[str, Tensor]:
         """The sublayer's output, "y", its logits, its choice, and what its branch saves."""
@@ -208,7 +204,7 @@ class MoESublayer(Sublayer):
         groups = eager.route(index, self.t.router_weight.shape[0])
         scores = scores_of(self.logits(h), self.o)
         s = weights_of(scores, index, self.o)
-        f = self.drop(self.branch(h, s, groups, saved)[0]) if reads_branch(self.o, need) else None
+        f = self.drop(self.branch(h, s, groups, saved)[0]) if self.reads_branch(need) else None
         dy, df, grads = self.branch_gradients(dy, f, need)
         f = None
         made = self.experts.backward(df, h, index, s, saved.get("gu"), groups, sums.inner, sums.totals)
@@ -242,7 +238,7 @@ class MoESublayer(Sublayer):
             if not saved:
                 hidden, before = self.shared.hidden(h, self.first_row, save=True)
                 saved = dict(zip(("g", "u") if self.shared.gated else ("z",), before, strict=True)) | {"h": hidden}
-            y = self.shared_rows(h, saved)[0]
+            y = self.shared.result_of(h, saved, self.first_row)
             wide = eager.wide_of(df.dtype)
             dgate = (df.to(wide) * y.to(wide)).sum(1, keepdim=True) * gate * (1 - gate)
             y = None

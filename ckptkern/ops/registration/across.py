@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import state
-from .delayed import Stash, formed, is_valid, stashing, workspace_limit
 from .functions import DISPATCHED, named, runs_directly
-from .late import Late, arrived, is_late
+from .gradients import Late, Stash, arrived, formed, is_late, is_valid, stashing, workspace_limit
 from .library import call_forward, values_of
 from .op import asked, run_backward, run_forward, to_save, wanted
 
@@ -61,7 +59,13 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         seen = DISPATCHED if torch.compiler.is_compiling() else state.observe((x if is_late(dy) else dy, x, *others))
         dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
         gathering = None if x is None else shard.gathering(x)
-        df = _gathered_late(shard, dy, dtype) if directly else shard.gathering(arrived(dy).to(dtype))()
+        if not directly:
+            df = shard.gathering(arrived(dy).to(dtype))()
+        elif shard.sequence:  # a collective writes it, which is waited for where it is first read
+            shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
+            df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
+        else:
+            df = Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
         saved = [None if gathering is None else gathering(), *others]
         needs = asked(needs, saved)
         if directly and needs & 1:
@@ -82,9 +86,12 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         if not all(map(is_valid, grads)):  # a body used their memory anew
             dx, *grads = gradients(arrived(df), saved, options, needs)
         reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes
-        grads = [formed(grad) for grad in grads]
+        grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish holds dy only if it reads it
 
-        finish = functools.partial(_finished, reduced, dy if residual else None)
+        def finish() -> Tensor:
+            whole = reduced()
+            return whole if added is None else whole.add_(arrived(added).to(whole.dtype))
+
         if held <= limit and (x := _handed_on(ctx)) is not None:
             return [Late(x.shape, dx.dtype, dx.device, finish), *grads]
         return [finish(), *grads]
@@ -97,20 +104,6 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         return function.apply(shard, options if needs else apply.for_inference(options), residual, needs, *tensors)
 
     return across
-
-
-def _gathered_late(shard, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """G dy in a dtype. If a collective writes it, it is waited for where it is first read."""
-    if shard.sequence:
-        shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
-        return Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
-    return Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
-
-
-def _finished(reduced: Callable[[], Tensor], dy: Tensor | None) -> Tensor:
-    """[dy +] the reduced gradient."""
-    dx = reduced()
-    return dx if dy is None else dx.add_(arrived(dy).to(dx.dtype))
 
 
 def _handed_on(ctx) -> Tensor | None:

@@ -27,8 +27,17 @@ from ...frozen import Frozen
 from ...state import Observed
 from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
-from .delayed import Delayed, Process, Stash, formed, is_first_of_several, is_valid, stash_limit, stashing
-from .gradients import having_main_grad, into_main_grad
+from .gradients import (
+    Delayed,
+    Process,
+    Stash,
+    formed,
+    into_main_grad,
+    is_first_of_several,
+    is_valid,
+    stash_limit,
+    stashing,
+)
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
 
@@ -38,9 +47,19 @@ def build(op: type[Op]):
     registered = register(op)
     gradients = _gradients(registered)
     eager = _eager_function(registered, gradients)
-    functional, transformed = _functional_functions(registered, gradients)
-    LIBRARY.impl(f"{op.name}_fwd", _autograd_kernel(registered, eager), "Autograd")
-    apply = _apply(registered, eager, functional, transformed)
+    bare = named(type("Bare", (eager,), {}), op, "Op")
+
+    def kernel(tensors, *lists):
+        """The library op for graphs that call the op itself, with a classic Function around it."""
+        if needs := wanted(tensors):
+            made: list[Tensor] = []
+            results = bare.apply((unpack(registered.layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
+            return [*(results if isinstance(results, tuple) else (results,)), *made]
+        with torch._C._AutoDispatchBelowAutograd():
+            return registered.fwd(tensors, *lists)
+
+    LIBRARY.impl(f"{op.name}_fwd", kernel, "Autograd")
+    apply = _apply(registered, eager, gradients)
     apply.parts = registered, gradients
     return apply
 
@@ -77,7 +96,7 @@ def runs_directly(seen: int) -> bool:
     return not seen & _OBSERVED or (Bodies.seen and not seen & (_OBSERVED & ~DISPATCHED))
 
 
-def returned(op: type[Op], options, results):
+def returned(op: type[Op], results):
     """What a Function returns of an op's results: y, or a tuple of all that have a gradient."""
     more = op.more_results
     return tuple(results[: 1 + len(more)]) if more else results[0]
@@ -92,7 +111,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
     """
     more = len(op.more_results)
     tensors, saved = call_of(op, flat, options)
-    tensors, reference = list(tensors), op.reference_of(saved, options)
+    tensors, decided = list(tensors), {name: saved[name] for name in op.decisions}
     if tensors[0] is None:
         tensors[0] = op.missing_input(dy, tensors, options)
     wanted = [i for i in range(len(tensors)) if needed(needs, i)]
@@ -102,7 +121,7 @@ def _second_order(op, dy, flat, options, needs, cotangents):
         by_place = dict(enumerate(tensors)) | dict(zip(variables, values, strict=True))
 
         def y(*some):
-            return reference([*(by_place | dict(zip(wanted, some, strict=True))).values()], options)
+            return op.reference([*(by_place | dict(zip(wanted, some, strict=True))).values()], options, **decided)
 
         return torch.func.vjp(y, *(by_place[i] for i in wanted))[1](dys)
 
@@ -203,7 +222,11 @@ def _eager_function(registered: Registered, gradients) -> type:
                 results = call_forward(registered, tensors, options)
             else:
                 results = run_forward(op, tensors, options, seen)
-            weights = having_main_grad(tensors) if seen & _MAIN_GRAD else None
+            weights = None
+            if (
+                seen & _MAIN_GRAD
+            ):  # by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones
+                weights = {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
             ctx.call = options, needs, state.Precision(), weights, bool(seen & _HOOKS)
             ctx.save_for_backward(*to_save(op, tensors, results, options, needs))
             if not more:
@@ -285,25 +308,9 @@ def _in_parts(
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
 
 
-def _autograd_kernel(registered: Registered, eager: type):
-    """The library op for graphs that call the op itself, with a classic Function around it."""
-    op, fwd, _, layout = registered
-
-    bare = named(type("Bare", (eager,), {}), op, "Op")
-
-    def kernel(tensors, *lists):
-        if needs := wanted(tensors):
-            made: list[Tensor] = []
-            results = bare.apply((unpack(layout, lists), needs, _MAIN_GRAD | _HOOKS, made), *tensors)
-            return [*(results if isinstance(results, tuple) else (results,)), *made]
-        with torch._C._AutoDispatchBelowAutograd():
-            return fwd(tensors, *lists)
-
-    return kernel
-
-
-def _functional_functions(registered: Registered, gradients) -> tuple[type, type]:
-    """The Function with a setup_context, for torch.compile, and the same for torch.func."""
+def _apply(registered: Registered, eager: type, gradients):
+    """The op's one entry: the Function that fits the call. Functional has a setup_context, for torch.compile; Transformed is
+    the same for torch.func."""
     op = registered.op
 
     class Functional(torch.autograd.Function):
@@ -329,12 +336,7 @@ def _functional_functions(registered: Registered, gradients) -> tuple[type, type
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
         jvp = _no_jvp(op)
 
-    return named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
-
-
-def _apply(registered: Registered, eager: type, functional: type, transformed: type):
-    """The op's one entry: the Function that fits the call."""
-    op = registered.op
+    functional, transformed = named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
     constants = sum(1 << i for i in op.constants)
     # Skips torch's Function.apply, which looks for a setup_context and for transforms (5 % of a tiny mlp's host time).
     apply_eager = super(torch.autograd.Function, eager).apply
@@ -359,18 +361,18 @@ def _apply(registered: Registered, eager: type, functional: type, transformed: t
                 for i, t in enumerate(tensors)
                 if t is not None and t.is_floating_point() and type(t) is not Frozen
             )
-            return returned(op, options, transformed.apply(options, present & ~constants, *tensors))
+            return returned(op, transformed.apply(options, present & ~constants, *tensors))
         if compiling:
             needs = wanted(tensors)
             if not needs:
                 # where nothing needs a gradient, Dynamo hands a ctx to forward(*args), which takes none
-                return returned(op, options, call_forward(registered, tensors, for_inference(options)))
+                return returned(op, call_forward(registered, tensors, for_inference(options)))
             # a view in place of each repetition: Dynamo refuses one tensor as two arguments of a Function
             tensors = tuple(
                 t.view_as(t) if t is not None and any(t is earlier for earlier in tensors[:i]) else t
                 for i, t in enumerate(tensors)
             )
-            return returned(op, options, functional.apply(options, needs, *tensors))
+            return returned(op, functional.apply(options, needs, *tensors))
         if seen & _WRAPPED:
             tensors = [t if t is None else unwrap_if_dead(t) for t in tensors]
             seen = _without_frozen(state.observe(tensors), tensors)

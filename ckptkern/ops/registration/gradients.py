@@ -1,17 +1,368 @@
-"""How gradients are summed: chunks of tokens that fit the workspace, and the sums of weights and biases over them."""
+"""How weights' gradients are summed over chunks of tokens, now or later; and an input's gradient that a collective still writes
+(`Late`).
+
+Zero-bubble pipelines ask a graph for the inputs' gradients first and for the weights' later. The first pass of a region then
+runs its whole backward without the matmuls that give weights' gradients, and stashes the operands of these; the second pass
+runs them. Both passes together run what one whole pass runs, and give its bits. Without a stash each pass recomputes.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from ... import state
 from ...eager import upcasts
-from .delayed import Delayed, Sum, accumulates
+from ..dispatch.choices import check_choice
 from .op import cast_parameter
+
+SPLITS = ("auto", "stash", "recompute")
+
+
+class _Thread(threading.local):
+    """stash: of the backward that runs in this thread, if its weights' gradients wait; without one, matmuls run as soon as
+    their operands are there."""
+
+    stash: Stash | None = None
+
+
+THREAD = _Thread()
+
+
+class Process:
+    """Process-wide, because backward has threads of its own. mode: of `split_backward`; by_hand: who takes what waits."""
+
+    mode = "auto"
+    by_hand: delay_weight_gradients | None = None
+    held = 0  # bytes that wait for a second pass, of all regions
+
+
+class Room:
+    """Bytes that wait for a second pass, as long as this object lives."""
+
+    def __init__(self, size: int):
+        self.size = size
+        Process.held += size
+
+    def __del__(self):
+        Process.held -= self.size
+
+
+class Sum:
+    """A sum of matmuls. Subclasses have `matmul(*operands)`, which adds one, and `total()`, which gives the sum or None."""
+
+    later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
+
+    matmul: Callable[..., None]
+    total: Callable[[], Tensor | None]
+
+    def add(self, *operands: Any) -> None:
+        """Adds the matmul of these operands, now or when the sum is asked for."""
+        stash = THREAD.stash
+        if stash is None:
+            self.matmul(*operands)
+            return
+        self.later = self.later or []
+        if stash.holds(operands):
+            self.later.append((operands, versions_of(operands)))
+        elif stash.spills:
+            self.run()
+            self.matmul(*operands)
+
+    def run(self) -> None:
+        """Adds what waits, as the body of an op does: without autocast."""
+        with torch._C._DisableAutocast():
+            while self.later:
+                self.matmul(*self.later.pop(0)[0])
+        self.later = None
+
+    def result(self) -> Tensor | Delayed | None:
+        return self.total() if self.later is None else Delayed([self])
+
+
+class Delayed(NamedTuple):
+    """A weight's gradient whose matmuls have not run: of all its parts, the last of which gives the whole."""
+
+    sums: list[Sum]
+
+
+class Stash:
+    """What the first of two passes leaves to the second: gradients, or the operands of the matmuls that give them.
+
+    limit: bytes, besides what is saved for backward anyway, `saved`; more is not stashed, and the second pass recomputes.
+    spills: what is not stashed runs at once instead."""
+
+    def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
+        self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
+        self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
+        self.room: Room | None = None
+        self.edges: list[int] = []  # places of the tensors that have an edge
+        self.count = 0  # of the op's tensors
+        self.upstream: list[tuple[Tensor | None, list[int]]] = []
+        self.grads: dict[int, Tensor | Delayed | None] = {}
+
+    def holds(self, operands: Iterable[Any]) -> bool:
+        """Are these tensors held from now on? Not once they are too large."""
+        for t in operands:
+            if isinstance(t, Tensor) and not self.is_full:
+                storage = t.untyped_storage()
+                if storage._cdata not in self.storages:
+                    self.storages.add(storage._cdata)
+                    self.bytes += storage.nbytes()
+        if self.bytes > self.limit:
+            self.is_full = True
+        return not self.is_full
+
+    def fill(
+        self, upstream: Sequence[Tensor | None], edges: list[int], count: int, grads: dict[int, Tensor | Delayed | None]
+    ) -> bool:
+        """Takes the gradients that were not asked for; are they right for a second pass? edges: places of the tensors that have
+        one, of `count`."""
+        self.holds(grads.values())
+        if self.is_full or not all(map(is_valid, grads.values())):
+            return False
+        self.upstream, self.edges, self.count = [(t, versions_of([t])) for t in upstream], edges, count
+        self.grads = grads
+        self.room = Room(self.bytes)
+        return True
+
+    def covers(self, upstream: Sequence[Tensor | None], places: list[int]) -> bool:
+        """Has it the gradients at these places, for the same gradients of the results?"""
+        same = all(
+            t is before and versions_of([t]) == version
+            for t, (before, version) in zip(upstream, self.upstream, strict=True)
+        )
+        return same and all(place in self.grads and is_valid(self.grads[place]) for place in places)
+
+    def take(self, place: int) -> Tensor | None:
+        return formed(self.grads.pop(place))
+
+
+def versions_of(operands: Iterable[Any]) -> list[int]:
+    return [t._version for t in operands if isinstance(t, Tensor) and not t.is_inference()]
+
+
+def is_valid(grad: Tensor | Delayed | None) -> bool:
+    """Are the operands as they were? An input, or memory that a body used anew, may have changed."""
+    return not isinstance(grad, Delayed) or all(
+        versions_of(operands) == before for one in grad.sums for operands, before in one.later or ()
+    )
+
+
+def formed(grad: Tensor | Delayed | None) -> Tensor | None:
+    """The gradient; runs its matmuls, once."""
+    if not isinstance(grad, Delayed):
+        return grad
+    total = None
+    for one in grad.sums:
+        one.run()
+        total = one.total()
+    return total
+
+
+@contextmanager
+def stashing(stash: Stash) -> Iterator[None]:
+    """Inside, in this thread, `Sum.add` runs no matmul."""
+    before, THREAD.stash = THREAD.stash, stash
+    try:
+        yield
+    finally:
+        THREAD.stash = before
+
+
+def workspace_limit(workspaces: Iterable[int | None]) -> float:
+    return max((torch.inf if one is None else one for one in workspaces), default=0)
+
+
+def stash_limit(workspaces: Iterable[int | None]) -> float:
+    """Bytes that a region may stash: in "auto" as many as its workspace, with what all others hold."""
+    if Process.mode == "auto":
+        return max(workspace_limit(workspaces) - Process.held, 0)
+    return torch.inf if Process.mode == "stash" else 0
+
+
+def is_first_of_several() -> bool:
+    """May another backward pass over the graph ask for what this one does not?"""
+    return (
+        Process.mode != "recompute"
+        and not torch.compiler.is_compiling()
+        and state.asked() is not None
+        and not torch.is_grad_enabled()
+        and torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+class split_backward:
+    """Choose what a region does where one backward pass asks for its input's gradient, and a later one for its weights'.
+
+        ckptkern.split_backward("stash")            # from now on, in the whole process
+        with ckptkern.split_backward("recompute"):  # inside
+
+        "stash"      the first pass leaves the operands of the weights' matmuls to the second: no FLOP runs twice
+        "recompute"  each pass recomputes what it reads: nothing is held between them
+        "auto"       the default: "stash" while what all regions hold fits one workspace, else "recompute"
+
+    An activation checkpoint is recomputed once for both passes, and what it recomputed is held until the graph is freed, under
+    the same conditions. The first pass also forms the gradients of biases and norms, and holds them.
+
+    Zero-bubble schedules of torch.distributed.pipelining run backward so, from torch 2.13 on. A stash covers a pass with the
+    same gradient of the region's result, and only of a graph that is retained; anything else recomputes. It takes no part in
+    compiled graphs, in tensor-parallel regions and under create_graph. Raises ValueError for another mode.
+    """
+
+    def __init__(self, mode: str):
+        check_choice("split_backward", "mode", mode, SPLITS)
+        self.outer, Process.mode = Process.mode, mode
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        Process.mode = self.outer
+
+
+class delay_weight_gradients:
+    """Delay the matmuls that give the gradients of a model's weights, in backward passes inside, until `flush`.
+
+        with ckptkern.delay_weight_gradients(model) as delayed:
+            loss.backward()     # inputs' gradients, and those of norms and biases
+            work = torch.distributed.all_reduce(..., async_op=True)
+            delayed.flush()     # weights' gradients, while the collective runs
+            work.wait()
+
+    `flush` adds to `.grad` (or a weight's `main_grad`) what backward would have added, with its bits, if no weight has several
+    regions; the end of the `with` flushes what is left, but after an exception. Until then the operands are held: for each
+    region the gradients of its matmuls' results and what these read. Only weights of this package's regions wait, in passes
+    that accumulate into `.grad`, and not those inside an activation checkpoint.
+
+    Raises ValueError for a parameter with hooks, which would not run when its gradient comes; DistributedDataParallel's and
+    fully_shard's cannot be seen, and do not run either. Raises RuntimeError inside another one, and in `flush` if an operand
+    was changed in place since.
+    """
+
+    def __init__(self, model: nn.Module):
+        for name, p in model.named_parameters():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"delay_weight_gradients: {name} has hooks, which would not run when its gradient comes; remove them"
+                )
+        self.parameters = {id(p) for p in model.parameters() if p.requires_grad}
+        self.queue: list[tuple[Tensor, Delayed, Any]] = []
+
+    def __enter__(self) -> delay_weight_gradients:
+        if Process.by_hand is not None:
+            raise RuntimeError(
+                "delay_weight_gradients: weights' gradients are delayed already; leave the outer `with` first"
+            )
+        Process.by_hand = self
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        Process.by_hand = None
+        if kind is None:
+            self.flush()
+        self.queue.clear()
+
+    def takes(self, weight: Tensor | None) -> bool:
+        """Does this weight's gradient wait for `flush`?"""
+        return id(weight) in self.parameters and accumulates(weight)
+
+    def waits(self, weight: Tensor | None, grad: Tensor | Delayed | None, precision: Any) -> bool:
+        """Takes the gradient, if it is one that waits. precision: the region's."""
+        if not isinstance(grad, Delayed) or not self.takes(weight):
+            return False
+        self.queue.append((weight, grad, precision))
+        return True
+
+    def flush(self) -> None:
+        """Forms the gradients that wait and adds them."""
+        while self.queue:
+            weight, delayed, precision = self.queue[0]
+            if not is_valid(delayed):
+                raise RuntimeError(
+                    "delay_weight_gradients: what a weight's gradient is formed of was changed in place since backward; flush "
+                    "before an input's memory is used again"
+                )
+            with torch.no_grad(), precision:
+                grad = formed(delayed)
+                if grad is not None:
+                    weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            self.queue.pop(0)
+
+
+def accumulates(weight: Tensor) -> bool:
+    """Does this backward pass add to weight.grad?"""
+    if not weight.is_leaf or torch._C._current_graph_task_id() == -1:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+    except RuntimeError:  # torch.autograd.grad of this weight
+        return False
+
+
+# -- a gradient that a collective still writes
+
+VIEWS = frozenset((torch.ops.aten.view.default, torch.ops.aten.slice.Tensor))
+
+
+class Late(Tensor):
+    """A contiguous tensor that finish() waits for and returns, once, where the tensor is first read.
+
+    An op's backward takes it as dy and does first what needs x alone. Views of it are as late as it is. Any other operation on
+    it waits, so a reader that has never heard of it is right, and only early.
+    """
+
+    finish: Callable[[], Tensor] | None
+    value: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, finish: Callable[[], Tensor]
+    ) -> Late:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.finish, made.value = finish, None
+        return made
+
+    def arrived(self) -> Tensor:
+        if self.finish is not None:
+            self.value, self.finish = self.finish(), None  # what was held for it is freed
+        return self.value
+
+    def data_ptr(self) -> int:  # which kernels are launched with
+        return self.arrived().data_ptr()
+
+    def __repr__(self, **options: Any) -> str:
+        return f"Late({list(self.shape)}, {self.dtype}, arrived={self.finish is None})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        late = args[0] if args else None
+        if func in VIEWS and late.finish is not None and not kwargs:
+            shape = func(torch.empty(late.shape, dtype=late.dtype, device="meta"), *args[1:]).shape
+            return cls(shape, late.dtype, late.device, lambda: func(late.arrived(), *args[1:]))
+        args, kwargs = tree_map_only(cls, cls.arrived, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def is_late(tensor: Tensor) -> bool:
+    return type(tensor) is Late and tensor.finish is not None
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor, waited for if it is late."""
+    return tensor.arrived() if type(tensor) is Late else tensor
+
+
+# -- sums over chunks
 
 Place = slice | tuple[slice, ...]  # of a part of a tensor
 
@@ -66,11 +417,6 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
             f"{tuple(main.shape)} beside a parameter in {weight.dtype}"
         )
     return main
-
-
-def having_main_grad(tensors: Iterable[Tensor | None]) -> dict[int, Tensor]:
-    """Those that have it, by their place: hooks on saved tensors, a checkpoint's too, get and give detached ones."""
-    return {i: t for i, t in enumerate(tensors) if hasattr(t, "main_grad")}
 
 
 def into_main_grad(weight: Tensor | None, grad: Tensor) -> Tensor | None:

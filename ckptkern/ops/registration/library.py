@@ -72,12 +72,12 @@ def register(op: type[Op]) -> Registered:
             options = replaced(options, precision=read_precision())
         return options
 
-    def forward(tensors, *lists):
-        return run_forward(op, regrouped(tensors, lists[2]), options_of(lists, False), _AUTOCAST)
-
-    def forward_on_meta(tensors, *lists):
+    def forward(tensors, *lists, on_meta: bool = False):
+        options = options_of(lists, on_meta)
+        if not on_meta:
+            return run_forward(op, regrouped(tensors, lists[2]), options, _AUTOCAST)
         with torch._C._DisableAutocast():
-            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options_of(lists, True))
+            y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
         options = unpack(layout, lists)
         return in_results(op, options, y, op.made_on_meta(tensors[0], made, options))
 
@@ -91,25 +91,20 @@ def register(op: type[Op]) -> Registered:
         grads = run_backward(op, dy, (*tensors, *saved), options_of(lists, on_meta), needs, _AUTOCAST)
         return [dy.new_empty(0) if g is None else g for g in grads]
 
-    backward_on_meta = functools.partial(backward, on_meta=True)
-    for packet, body, on_meta in zip(packets, (forward, backward), (forward_on_meta, backward_on_meta), strict=True):
-        name = packet.default._schema.name
+    for packet, body in zip(packets, (forward, backward), strict=True):
+        name, on_meta = packet.default._schema.name, functools.partial(body, on_meta=True)
         LIBRARY.impl(name, body, "CompositeExplicitAutograd")
-        torch.library.register_fake(name, _fake(on_meta), lib=LIBRARY)
+        torch.library.register_fake(name, functools.partial(_fake, on_meta), lib=LIBRARY)
         torch.library.register_vmap(name, loop_over_batch(packet.default), lib=LIBRARY)
-        register_flop_formula(packet, get_raw=True)(_flops(on_meta))
+        register_flop_formula(packet, get_raw=True)(functools.partial(_flops, on_meta))
     LIBRARY.impl(names[1], in_legacy_vmap(packets[1].default), "Batched")
     return Registered(op, *(packet.default for packet in packets), layout)
 
 
-def _fake(on_meta: Callable) -> Callable:
+def _fake(on_meta: Callable, first, *others) -> list[Tensor]:
     """The op's results, empty, from its body on meta tensors."""
-
-    def fake(first, *others):
-        like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
-        return [like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in on_meta(first, *others)]
-
-    return fake
+    like = first if isinstance(first, Tensor) else next(t for t in first if t is not None)
+    return [like.new_empty_strided(t.shape, t.stride(), dtype=t.dtype) for t in on_meta(first, *others)]
 
 
 def _addmm_flops(total, a, b, *args, out_val=None, **kwargs) -> int:
@@ -155,18 +150,11 @@ FLOPS = flop_registry | {  # formulas of the ops in the bodies, of which torch l
 }
 
 
-def _flops(on_meta: Callable) -> Callable:
+def _flops(on_meta: Callable, *args, out_val=None) -> int:
     """The op's FLOPs, from its body on meta tensors: multiply-adds times two, as torch counts them."""
-
-    def flops(*args, out_val=None):
-        with (
-            _disable_current_modes(),
-            FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter,
-        ):
-            on_meta(*args)
-        return counter.get_total_flops()
-
-    return flops
+    with _disable_current_modes(), FlopCounterMode(display=False, custom_mapping=_ADDMM) as counter:
+        on_meta(*args)
+    return counter.get_total_flops()
 
 
 # -- options as arguments

@@ -36,6 +36,7 @@ class Op:
     reference  (tensors, options) -> y, or a tuple of all results, in differentiable PyTorch ops: the reference implementation,
                for second order
     constants  places of tensors without a gradient; torch.func cannot tell and asks for all
+    decisions  names of what forward saves that the reference takes, by name, instead of deciding again
     kernels    are there Triton kernels of it?
     more_results  names of the results besides y, by which `forward` gives them among what it saves. Backward has the gradient
                of each among what was saved, as "d" and its name
@@ -47,6 +48,7 @@ class Op:
     backward: Callable[..., Sequence[Tensor | None]]
     reference: Callable[..., Any]
     constants: frozenset[int] = frozenset()
+    decisions: tuple[str, ...] = ()
     kernels = True
     more_results: tuple[str, ...] = ()
     inference_recompute = "full"  # the mode in which forward writes nothing for a backward
@@ -67,11 +69,6 @@ class Op:
         return made
 
     @classmethod
-    def reference_of(cls, saved: dict[str, Tensor], options) -> Callable[[Sequence[Tensor | None], Any], Any]:
-        """`reference` with the decisions of forward, if it saved any."""
-        return cls.reference
-
-    @classmethod
     def missing_input(cls, dy: Tensor, tensors: Sequence[Tensor | None], options) -> Tensor:
         """Replaces an x that was not saved, when the reference is differentiated; raises if that needs it."""
         raise RuntimeError(
@@ -88,14 +85,12 @@ class SublayerOp(Op):
     compute       (x, t, o) -> (y [tokens, e], what it saves by name)
     gradients     (dy [tokens, e], x, t, o, saved, needs) -> those that needs asks for, by name: "x" and the fields of Tensors
     in_torch_ops  (x, t, o) -> y, or a tuple of all results, in differentiable PyTorch ops
-    decisions     names of what forward saves that the reference takes, by name, instead of deciding again
     """
 
     Tensors: type
     compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     gradients: Callable[..., dict[str, Any]]
     in_torch_ops: Callable[..., Any]
-    decisions: tuple[str, ...] = ()
 
     @classmethod
     def forward(cls, tensors, o):
@@ -112,10 +107,6 @@ class SublayerOp(Op):
     def reference(cls, tensors, o, **decided):
         x, *others = tensors
         return cls.in_torch_ops(x, cls.Tensors(*others), o, **decided)
-
-    @classmethod
-    def reference_of(cls, saved, o):
-        return functools.partial(cls.reference, **{name: saved[name] for name in cls.decisions})
 
 
 def with_fields(*parts: Any) -> Callable[[type], type]:
@@ -284,11 +275,11 @@ def token_chunks(
 ) -> list[tuple[int, int]]:
     """[start, stop) row ranges whose transient tensors fit `workspace`; at least `unit` rows each, and as equal as
     multiples of it can be. Without a workspace, all rows: no comparison then depends on a symbolic number of them, and
-    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called.
+    bytes_per_row, if it is a function, which may compare symbolic sizes, is not called; nor is it for fewer rows than one unit.
 
     Callers handle a range in a function of its own, so that its tensors are freed before the next range's are made.
     """
-    if workspace is None:
+    if workspace is None or rows <= unit:
         return [(0, rows)]
     bytes_per_row = bytes_per_row() if callable(bytes_per_row) else bytes_per_row
     if rows * bytes_per_row <= workspace:

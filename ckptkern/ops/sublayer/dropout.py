@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.types import IntLikeType
 
 from ... import eager, state
-from ..dispatch.checks import check_input, check_probability
-from ..dispatch.choices import choose_backend, primitives
+from ..dispatch.choices import check_input, check_probability, choose_backend, primitives
 from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.op import Op, rows_2d, unflattened

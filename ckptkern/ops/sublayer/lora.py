@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from ... import eager
 from ...errors import ShapeError
-from ..dispatch.checks import check_number, check_probability, check_tensor
-from ..dispatch.choices import autocast_dtype
+from ..dispatch.choices import autocast_dtype, check_number, check_probability, check_tensor
 from ..registration.gradients import WeightGrad
 from ..registration.op import cast_parameter
 from .dropout import apply_dropout, dropout_arguments
@@ -165,8 +164,10 @@ def names_of(layer: str) -> tuple[str, str]:
 
 
 def updates_of(layers: Iterable[str]) -> type:
-    """Creates a NamedTuple of these fields, for `with_fields`."""
-    return NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
+    """Creates a NamedTuple of these fields, by default None, for `with_fields`."""
+    made = NamedTuple("Updates", [(name, Tensor | None) for layer in layers for name in names_of(layer)])
+    made._field_defaults = dict.fromkeys(made._fields)
+    return made
 
 
 def low_rank(t: Any, o: Any, layers: tuple[str, ...], layer: str, rows: int) -> LowRank | None:
@@ -192,29 +193,23 @@ def update_dtype(x: Tensor, dtype: torch.dtype, tensors: Iterable[Tensor | None]
     return functools.reduce(torch.promote_types, (one.dtype for one in tensors if one is not None), dtype)
 
 
-NO_UPDATES: tuple[dict[str, Tensor | None], tuple[float, ...]] = (
-    {},
-    (),
-)  # what `gather_lora` gives of a sublayer that has none
+# what `gather_lora` gives of a sublayer that has none
+NO_UPDATES: tuple[dict[str, Tensor], tuple[float, ...]] = {}, ()
 
 
 def gather_lora(
     op: str,
     x: Tensor,
-    lora: Mapping[str, Any] | None,
+    lora: Mapping[str, Any],
     weights: Mapping[str, Tensor | None],
     layers: tuple[str, ...] = (),
     layer_of: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[dict[str, Tensor | None], tuple[float, ...]]:
+) -> tuple[dict[str, Tensor], tuple[float, ...]]:
     """(tensors by field; scale and dropout_p of each of `layers`, nothing without updates). weights: by their name in `lora`,
     None if there is none. layers: in their order, if these are not the names; layer_of: a name's layer, if it is another."""
-    layers = layers or tuple(weights)
-    tensors: dict[str, Tensor | None] = dict.fromkeys(name for layer in layers for name in names_of(layer))
-    if lora is None:
-        return tensors, ()
     if not isinstance(lora, Mapping):
         raise TypeError(f"{op}: lora must be a dict of ckptkern.LoRA by layer, not {type(lora).__name__}")
-    numbers = dict.fromkeys(layers, (0.0, 0.0))
+    tensors, numbers = {}, dict.fromkeys(layers or weights, (0.0, 0.0))
     for name, given in lora.items():
         if weights.get(name) is None:
             known = ", ".join(repr(one) for one, weight in weights.items() if weight is not None)

@@ -18,17 +18,18 @@ from torch.nn import functional as F
 from ... import eager
 from ...errors import ShapeError
 from ...frozen import Frozen, viewed
-from ..dispatch.checks import check_choice, check_flags, check_number, check_probability, check_tensor
-from ..dispatch.choices import choose_mode, choose_workspace, matmul_precision, primitives
-from ..registration.op import (
-    SublayerOp,
-    beside_frozen,
-    by_chunks,
-    cast_parameter,
-    needed_names,
-    rows_2d,
-    token_chunks,
+from ..dispatch.choices import (
+    check_choice,
+    check_flags,
+    check_number,
+    check_probability,
+    check_tensor,
+    choose_mode,
+    choose_workspace,
+    matmul_precision,
+    primitives,
 )
+from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
 from .dropout import apply_dropout, draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
@@ -111,6 +112,7 @@ class Sublayer:
         self.lead, self.wide = x.shape[:-1], torch.promote_types(x.dtype, o.dtype)
         self.out_dtype = self.wide if o.residual else o.dtype
         self.leading, self.trailing = bool(o.norm) and o.norm_first, bool(o.norm) and not o.norm_first
+        self.normed = t.norm_weight, t.norm_bias, o.norm_eps, o.norm  # how, of `norm_fwd`
         self.modulated = t.norm_scale is not None or t.norm_shift is not None
         # of the workspace for norms and vectors of samples: most is for what is alive beside them
         self.quarter = None if o.workspace is None else o.workspace // 4
@@ -128,26 +130,26 @@ class Sublayer:
         return Samples(self.lead, self.first_row, self.is_part)
 
     def cast(self, parameter: Tensor | None, dtype: torch.dtype | None = None, *, last: bool = True) -> Tensor | None:
-        """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it."""
+        """The parameter in a dtype, by default the compute dtype. last: no matmul after this one reads it.
+
+        Of a Frozen one, or a part of it, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
+        matmul that reads it dequantises.
+        """
+        dtype = dtype or self.o.dtype
         if type(parameter) is Frozen:
-            return self.dequantized(parameter, dtype or self.o.dtype)
-        key = id(parameter), dtype or self.o.dtype
+            if not self.holds:
+                return parameter.to(dtype)
+            whole, views = parameter.whole()
+            key = id(whole.parts[0]), dtype
+            if key not in self.held:
+                self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
+            return viewed(self.held[key][1], views)
+        key = id(parameter), dtype
         _, copy = self.copies.pop(key, (None, None))
-        copy = cast_parameter(parameter, key[1]) if copy is None else copy
+        copy = cast_parameter(parameter, dtype) if copy is None else copy
         if self.shares and not last and copy is not parameter:
             self.copies[key] = parameter, copy  # held too: another tensor may get the id of one that is gone
         return copy
-
-    def dequantized(self, weight: Frozen, dtype: torch.dtype) -> Tensor:
-        """A weight or a part of one, from the whole one, which is held for the pass; or, if it is not, a Frozen, which each
-        matmul that reads it dequantises."""
-        if not self.holds:
-            return weight.to(dtype)
-        whole, views = weight.whole()
-        key = id(whole.parts[0]), dtype
-        if key not in self.held:
-            self.held[key] = whole, whole.dequantize(dtype)  # the first so that no other tensor gets its id
-        return viewed(self.held[key][1], views)
 
     def dtype_of(self, name: str, need: Collection[str]) -> torch.dtype | bool:
         """Returns the dtype of a gradient: its parameter's; True for a part, which is not rounded; False where it is not
@@ -205,18 +207,13 @@ class Sublayer:
             sums = [one if total is None else total.add_(one) for total, one in zip(sums, made, strict=True)]
         return dx, *sums
 
-    def norm(self, x: Tensor, dtype: torch.dtype, name: str = "norm") -> Tensor:
-        """The norm of this name of x: the leading or trailing one, or "post_norm"."""
-        weight, bias = getattr(self.t, f"{name}_weight"), getattr(self.t, f"{name}_bias")
-        return self.norm_fwd(x, weight, bias, getattr(self.o, f"{name}_eps"), getattr(self.o, name), dtype)
-
     def inputs(self) -> Tensor:
         """What the branch reads: norm(x), or x."""
         if not self.modulated:
-            return self.norm(self.x, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
+            return self.norm_fwd(self.x, *self.normed, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
         chunks = self.vector_chunks()
         if len(chunks) == 1:
-            n = self.norm(self.x, self.wide)
+            n = self.norm_fwd(self.x, *self.normed, self.wide)
             return self.by_sample.modulate(n, self.t.norm_scale, self.t.norm_shift).to(self.o.dtype)
         h = self.x.new_empty(self.x.shape, dtype=self.o.dtype)
         for start, stop in chunks:
@@ -230,7 +227,10 @@ class Sublayer:
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
-        return self.norm(f, self.out_dtype, "post_norm") if self.o.post_norm else f
+        t, o = self.t, self.o
+        if not o.post_norm:
+            return f
+        return self.norm_fwd(f, t.post_norm_weight, t.post_norm_bias, o.post_norm_eps, o.post_norm, self.out_dtype)
 
     def scaled(self, z: Tensor) -> Tensor:
         """layer_scale * z, forward and backward."""
@@ -259,7 +259,7 @@ class Sublayer:
     def output(self, f: Tensor) -> Tensor:
         """The sublayer's output from the branch's result f."""
         y = self.total(f)
-        return self.norm(y, y.dtype) if self.trailing else y
+        return self.norm_fwd(y, *self.normed, y.dtype) if self.trailing else y
 
     def norm_gradients(
         self,
@@ -295,23 +295,24 @@ class Sublayer:
             grads = self.norm_gradients(dy, self.total(f), need)
             dy = grads.pop("x")
         df = dy if self.t.path_rng is None else self.drop_path(dy)
-        if "layer_scale" in need:
-            grads["layer_scale"] = self.scale_gradient(df, f, need)
+        if "layer_scale" in need and self.t.layer_scale.dim() == 1:
+            dtype = self.dtype_of("layer_scale", need)
+            grads["layer_scale"] = eager.column_sum(df * self.post_normed(f), dtype)
+        elif "layer_scale" in need:
+            total = 0
+            for start, stop in self.vector_chunks():
+                part, rows = self.rows(start, stop), slice(start, stop)
+                total += part.by_sample.sums(df[rows].to(eager.wide_of(df.dtype)) * part.post_normed(f[rows]))
+            grads["layer_scale"] = total
         df = self.scaled(df)
         if o.post_norm:
             grads |= self.norm_gradients(df, f, need, norm="post_norm")
             df = grads.pop("x")
         return dy, self.drop(df.to(o.dtype)), grads
 
-    def scale_gradient(self, df: Tensor, f: Tensor, need: Collection[str]) -> Tensor:
-        """Returns the gradient of layer_scale, from the gradient df of what it gives."""
-        if self.t.layer_scale.dim() == 1:
-            return eager.column_sum(df * self.post_normed(f), self.dtype_of("layer_scale", need))
-        total: Any = 0
-        for start, stop in self.vector_chunks():
-            part, rows = self.rows(start, stop), slice(start, stop)
-            total += part.by_sample.sums(df[rows].to(eager.wide_of(df.dtype)) * part.post_normed(f[rows]))
-        return total
+    def reads_branch(self, need: Collection[str]) -> bool:
+        """Does backward read the branch's result, which no mode saves?"""
+        return self.trailing or bool(self.o.post_norm) or "layer_scale" in need
 
     def needs_dh(self, need: Collection[str]) -> bool:
         """Does anything need the gradient of what the branch reads?"""
@@ -333,18 +334,18 @@ class Sublayer:
         """`input_gradients` of a norm with a scale or a shift of each sample."""
         chunks, grads = self.vector_chunks(), {}
         if len(chunks) > 1:
+            dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
 
             def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
                 return part.modulated_gradients(dh[rows], None if residual is None else residual[rows], need)
 
-            dx = dh if dh.dtype == self.x.dtype else self.x.new_empty(self.x.shape)
             return self.by_chunks(chunks, backward, {*need, "x"}, dx)
         if "norm_scale" in need or "norm_shift" in need:
             d = dh.to(eager.wide_of(self.wide))
             if "norm_shift" in need:
                 grads["norm_shift"] = self.by_sample.sums(d)
             if "norm_scale" in need:
-                grads["norm_scale"] = self.by_sample.sums(d * self.norm(self.x, self.wide))
+                grads["norm_scale"] = self.by_sample.sums(d * self.norm_fwd(self.x, *self.normed, self.wide))
             d = None
         if self.t.norm_scale is not None:
             dh = self.by_sample.multiplied(dh.to(self.wide), self.t.norm_scale + 1)
@@ -404,20 +405,17 @@ class RowsOp(SublayerOp):
         sums = sublayer.sums(need, len(chunks))
 
         def backward(part: Sublayer, rows: slice) -> dict[str, Tensor | None]:
-            if part is sublayer:
-                return part.backward(dy, saved, need, sums)
             return part.backward(dy[rows], {name: one[rows] for name, one in saved.items()}, need, sums)
 
-        return sublayer.finished(sublayer.by_chunks(chunks, backward, need) | sums.results(), need)
+        if len(chunks) == 1:
+            grads = sublayer.backward(dy, saved, need, sums)
+        else:
+            grads = sublayer.by_chunks(chunks, backward, need)
+        return sublayer.finished(grads | sums.results(), need)
 
 
 def has_trailing_norm(o: Any) -> bool:
     return bool(o.norm) and not o.norm_first
-
-
-def reads_branch(o: Any, need: Collection[str]) -> bool:
-    """Does backward read the branch's result, which no mode saves?"""
-    return has_trailing_norm(o) or bool(o.post_norm) or "layer_scale" in need
 
 
 def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

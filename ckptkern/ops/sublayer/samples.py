@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ShapeError
-from ..dispatch.checks import check_tensor
+from ..dispatch.choices import check_tensor
 from ..registration.op import cast_parameter
 
 
