@@ -304,7 +304,7 @@ class Chain:
         made = [torch.randn_like(change(one.detach())) for one in self.matmul.tensors]
         made[0] = made[0].to(torch.promote_types(made[0].dtype, made[1].dtype))  # autocast rounds it
         made[1] *= 4 * made[1].shape[1] ** -0.5
-        for one in made[len(made) - 2 * (self.matmul.lora is not None) :]:
+        for one in made[-2:] if self.matmul.lora is not None else ():
             one *= one.shape[1] ** -0.5
         return made
 
@@ -345,7 +345,6 @@ class Heads:
             except Exception as error:  # someone's forward may do with logits what only values bear
                 is_ours = isinstance(error, Unreadable)
                 self.refused = str(error) if is_ours else f"{type(error).__name__} without its values: {error}"
-        self.any_replaced = any(covered for log in self.logs.values() for _, covered in log)
 
     def logged(self, candidates: list[nn.Module], call: Call) -> dict[nn.Module, list[tuple[Step, bool]]]:
         """Calls the model with these as heads. Raises Unreadable if it then returns another loss."""
@@ -395,7 +394,8 @@ class Heads:
         if not chains:
             passed = next((step.name for step, _ in log), "nothing")
             row.reason = self.refused or f"its result goes through {passed} before F.cross_entropy"
-            return None if self.any_replaced else row, None
+            any_replaced = any(covered for log in self.logs.values() for _, covered in log)
+            return None if any_replaced else row, None
         mode = mode_of(OP, None, recompute)
         errors, before, after = zip(*(chain.compared(mode) for chain in chains.values()), strict=True)
         row.error = max(errors)

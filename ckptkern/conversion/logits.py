@@ -457,12 +457,9 @@ class Logits(Tensor):
         return self.tokens.class_dim
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of them and targets of their tokens, in any shape; None if it is not of these."""
-        matmul, rows = self.matmul, self.tokens.shown()
+        matmul = self.matmul
         if torch.is_grad_enabled() and not self.detached and not options.get("return_accuracy"):
             matmul.gather()
         matmul.check()
-        rows = rows if rows.dim() > 1 else rows[None]
-        target = target.reshape(rows.shape[:-1])
         with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
-            return self.formula.cross_entropy(matmul.head, rows, target, lora=matmul.lora, **options)
+            return self.formula.cross_entropy(matmul.head, self.tokens.shown(), target, lora=matmul.lora, **options)

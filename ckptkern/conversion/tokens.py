@@ -136,17 +136,17 @@ class Tokens(NamedTuple):
     @placeholders()
     def masked(self, mask: Tensor) -> Tokens | None:
         """Those that a mask of the leading dimensions leaves; None for another index."""
-        one, lead = self.placeholder, mask.dim()
+        one, lead = self.placeholder, self.placeholder.shape[:-1]
         if (
             mask.dtype != torch.bool
             or type(mask) not in PLAIN
             or mask.device != self.rows.device
-            or not 0 < lead < one.dim()
-            or self.class_dim != one.dim() - 1
-            or mask.shape != one.shape[:lead]
+            or self.class_dim != len(lead)
+            or not mask.dim()
+            or mask.shape != lead[: mask.dim()]
         ):
             return None
-        rows = self.shown().reshape(*one.shape[:-1], self.rows.shape[-1])[mask]
+        rows = self.shown().reshape(*lead, self.rows.shape[-1])[mask]
         return self._replace(rows=rows, placeholder=one.new_empty((*rows.shape[:-1], self.classes)))
 
 
@@ -243,14 +243,16 @@ class Formula(NamedTuple):
         return self._replace(scale=self.scale * number) if self.cap is None else self._replace(cap=self.cap * number)
 
     def cross_entropy(self, head: LMHead, rows: Tensor, target: Tensor, **options: Any) -> Any:
-        """ops.linear_cross_entropy of these logits of rows; None for a cap that it does not take."""
+        """ops.linear_cross_entropy of these logits of rows, and targets of the same tokens in any shape; None for a cap that it
+        does not take."""
         cap, bias, added = self.cap, head.bias, self.added
         if cap is not None and cap <= 0:
             return None
+        rows = rows if rows.dim() > 1 else rows[None]
         return ops.linear_cross_entropy(
             rows,
             head.weight,
-            target,
+            target.reshape(rows.shape[:-1]),
             linear_bias=bias if added is None else added if bias is None else bias + added,
             logit_scale=self.scale if cap is None else self.scale * cap,
             softcap=cap,
@@ -304,10 +306,10 @@ def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
         if step.kwargs or len(others) != (name not in NEGATE):
             return None
         (number,) = others or (-1.0,)
-        if type(number) not in (int, float) or not math.isfinite(number) or (name in DIVIDE and args[0] is not logits):
+        if type(number) not in (int, float) or not math.isfinite(number):
             return None
         if name in DIVIDE:
-            return (formula.times(1 / number), logits.dtype) if number else None
+            return (formula.times(1 / number), logits.dtype) if number and args[0] is logits else None
         return formula.times(float(number)), logits.dtype
     if name == "tanh":
         is_capped = formula.form != LOGITS or formula.cap is not None or len(args) != 1 or step.kwargs
@@ -318,8 +320,7 @@ def formula_after(step: Any, logits: Any) -> tuple[Formula, torch.dtype] | None:
             isinstance(added, Tensor)
             and type(added) in PLAIN
             and not added.requires_grad
-            and added.shape[-1:] == logits.shape[-1:]
-            and added.numel() == added.shape[-1]
+            and added.shape == (*[1] * (added.dim() - 1), logits.shape[-1])
             and added.dim() <= n
             and added.device == logits.device
             and added.dtype in (logits.dtype, torch.promote_types(logits.dtype, torch.float32))
@@ -425,7 +426,8 @@ def loss(step: Any, logits: Any) -> Tensor | None:
     compute."""
     arguments = arguments_of(step)
     target, weight = arguments["target"], arguments.get("weight")
-    options = {name: arguments[name] for name in ("ignore_index", "reduction", "label_smoothing") if name in arguments}
+    names = ("weight", "ignore_index", "reduction", "label_smoothing")
+    options = {name: arguments[name] for name in names if name in arguments}
     is_nll, (form, factor) = step.function is F.nll_loss, logits.formula[-2:]
     covered = ((form == LOG_PROBS and (is_nll or factor == 1)) or (form == LOGITS and not is_nll)) and (
         isinstance(target, Tensor)
@@ -438,10 +440,10 @@ def loss(step: Any, logits: Any) -> Tensor | None:
         and logits.class_dim == min(logits.dim() - 1, 1)
         and target.shape == lead_of(logits)
     )
-    result = logits.cross_entropy(target, weight=weight, **options) if covered else None
+    result = logits.cross_entropy(target, **options) if covered else None
     if result is None:
         return None
     result = result if factor == 1 else result * factor
-    narrow = logits.dtype.itemsize < 4 and not torch.is_autocast_enabled(logits.device.type)
-    result = result.to(logits.dtype) if narrow else result
+    if logits.dtype.itemsize < 4 and not torch.is_autocast_enabled(logits.device.type):
+        result = result.to(logits.dtype)
     return result.reshape(target.shape) if result.dim() else result

@@ -54,9 +54,8 @@ class TracedLogits:
         return torch.Size((*self.x.shape[:-1], self.head.weight.shape[0]))
 
     @property
-    def class_dim(self) -> int | None:
-        """The dimension of the classes; None without one of tokens."""
-        return self.dim() - 1 if self.dim() > 1 else None
+    def class_dim(self) -> int:
+        return self.dim() - 1
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
