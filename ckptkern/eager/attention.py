@@ -53,7 +53,7 @@ FLOATS = 6  # that are alive for each score in backward, the most
 def _score_blocks(q: Tensor, k: Tensor, core: AttentionCore) -> list[Block]:
     """All at once where scores fit, else blocks of queries."""
     (B, H, Sq, D), (_, H_kv, Sk, _) = q.shape, k.shape
-    if 0 in (*q.shape, *k.shape):
+    if core.workspace is None or 0 in (*q.shape, *k.shape):
         return [whole(q, k)]
     budget, size = block_bytes(q, core), wide_dtype(q).itemsize
     upcast = 0 if q.dtype == wide_dtype(q) else 4 * size  # k, v, and the sums of their gradients
@@ -72,7 +72,9 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     elif flash_on_cpu(q, k, core):
         o, lse = flash_fwd(q, k, v, core)
     else:
-        o, lse = forward_by_blocks(_block_fwd, _score_blocks(q, k, core), q, k, v, core)
+        blocks = _score_blocks(q, k, core)
+        several = len(blocks) > 1  # else no bound of a block is compared with symbolic sizes
+        o, lse = forward_by_blocks(_block_fwd, blocks, q, k, v, core) if several else _block_fwd(q, k, v, core)
     return o, lse, None if do is None else attn_delta(o, do, core)
 
 

@@ -410,7 +410,6 @@ def forward_by_blocks(
     core: AttentionCore,
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of all queries, by function(q, k, v, core) of each block's."""
-
     if is_whole(blocks, k):
         return function(q, k, v, blocks[0].core(core, q))
     o, lse = empty_heads(q), q.new_empty(q.shape[:3], dtype=wide_dtype(q))

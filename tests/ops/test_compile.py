@@ -197,3 +197,22 @@ def test_jacobians_and_gradients_of_gradients():
         return jacrev(lambda x: function({**tensors, "x": x}), chunk_size=1)(tensors["x"]), grad(penalty)(tensors)
 
     torch.testing.assert_close(found(call), found(lambda t: call.oracle(t)[0]))
+
+
+@pytest.mark.parametrize("window_size", [(5, 5), (40, 40), (5, 0)], ids=str)
+def test_a_window_exports_for_any_length(window_size):
+    """A length is compared with no bound of the window, which would be a guard of the exported program."""
+
+    class Attends(torch.nn.Module):
+        def forward(self, q, k, v):
+            return ckptkern.scaled_dot_product_attention(q, k, v, window_size=window_size)
+
+    def inputs(rows: int) -> list[torch.Tensor]:
+        return [torch.randn(2, 2, rows, 16) for _ in range(3)]
+
+    length = {2: torch.export.Dim("S", min=2, max=4096)}
+    with torch.no_grad():
+        program = torch.export.export(Attends(), tuple(inputs(32)), dynamic_shapes=(length,) * 3).module()
+        for rows in (8, 32, 100):
+            given = inputs(rows)
+            torch.testing.assert_close(program(*given), Attends()(*given))
