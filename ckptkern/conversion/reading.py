@@ -144,7 +144,9 @@ class Steps:
         return (
             node.source
             if node.kind == "function"
-            else f"a {node.kind}" + (f" ({node.source})" if node.kind == "parameter" else "")
+            else {"argument": "an argument", "parameter": f"a parameter ({node.source})"}.get(
+                node.kind, f"a {node.kind}"
+            )
         )
 
     # -- linear layers
