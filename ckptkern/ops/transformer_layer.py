@@ -15,6 +15,7 @@ from ..errors import ShapeError
 from .attention.arguments import gather as gather_attention
 from .attention.block import AttentionBlock, attention_block
 from .attention.core_sublayer import CoreOp
+from .attention.core_sublayer import saves as core_saves
 from .attention.latent import LatentAttentionBlock, gather_latent, latent_attention_block
 from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
@@ -22,8 +23,10 @@ from .dispatch.choices import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.block import gather as gather_mlp
+from .mlp.branch import saves as mlp_saves
 from .moe.block import MoEBlock, moe_block
 from .moe.block import gather as gather_moe
+from .moe.sublayer import saves as moe_saves
 from .registration.functions import build
 from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
 from .sublayer.residual import drawn
@@ -32,45 +35,43 @@ AnyOptions = AttentionOptions | LatentOptions
 AnyTensors = AttentionTensors | LatentTensors
 
 
-def of_sublayers(attention: type[CoreOp], last: type[SublayerOp], attentions: int = 1) -> Callable[[type], type]:
-    """Decorates the op of a layer of at most so many attention sublayers and a last one with what follows from these ops.
+def of_sublayers(layer: type) -> type:
+    """Decorates the op of a layer of at most `attentions` attention sublayers and a last one with what follows from their ops.
 
     Its options are attention: of the attention sublayers in their order, of which a second one is cross-attention; mlp: of the
     last sublayer; parallel: do all sublayers read x?
     """
-
-    def decorated(layer: type) -> type:
-        fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
-        A = len(attention.Tensors._fields)
-        of_attentions = {n * A + i for n in range(attentions) for i in attention.constants}
-        layer.attention, layer.last, layer.Options = attention, last, NamedTuple("LayerOptions", list(fields.items()))
-        layer.constants = frozenset(of_attentions | {attentions * A + i for i in last.constants})
-        layer.more_results, layer.decisions = last.more_results, last.decisions
-        return layer
-
-    return decorated
+    attention, last, count = layer.attention, layer.last, layer.attentions
+    fields = {"attention": tuple[attention.Options, ...], "mlp": last.Options, "parallel": bool}
+    A = len(attention.Tensors._fields)
+    of_attentions = {n * A + i for n in range(count) for i in attention.constants}
+    layer.Options = NamedTuple("LayerOptions", list(fields.items()))
+    layer.constants = frozenset(of_attentions | {count * A + i for i in last.constants})
+    layer.more_results, layer.decisions = last.more_results, last.decisions
+    return layer
 
 
-@of_sublayers(AttentionBlock, MLPBlock, attentions=2)
+def saved_of(attention: AnyOptions, o: Any) -> tuple[str, ...]:
+    """Names what an attention sublayer saves: its core, and at "none" what it passes on."""
+    names = core_saves(attention)
+    return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
+
+
+@of_sublayers
 class TransformerLayer(SublayerOp):
     """Tensors: x, those of each attention sublayer, those of the last sublayer. attention, last: the ops of these sublayers."""
 
     name = "transformer_layer"
-    attention: type[CoreOp]
-    last: type[SublayerOp]
+    attention: type[CoreOp] = AttentionBlock
+    last: type[SublayerOp] = MLPBlock
+    attentions = 2
     # so that no place of a cross-attention's constants is one of the MLP's in a call without it
     assert min(AttentionBlock.constants) > len(MLPBlock.Tensors._fields)
 
-    @classmethod
-    def saves(cls, o):
-        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in cls.saved_of(one, o)]
-        return (*names, *cls.last.saves(o.mlp))
-
-    @classmethod
-    def saved_of(cls, attention: AnyOptions, o: Any) -> tuple[str, ...]:
-        """Names what an attention sublayer saves: its core, and at "none" what it passes on."""
-        names = cls.attention.saves(attention)
-        return (*names, "mid") if attention.recompute == "none" and not o.parallel else names
+    @staticmethod
+    def saves(o):  # by no op that is an attribute of the class: Dynamo of torch 2.11 traces none
+        names = [f"{name}{i}" for i, one in enumerate(o.attention) for name in saved_of(one, o)]
+        return (*names, *(moe_saves if isinstance(o.mlp, MoEBlock.Options) else mlp_saves)(o.mlp))
 
     @classmethod
     def sublayers(
@@ -88,7 +89,7 @@ class TransformerLayer(SublayerOp):
         for i, (t, one) in enumerate(attentions):
             mid, made = cls.attention.compute(mid, t, one)
             mid = made["mid"] = unflattened(mid, x)
-            saved |= {f"{name}{i}": made[name] for name in cls.saved_of(one, o)}
+            saved |= {f"{name}{i}": made[name] for name in saved_of(one, o)}
             made = None
         y, made = cls.last.compute(x if o.parallel else mid, t_last, o.mlp)
         y = rows_2d(mid) + y if o.parallel else y
@@ -105,7 +106,7 @@ class TransformerLayer(SublayerOp):
             formed = own << 1 | before
             before |= own != 0
             sublayer, f = cls.attention.Sublayer(mid, t, one, shares=True), None
-            core = {name: saved.pop(f"{name}{i}") for name in cls.saved_of(one, o)}
+            core = {name: saved.pop(f"{name}{i}") for name in saved_of(one, o)}
             mid = core.pop("mid", None)
             if o.parallel:
                 mid = x
@@ -145,19 +146,19 @@ class TransformerLayer(SublayerOp):
         return mid + y if isinstance(y, Tensor) else (mid + y[0], *y[1:])
 
 
-@of_sublayers(AttentionBlock, MoEBlock)
+@of_sublayers
 class TransformerMoELayer(TransformerLayer):
-    name = "transformer_moe_layer"
+    name, last, attentions = "transformer_moe_layer", MoEBlock, 1
 
 
-@of_sublayers(LatentAttentionBlock, MLPBlock)
+@of_sublayers
 class LatentTransformerLayer(TransformerLayer):
-    name = "latent_transformer_layer"
+    name, attention, attentions = "latent_transformer_layer", LatentAttentionBlock, 1
 
 
-@of_sublayers(LatentAttentionBlock, MoEBlock)
-class LatentTransformerMoELayer(TransformerLayer):
-    name = "latent_transformer_moe_layer"
+@of_sublayers
+class LatentTransformerMoELayer(LatentTransformerLayer):
+    name, last = "latent_transformer_moe_layer", MoEBlock
 
 
 LAYER_OPS = TransformerLayer, TransformerMoELayer, LatentTransformerLayer, LatentTransformerMoELayer

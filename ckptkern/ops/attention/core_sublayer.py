@@ -401,15 +401,16 @@ class CoreSublayer(Sublayer):
             grads.written(sums)
 
 
+def saves(o: Any) -> tuple[str, ...]:
+    """What forward saves besides its tensors: of the core, and at "none" what it reads, `o.projected`."""
+    return {"none": ("out", "lse", *o.projected), "selective": ("out", "lse"), "full": ()}[o.recompute]
+
+
 class CoreOp(SublayerOp):
-    """Sublayer: a CoreSublayer. projected: names of what the core reads, which is saved at "none", beside o and lse of it."""
+    """Sublayer: a CoreSublayer."""
 
     Sublayer: type[CoreSublayer]
-    projected: tuple[str, ...]
-
-    @classmethod
-    def saves(cls, o):
-        return {"none": ("out", "lse", *cls.projected), "selective": ("out", "lse"), "full": ()}[o.recompute]
+    saves = staticmethod(saves)
 
     @classmethod
     def compute(cls, x, t, o):

@@ -65,6 +65,8 @@ class LatentOptions(NamedTuple):
 
     latent_norm_eps: float
 
+    projected = ("latents", "q", "kv")  # names of what the core reads
+
 
 class LatentSizes(NamedTuple):
     """H: heads. nope, rope, v: dimensions of a head: of q and k those that no position rotates and those that one does, of v.

@@ -79,6 +79,8 @@ class AttentionOptions(NamedTuple):
     qk_norm: str
     qk_norm_eps: float
 
+    projected = ("qkv",)  # names of what the core reads
+
 
 def batch_and_rows(x: Tensor) -> tuple[int, int]:
     """(B, S) of x [B, S, d] or [S, d]."""

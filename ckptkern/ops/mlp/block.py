@@ -187,7 +187,37 @@ def mlp_block(
     always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
     """
-    arguments = dict(locals())
+    # not locals(), which Dynamo of torch 2.11 does not trace
+    arguments = dict(
+        x=x,
+        up_weight=up_weight,
+        up_bias=up_bias,
+        down_weight=down_weight,
+        down_bias=down_bias,
+        activation=activation,
+        dropout_p=dropout_p,
+        gate_weight=gate_weight,
+        gate_bias=gate_bias,
+        norm=norm,
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        norm_scale=norm_scale,
+        norm_shift=norm_shift,
+        norm_eps=norm_eps,
+        norm_first=norm_first,
+        post_norm=post_norm,
+        post_norm_weight=post_norm_weight,
+        post_norm_bias=post_norm_bias,
+        post_norm_eps=post_norm_eps,
+        lora=lora,
+        layer_scale=layer_scale,
+        resid_dropout_p=resid_dropout_p,
+        drop_path_p=drop_path_p,
+        residual=residual,
+        training=training,
+        recompute=recompute,
+        workspace=workspace,
+    )
     if ACTIVE.shard is not None:
         return ACTIVE.shard.mlp_block(**arguments)
     t, o = gather("mlp_block", **arguments)
