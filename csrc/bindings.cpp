@@ -17,6 +17,7 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <limits>
 #include <new>
@@ -396,7 +397,7 @@ TORCH_LIBRARY_IMPL(ckptkern, CPU, m) {
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.attr("torch_version") = CKPTKERN_TORCH_VERSION;
+  m.attr("torch_version") = TORCH_VERSION;
   m.def("philox4x32_10", &ckptkern::philox4x32_10, py::arg("key"), py::arg("counter"));
   py::class_<ckptkern::GradientSums>(m, "GradientSums")
       .def(py::init<>())

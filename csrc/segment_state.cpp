@@ -66,7 +66,7 @@ void refuse_endless(int depth) {
 
 // (what a container holds, what makes another one), or null for what is no container.
 py::object take_apart(py::handle value) {
-  static const auto* const home = new py::module_(py::module_::import("ckptkern.segments.containers"));
+  static const auto* const home = new py::module_(py::module_::import("ckptkern.state.containers"));
   static const auto* const classes = new py::tuple(home->attr("CONTAINERS"));
   static const auto* const function = new py::object(home->attr("take_apart"));
   static PyObject* const fields = PyUnicode_InternFromString("__dataclass_fields__");

@@ -19,7 +19,7 @@
 namespace ckptkern {
 
 // An argument tree with every tensor taken out: containers are taken apart, those of other classes than tuple, list and dict by
-// ckptkern/segments/containers.py, and everything else is saved as it is.
+// ckptkern/state/containers.py, and everything else is saved as it is.
 struct Argument {
   enum class Kind { object, tensor, tuple, named_tuple, list, dict, container };
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ... import eager
 from ...errors import DeviceError, DtypeError, LayoutError, ShapeError
 from ...memory import bytes_of
-from ...state import Observed, layer_fits, observe
+from ...state import Observed, layer_fits, observe, unpack_saved
 from . import implementations as _impls
 from . import tuned as _tuned
 
@@ -361,7 +361,7 @@ def read_precision() -> str:
 # The modules that define the unpack hooks: of torch's checkpoint, of ours in forward, and of ours in recompute.
 _TRANSFORMS, _BACKWARD = int(Observed.TRANSFORMS), int(Observed.BACKWARD)
 _RECOMPUTED = int(Observed.BACKWARD | Observed.HOOKS)
-RECOMPUTING = ("torch.utils.checkpoint", "ckptkern._C", "ckptkern.segments.segment")
+RECOMPUTING = ("torch.utils.checkpoint", unpack_saved.__module__, "ckptkern.segments.segment")
 
 
 _NESTED = threading.local()  # keeps_modes: this thread's ops keep to their own mode inside a region (`nn.LayerStack`)

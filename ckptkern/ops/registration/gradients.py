@@ -193,9 +193,9 @@ def is_first_of_several() -> bool:
     return (
         Process.mode != "recompute"
         and not torch.compiler.is_compiling()
-        and state.asked() is not None
         and not torch.is_grad_enabled()
         and torch._C._autograd._get_current_graph_task_keep_graph()
+        and state.asks_for_some()
     )
 
 

@@ -4,40 +4,32 @@
 this state, the probability and each element's place (plane, row, col) in the unsharded tensor: not on tiles,
 chunks, threads or backend. `Precision` is the snapshot that recompute re-enters.
 
-This module alone imports the C++ extension; csrc/philox.h defines the mask's layout, csrc/precision.h the
-snapshot.
+There are two implementations of what runs at every call: the C++ extension (csrc/), which `extension` finds or builds, and
+`portable`, in Python, with equal results. This package alone imports either. csrc/philox.h defines the mask's layout,
+csrc/precision.h the snapshot.
 """
 
 from __future__ import annotations
 
+import itertools
 from enum import IntFlag
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-BUILD_COMMAND = "pip install --no-build-isolation ."
+from .extension import LOADED
 
+if LOADED.module is None:
+    from . import portable as _C
+    from .saved import asks_for_some
+else:
+    _C: Any = LOADED.module
 
-def _release(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+    def asks_for_some() -> bool:
+        """Does the running backward pass ask for some gradients alone?"""
+        return _C.asked() is not None
 
-
-def _load_extension() -> ModuleType:
-    advice = (
-        f"Install ckptkern's wheel for torch {_release(torch.__version__)}, or build it for this torch in its source tree: "
-        f"{BUILD_COMMAND}"
-    )
-    try:
-        from . import _C
-    except ImportError as error:
-        raise ImportError(f"ckptkern's extension ckptkern._C cannot be loaded: {error}. {advice}") from error
-    if _release(_C.torch_version) != _release(torch.__version__):
-        raise ImportError(f"ckptkern's extension ckptkern._C was built for torch {_C.torch_version}. {advice}")
-    return _C
-
-
-_C = _load_extension()
 
 GradientSums = _C.GradientSums
 Precision = _C.Precision
@@ -69,11 +61,6 @@ class Observed(IntFlag):
 
 _rng_state_op = torch.ops.ckptkern.rng_state.default
 _keep_mask_op = torch.ops.ckptkern.keep_mask.default
-
-
-def extension_info() -> dict[str, str]:
-    """Returns the path of the extension and what it was built for."""
-    return {"path": str(_C.__file__), "built for torch": _C.torch_version, "running torch": torch.__version__}
 
 
 def philox4x32_10(key: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
@@ -117,7 +104,7 @@ def keep_mask(
     device.
 
     The bases place the mask inside an unsharded tensor whose planes have total_rows rows (row_base + rows if
-    not given): the mask of a part is a part of the mask. C++ on the CPU, torch ops on any other device, same bits.
+    not given): the mask of a part is a part of the mask. The extension's C++ on the CPU, else torch ops, with the same bits.
     """
     mask = _keep_mask_op(
         state,
@@ -150,6 +137,7 @@ def _keep_mask_vmap(info, in_dims, state: Tensor, *arguments: int) -> tuple[Tens
 
 
 _LOW = 0xFFFFFFFF
+AT_ONCE = 2**20  # elements of a mask that torch ops make at once, with 40 bytes each
 
 
 def _keep_mask_torch(
@@ -163,32 +151,55 @@ def _keep_mask_torch(
     col_base: int,
     total_rows: int,
 ) -> Tensor:
-    """csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering."""
-    row_block, row_block_end = row_base // 16, -(-(row_base + rows) // 16)
-    col_block, col_block_end = col_base // 32, -(-(col_base + cols) // 32)
+    """csrc/philox.cpp in int64 tensor operations: one Philox call per 8 elements, then a reordering; some rows at a time."""
+    if state.dtype != torch.int64 or state.shape != (2,):
+        raise RuntimeError(
+            f"keep_mask: state must be an int64 tensor of shape [2] but is {state.dtype} of shape {list(state.shape)}"
+        )
+    if not 0 <= threshold <= 65536:
+        raise RuntimeError(f"keep_mask: threshold must lie in [0, 65536] but is {threshold}")
+    if min(planes, rows, cols, plane_base, row_base, col_base) < 0:
+        raise RuntimeError(
+            f"keep_mask: sizes and bases must not be negative but are planes={planes}, rows={rows}, cols={cols}, "
+            f"plane_base={plane_base}, row_base={row_base}, col_base={col_base}"
+        )
+    if total_rows < row_base + rows:
+        raise RuntimeError(
+            f"keep_mask: total_rows={total_rows} is less than row_base + rows = {row_base + rows}: rows would share their values "
+            "with the next plane"
+        )
     plane = torch.arange(plane_base, plane_base + planes, device=state.device)[:, None]
-    row_blocks = torch.arange(row_block, row_block_end, device=state.device)
-    # c1 [planes, 8 * row blocks, 1], c0 [8 * column blocks]
-    c1 = 8 * (plane * -(-total_rows // 16) + row_blocks)[:, :, None] + torch.arange(8, device=state.device)
-    c1 = c1.flatten(1)[:, :, None] & _LOW
-    c0 = torch.arange(8 * col_block, 8 * col_block_end, device=state.device) & _LOW
-    c2, c3 = state[1] & _LOW, (state[1] >> 32) & _LOW
-    k0, k1 = state[0] & _LOW, (state[0] >> 32) & _LOW
-    for _ in range(10):
-        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps: all 64 bits are right
-        c0, c2 = ((product1 >> 32) & _LOW) ^ c1 ^ k0, ((product0 >> 32) & _LOW) ^ c3 ^ k1
-        c1, c3 = product1 & _LOW, product0 & _LOW
-        k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+    col_block, col_block_end = col_base // 32, -(-(col_base + cols) // 32)
+    key, stream = [[(word & _LOW), (word >> 32) & _LOW] for word in state]
 
-    words = torch.stack([c0, c1, c2, c3], -1)
-    values = torch.stack([words & 0xFFFF, words >> 16], -1)
-    values = values.reshape(planes, row_block_end - row_block, 8, col_block_end - col_block, 8, 4, 2)
-    # [plane, row block, row & 7, column block, col & 7, word, half] -> [.., half, row & 7, .., word, col & 7]
-    values = values.permute(0, 1, 6, 2, 3, 5, 4).reshape(
-        planes, 16 * (row_block_end - row_block), 32 * (col_block_end - col_block)
-    )
-    first_row, first_col = row_base - 16 * row_block, col_base - 32 * col_block
-    return values[:, first_row : first_row + rows, first_col : first_col + cols] >= threshold
+    def keep(row: int, end: int) -> Tensor:
+        row_block, row_block_end = row // 16, -(-end // 16)
+        row_blocks = torch.arange(row_block, row_block_end, device=state.device)
+        # c1 [planes, 8 * row blocks, 1], c0 [8 * column blocks]
+        c1 = 8 * (plane * -(-total_rows // 16) + row_blocks)[:, :, None] + torch.arange(8, device=state.device)
+        c1 = c1.flatten(1)[:, :, None] & _LOW
+        c0 = torch.arange(8 * col_block, 8 * col_block_end, device=state.device) & _LOW
+        (k0, k1), (c2, c3) = key, stream
+        for _ in range(10):
+            product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps: all 64 bits are right
+            c0, c2 = ((product1 >> 32) & _LOW) ^ c1 ^ k0, ((product0 >> 32) & _LOW) ^ c3 ^ k1
+            c1, c3 = product1 & _LOW, product0 & _LOW
+            k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
+        halves = [((word & 0xFFFF) >= threshold, (word >> 16) >= threshold) for word in (c0, c1, c2, c3)]
+        # [word, half, plane, row block, row & 7, column block, col & 7] -> [plane, row block, half, row & 7, .., word, col & 7]
+        saved = torch.stack([torch.stack(pair) for pair in halves]).view(
+            4, 2, planes, -1, 8, col_block_end - col_block, 8
+        )
+        saved = saved.permute(2, 3, 1, 4, 5, 0, 6).reshape(planes, 16 * (row_block_end - row_block), -1)
+        return saved[:, row - 16 * row_block : end - 16 * row_block, col_base - 32 * col_block :][:, :, :cols]
+
+    mask = state.new_empty((planes, rows, cols), dtype=torch.bool)
+    if mask.numel():
+        step = max(AT_ONCE // (planes * cols) // 16, 1) * 16
+        bounds = [row_base, *range(row_base // 16 * 16 + step, row_base + rows, step), row_base + rows]
+        for row, end in itertools.pairwise(bounds):
+            mask[:, row - row_base : end - row_base] = keep(row, end)
+    return mask
 
 
 torch.library.impl("ckptkern::keep_mask", "default", _keep_mask_torch)

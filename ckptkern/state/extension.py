@@ -1,0 +1,239 @@
+"""Finds the C++ extension `ckptkern._C`, or builds it: in the package, in the user's cache, or from csrc/ with ninja.
+
+It is built once for each torch, Python, compiler and source, in a folder that its owner alone may write: what others may write
+is not loaded. Without a compiler, ninja or such a folder Python does the same (`portable`), and a warning says so.
+
+CKPTKERN_EXTENSION: "auto"; "cached", which builds nothing; "python", which takes no extension; "required", by which its absence
+is an ImportError. CKPTKERN_CACHE: the folder of the cache, by default ckptkern in the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import stat
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+VARIABLE, CHOICES = "CKPTKERN_EXTENSION", ("auto", "cached", "python", "required")
+NAME = "ckptkern._C"
+WAIT = 120.0  # seconds for another process, which builds
+# -g0: with the debug information that Python's own flags ask for, the extension is 35 times as large. -fopenmp, for
+# at::parallel_for, is no link flag: the symbols then come from the OpenMP runtime that torch ships, so that there is one thread
+# pool and not two.
+FLAGS = ["-O3", "-g0", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]
+HERE = Path(__file__).resolve().parent
+
+
+def folder_of_sources() -> Path:
+    """Returns csrc, as a wheel or a checkout has it."""
+    return next(path for path in (HERE.parent / "csrc", HERE.parents[1] / "csrc") if path.is_dir())
+
+
+class Loaded(NamedTuple):
+    """module: the extension, or None; why: where it is from, or why there is none."""
+
+    module: ModuleType | None
+    why: str
+
+
+class Unavailable(Exception):
+    """Why there is no extension, and the remedy."""
+
+
+def digest_of(*parts: bytes) -> str:
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def compiler() -> Path | None:
+    path = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    return None if path is None else Path(path).resolve()
+
+
+def cache() -> Path:
+    """Returns the folder of built extensions."""
+    folder = os.environ.get("CKPTKERN_CACHE")
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ckptkern"
+    return Path(folder) / "extension"
+
+
+def folders() -> tuple[Path, list[Path]]:
+    """Returns (the folder in which it is built here, those in which it may be found, the first that fits best)."""
+    sources = sorted(folder_of_sources().iterdir())
+    source = digest_of(*(part for path in sources for part in (path.name.encode(), path.read_bytes())))
+    common = f"torch{torch.__version__}-{sysconfig.get_config_var('SOABI')}-{source}"
+    found, by = compiler(), "none"
+    if found is not None:
+        status = found.stat()
+        by = digest_of(f"{found} {status.st_size} {status.st_mtime_ns}".encode())[:8]
+    own = cache() / f"{common}-{by}"
+    return own, [own] if found is not None else sorted(cache().glob(f"{common}-*"))
+
+
+def is_private(path: Path) -> bool:
+    """Is it this user's, and may no other write it?"""
+    status = path.stat()
+    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(NAME, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def of_package() -> Loaded | None:
+    """The extension that a wheel for one torch has inside."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    path = HERE.parent / f"_C{suffix}"
+    if not path.exists():
+        return None
+    try:
+        module = imported(path)
+    except ImportError as error:
+        warnings.warn(f"ckptkern: {path.name} of this installation does not load: {error}", stacklevel=2)
+        return None
+    if release(module.torch_version) == release(torch.__version__):
+        return Loaded(module, str(path))
+    warnings.warn(f"ckptkern: {path.name} of this installation is for torch {module.torch_version}", stacklevel=2)
+    return None
+
+
+def cached() -> Loaded | None:
+    for folder in folders()[1]:
+        path = folder / "_C.so"
+        if path.exists():
+            if not all(map(is_private, (path, folder, folder.parent))):
+                raise Unavailable(f"others may write {path}, which is therefore not loaded. Delete {folder.parent}")
+            return Loaded(imported(path), str(path))
+    return None
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process builds there; the lock ends with its process."""
+    import fcntl
+
+    with open(folder / "lock", "w") as lock:
+        end = time.monotonic() + WAIT
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise Unavailable(
+                        f"another process has been building the C++ extension for {WAIT:.0f} s. The next run will find it"
+                    ) from None
+                time.sleep(0.1)
+        yield
+
+
+@contextlib.contextmanager
+def with_ninja() -> Iterator[None]:
+    """Finds the ninja of this Python, whose scripts may not be on PATH."""
+    before = os.environ.get("PATH", "")
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, before])
+    try:
+        if shutil.which("ninja") is None:
+            raise Unavailable("ninja is missing: pip install ninja")
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
+def built(again: bool = False) -> Loaded:
+    """Builds the extension, or returns what another process has built meanwhile. again: also if that failed before."""
+    if compiler() is None:
+        raise Unavailable("there is no C++ compiler (c++ or g++, or $CXX)")
+    folder, _ = folders()
+    failed = folder / "failed.txt"
+    with with_ninja():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            for path in (folder.parent, folder):
+                path.mkdir(mode=0o700, exist_ok=True)
+                if not is_private(path):
+                    raise Unavailable(
+                        f"others may write {path}: delete it, or set CKPTKERN_CACHE to a folder of your own"
+                    )
+            with alone(folder):
+                if (found := cached()) is not None:
+                    return found
+                if failed.exists() and not again:
+                    raise Unavailable(f"its build failed before ({failed}); `python -m ckptkern build` tries again")
+                return _built(folder, failed)
+        except (OSError, ImportError) as error:  # a read-only home, no fcntl, or torch without setuptools
+            raise Unavailable(f"{type(error).__name__}: {error}") from error
+
+
+def _built(folder: Path, failed: Path) -> Loaded:
+    from torch.utils import cpp_extension
+
+    sources = [str(path) for path in sorted(folder_of_sources().glob("*.cpp"))]
+    print(
+        f"ckptkern: building its C++ extension for torch {torch.__version__} in {folder}, once, in about a minute. "
+        f"{VARIABLE}=cached builds nothing",
+        file=sys.stderr,
+        flush=True,
+    )
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        try:
+            cpp_extension.load("_C", sources, extra_cflags=FLAGS, build_directory=work, is_python_module=False)
+        except (RuntimeError, ImportError) as error:
+            failed.write_text(f"{error}\n")
+            raise Unavailable(f"it does not build: {failed} says why") from error
+        os.replace(Path(work, "_C.so"), folder / "_C.so")
+    failed.unlink(missing_ok=True)
+    print(f"ckptkern: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return Loaded(imported(folder / "_C.so"), str(folder / "_C.so"))
+
+
+def loaded() -> Loaded:
+    """Returns the extension that CKPTKERN_EXTENSION allows, or why there is none."""
+    choice = os.environ.get(VARIABLE) or "auto"
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, but is {choice!r}")
+    if choice == "python":
+        return Loaded(None, f"{VARIABLE}=python")
+    try:
+        found = of_package() or cached()
+        if found is None and choice == "cached":
+            return Loaded(None, f"none is built, and {VARIABLE}=cached builds none")
+        found = found or built()
+        sys.modules[NAME] = found.module
+        return found
+    except (Unavailable, OSError, ImportError) as error:
+        why = str(error)
+    if choice == "required":
+        raise ImportError(f"ckptkern: {VARIABLE}=required, but there is no C++ extension: {why}")
+    warnings.warn(
+        f"ckptkern runs in Python, with equal results and more host time, because there is no C++ extension: {why}. "
+        f"{VARIABLE}=python runs so without this warning; `python -m ckptkern env` says what it costs",
+        stacklevel=2,
+    )
+    return Loaded(None, why)
+
+
+LOADED = loaded()

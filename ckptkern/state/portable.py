@@ -1,0 +1,105 @@
+"""The extension's interface in Python, where none is: equal results, more host time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import _C, Tensor, nn
+from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
+
+from .precision import Precision
+from .region import SegmentState, drawn
+from .saved import GradientSums, Placeholder, Recompute, SavedTensors, executes, unpack_saved
+
+__all__ = [
+    "GradientSums", "Placeholder", "Precision", "Recompute", "SavedTensors", "SegmentState", "asked", "layer_fits", "observe",
+    "philox4x32_10", "unpack_saved",
+]  # fmt: skip
+
+EXACT = (Tensor, nn.Parameter)
+LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
+LIBRARY.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+LIBRARY.define(
+    "keep_mask(Tensor state, int threshold, SymInt planes, SymInt rows, SymInt cols, SymInt plane_base, SymInt row_base, "
+    "SymInt col_base, SymInt total_rows) -> Tensor"
+)
+
+
+def _rng_state(nonce: Tensor) -> Tensor:
+    return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (2,), device=nonce.device))
+
+
+LIBRARY.impl("rng_state", _rng_state, "CompositeExplicitAutograd")
+
+
+def philox4x32_10(key: int, counter: Sequence[int]) -> tuple[int, int, int, int]:
+    """One Philox4x32-10 call: four uint32 words from a uint64 key and four uint32 counter words."""
+    (c0, c1, c2, c3), k0, k1 = counter, key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c2 = (product1 >> 32) ^ c1 ^ k0, (product0 >> 32) ^ c3 ^ k1
+        c1, c3 = product1 & 0xFFFFFFFF, product0 & 0xFFFFFFFF
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2, c3
+
+
+def observe(tensors: Sequence[Tensor | None]) -> int:
+    """What observes a call, as `Observed`, and above 16 bits which of the first 48 tensors need a gradient."""
+    seen = (
+        1 * _C._are_functorch_transforms_active()
+        | 2 * (_C._len_torch_dispatch_stack() > 0)
+        | 4 * _C._autograd._profiler_enabled()
+        | 32 * (_C._autograd._top_saved_tensors_default_hooks(True) is not None)
+        | 64 * (_C._current_graph_task_id() != -1)
+        | 512 * _C._is_any_autocast_enabled()
+    )
+    needs, recording = 0, torch.is_grad_enabled()
+    for i, x in enumerate(tensors):
+        if x is None:
+            continue
+        if type(x) not in EXACT:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"observe takes tensors and None, not {type(x).__name__}")
+            seen |= 8
+        seen |= 256 * hasattr(x, "main_grad") | 16 * is_gradtrackingtensor(x)
+        if i == 0 and is_legacy_batchedtensor(x):
+            seen |= 128
+        if recording and i < 48 and x.requires_grad:
+            needs |= 1 << i
+    return seen | needs << 16
+
+
+def asked() -> bytes | None:
+    """A byte for each edge of the autograd node that runs: does this backward pass want the gradient there? None where it wants
+    all."""
+    node = _C._current_autograd_node()
+    if node is None or _C._current_graph_task_id() == -1:
+        return None
+    edges, some = [], False
+    for following, _ in node.next_functions:
+        wants, surely = (False, False) if following is None else executes(following)
+        edges.append(wants)
+        some |= surely or (following is not None and not wants)
+    return bytes(edges) if some else None
+
+
+def _is_plain(x: Tensor, x_device: torch.device) -> bool:
+    return (
+        x.layout is torch.strided
+        and x.is_floating_point()
+        and x.device == x_device
+        and not x._has_symbolic_sizes_strides
+    )
+
+
+def layer_fits(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
+    """Are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for what it does not read:
+    subclasses, symbolic sizes."""
+    if type(x) not in EXACT or type(weight) not in EXACT or type(in_features) is not int:
+        return False
+    if not _is_plain(weight, x.device) or weight.dim() != 2 or weight.shape[1] != in_features:
+        return False
+    return bias is None or (
+        type(bias) in EXACT and _is_plain(bias, x.device) and bias.dim() == 1 and bias.shape[0] == weight.shape[0]
+    )

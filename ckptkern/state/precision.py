@@ -1,0 +1,219 @@
+"""The snapshot of precision in Python, as csrc/precision.cpp takes it: what decides how a recomputed operation rounds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import _C
+
+DEVICES = tuple(_C._autocast_supported_devices())
+IMPLICIT = (
+    object()
+)  # an untouched conv or rnn of torch 2.13 and later: TF32, unless a parent is set; it cannot be written
+
+
+class Setting(NamedTuple):
+    """A setting of the process. read: the value in effect, which a snapshot compares; raw: what is written to restore it."""
+
+    read: Callable[[], Any]
+    raw: Callable[[], Any]
+    write: Callable[[Any], Any]
+
+
+def setting(read: Callable[[], Any], write: Callable[[Any], Any]) -> Setting:
+    return Setting(read, read, write)
+
+
+def pair(read: Callable[[], tuple[bool, bool]], write: Callable[[bool, bool], Any]) -> Setting:
+    return setting(read, lambda value: write(*value))
+
+
+_get, _set = _C._get_fp32_precision_getter, _C._set_fp32_precision_setter
+
+
+def follows(backend: str, op: str, parent: str) -> bool:
+    """Does (backend, op) take its value from (parent, "all")? Leaves that at TF32."""
+    _set(parent, "all", "ieee")
+    under_ieee = _get(backend, op)
+    _set(parent, "all", "tf32")
+    return under_ieee != _get(backend, op)
+
+
+def raw_parent(backend: str) -> str:
+    generic, own = _get("generic", "all"), _get(backend, "all")
+    inherits = follows(backend, "all", "generic")
+    _set("generic", "all", generic)
+    return "none" if inherits else own
+
+
+def float32(backend: str, op: str) -> Setting:
+    def read() -> str:
+        value = _get(backend, op)
+        return "ieee" if value == "none" else value  # "not set" runs as IEEE, also if it is written under any parent
+
+    def raw() -> Any:
+        """What (backend, op) itself holds, found by moving its parents for a moment, so that it inherits again afterwards."""
+        generic, parent, own = _get("generic", "all"), raw_parent(backend), _get(backend, op)
+        if follows(backend, op, backend):
+            _set("generic", "all", "none")
+            _set(backend, "all", "none")
+            own = "none" if _get(backend, op) == "none" else IMPLICIT
+        _set(backend, "all", parent)
+        _set("generic", "all", generic)
+        return own
+
+    return Setting(read, raw, lambda value: _set(backend, op, value))
+
+
+FLOAT32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
+CUDA_CONV, CUDA_RNN, DETERMINISTIC = 1, 2, 11
+SETTINGS = (
+    *(float32(*one) for one in FLOAT32),
+    pair(_C._get_cublas_allow_fp16_reduced_precision_reduction, _C._set_cublas_allow_fp16_reduced_precision_reduction),
+    pair(_C._get_cublas_allow_bf16_reduced_precision_reduction, _C._set_cublas_allow_bf16_reduced_precision_reduction),
+    setting(_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    setting(_C._get_cpu_allow_fp16_reduced_precision_reduction, _C._set_cpu_allow_fp16_reduced_precision_reduction),
+    setting(_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
+    setting(
+        lambda: (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
+        lambda value: _C._set_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    setting(torch.get_default_dtype, torch.set_default_dtype),
+    setting(_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    setting(_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    setting(_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    setting(_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    setting(_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
+    setting(_C._get_sdp_priority_order, _C._set_sdp_priority_order),
+)
+READS = tuple(one.read for one in SETTINGS)
+
+# Guards of all threads that may have to write something back, oldest first: what each overwrote, by its place in SETTINGS, and
+# (cuda, all) as the last. Whatever the order in which they leave, the process ends with the settings from before the first.
+CUDA_ALL = len(SETTINGS)
+LOCK = threading.Lock()
+_debts: list[dict[int, Any]] = []
+
+
+def impose(wanted: list[Any], debt: dict[int, Any]) -> None:
+    """Makes `wanted` current and notes in `debt` what it overwrites, also when a write raises."""
+    # An implicit setting could not be written back, so its parent is overwritten instead. All implicit settings agree on the
+    # parent, now as in the snapshot, because no setting can become implicit.
+    for i in (CUDA_CONV, CUDA_RNN):
+        if SETTINGS[i].read() != wanted[i] and SETTINGS[i].raw() is IMPLICIT:
+            debt[CUDA_ALL] = raw_parent("cuda")
+            _set("cuda", "all", wanted[i])
+    for i, one in enumerate(SETTINGS):
+        if one.read() != wanted[i]:
+            owed = one.raw()
+            one.write(wanted[i])
+            debt[i] = owed
+
+
+def repay(debt: dict[int, Any]) -> None:
+    for i in sorted(debt):
+        if i == CUDA_ALL:
+            _set("cuda", "all", debt[i])
+        else:
+            SETTINGS[i].write(debt[i])
+
+
+def enter_process(wanted: list[Any]) -> dict[int, Any] | None:
+    """Returns what the guard owes; None if nothing differs and no other guard is open."""
+    with LOCK:
+        if not _debts and [read() for read in READS] == wanted:
+            return None
+        debt: dict[int, Any] = {}
+        try:
+            impose(wanted, debt)
+        except BaseException:
+            repay(debt)
+            raise
+        _debts.append(debt)
+        return debt
+
+
+def exit_process(debt: dict[int, Any]) -> None:
+    with LOCK:
+        (place,) = (i for i, one in enumerate(_debts) if one is debt)
+        if place == len(_debts) - 1:
+            repay(debt)
+        else:  # a younger guard of another thread is still open: it writes back for this one
+            _debts[place + 1] |= debt
+        del _debts[place]
+
+
+def autocast_state() -> tuple[tuple[bool, ...], tuple[torch.dtype, ...], bool]:
+    enabled, dtypes = map(_C.is_autocast_enabled, DEVICES), map(_C.get_autocast_dtype, DEVICES)
+    return tuple(enabled), tuple(dtypes), _C.is_autocast_cache_enabled()
+
+
+def set_autocast(state: tuple) -> None:
+    for device, enabled, dtype in zip(DEVICES, *state[:2], strict=True):
+        _C.set_autocast_dtype(device, dtype)
+        _C.set_autocast_enabled(device, enabled)
+    _C.set_autocast_cache_enabled(state[2])
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[tuple[Precision, Any, Any]] = []
+
+
+_thread = _Thread()
+
+
+class Precision:
+    """A snapshot of what decides precision: autocast, the fp32 precision of matmul, conv and rnn, reductions, deterministic mode,
+    the default dtype, and which attention kernels may run. A context manager makes it current, and then gives back what was.
+    Re-entrant, and usable from any thread."""
+
+    __slots__ = ("autocast", "process")
+
+    def __init__(self) -> None:
+        self.autocast, self.process = autocast_state(), [read() for read in READS]
+
+    def __enter__(self) -> Precision:
+        debt, now = enter_process(self.process), autocast_state()
+        if now != self.autocast:
+            set_autocast(self.autocast)
+        if any(self.autocast[0]):
+            _C.autocast_increment_nesting()
+        _thread.frames.append((self, None if now == self.autocast else now, debt))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        frames = _thread.frames
+        if not frames or frames[-1][0] is not self:
+            raise RuntimeError("Precision: guards must be left by the thread that entered them, last entered first")
+        _, outer, debt = frames.pop()
+        if outer is not None:
+            set_autocast(outer)
+        # The cache of cast weights does not outlive the outermost region: autograd's thread is in none, and would hold them.
+        if any(self.autocast[0]) and _C.autocast_decrement_nesting() == 0:
+            _C.clear_autocast_cache()
+        if debt is not None:
+            exit_process(debt)
+
+    def autocast_dtype(self, device_type: str) -> torch.dtype | None:
+        """Returns the dtype that autocast cast to on this device type; None where it was off."""
+        enabled, dtypes, _ = self.autocast
+        place = DEVICES.index(torch.device(device_type).type) if torch.device(device_type).type in DEVICES else None
+        return dtypes[place] if place is not None and enabled[place] else None
+
+    def fp32_precision(self, backend: str, op: str) -> str:
+        """Returns "ieee", "tf32", "bf16" and so on for backend "cuda" or "mkldnn" and op "matmul", "conv" or "rnn"."""
+        if (backend, op) not in FLOAT32:
+            raise RuntimeError(
+                "fp32_precision: backend must be 'cuda' or 'mkldnn' and op 'matmul', 'conv' or 'rnn' but they are "
+                f"{backend!r} and {op!r}"
+            )
+        return self.process[FLOAT32.index((backend, op))]
+
+    @property
+    def deterministic(self) -> bool:
+        """Returns whether deterministic algorithms were on."""
+        return self.process[DETERMINISTIC][0]

@@ -1,0 +1,234 @@
+"""What an activation checkpoint saves of its call, in Python, as csrc/segment_state.h says: its arguments, and the state of
+modules, the random state and the precision that it ran with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import _C, Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.weak import TensorWeakRef
+
+from .containers import CONTAINERS, take_apart
+from .modules import SCALARS, ModuleState, reach
+from .precision import Precision
+
+DEEPEST = 1000  # guards against a list that holds itself
+
+
+class _Thread(threading.local):
+    """outer: what undoes each region that this thread is inside. drawings: the regions that it runs, as [draws, does it repeat
+    them?, the next one]."""
+
+    def __init__(self) -> None:
+        self.outer: list[tuple] = []
+        self.drawings: list[list[Any]] = []
+
+
+_thread = _Thread()
+
+
+def drawn(sample: Callable[[], Tensor], depth: int | None = None) -> Tensor:
+    """What the innermost region of this thread drew at this place, or else `sample`. A region that does not preserve the
+    generators' states, as in a CUDA graph capture, which cannot read them, repeats its draws."""
+    depth = len(_thread.drawings) if depth is None else depth
+    if depth == 0:
+        return sample()
+    region = _thread.drawings[depth - 1]
+    draws, repeats, place = region
+    if repeats and place < len(draws):
+        region[2] += 1
+        return draws[place]
+    state = drawn(sample, depth - 1)  # a region that runs again inside another one's recompute
+    if not repeats:
+        draws.append(state)
+    return state
+
+
+def function_modes() -> tuple[Any, list]:
+    return _C._get_torch_function_state(), _get_current_function_mode_stack()
+
+
+def set_function_modes(modes: tuple[Any, list]) -> None:
+    state, stack = modes
+    while _C._len_torch_function_stack():
+        _C._pop_torch_function_stack()
+    for mode in stack:
+        _C._push_on_torch_function_stack(mode)
+    _C._set_torch_function_state(state)
+
+
+def read_generator(generator: torch.Generator) -> Tensor:
+    try:
+        return generator.get_state()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"ckptkern.checkpoint: the random state of {generator.device} cannot be read here: {error}. In a CUDA graph capture "
+            "use preserve_rng_state=False, and ckptkern.dropout or ckptkern's layers for dropout: they replay their masks from a "
+            "tensor of their own."
+        ) from error
+
+
+class _Saved(torch.autograd.Function):
+    """A node that holds tensors as autograd's saved variables: hooks on saved tensors that are active see them, and a change in
+    place is an error when they are read."""
+
+    @staticmethod
+    def forward(ctx, root, *tensors):
+        ctx.save_for_backward(*tensors)
+        return Tensor._make_subclass(Tensor, _EMPTY)  # which modes do not see
+
+
+_EMPTY, _ROOT = torch.empty(0), torch.empty(0, requires_grad=True)
+
+
+def saved(tensors: list[Tensor]) -> Any:
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(True)
+    try:
+        return _Saved.apply(_ROOT, *tensors).grad_fn
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
+class SegmentState:
+    """All that a call reads, taken in forward. enter() puts it back, exit() gives back what was there before enter().
+
+    own: the module that the call runs, or None. reachable: what else the function can reach: its closure's cells, defaults,
+    globals. values: the recompute has every value of forward, also running statistics that it only updates. draws: is forward
+    to run between record() and stop()?
+    """
+
+    def __init__(
+        self, args: tuple, kwargs: dict[str, Any], preserve_rng_state: bool, values: bool, own: Any, reachable: tuple
+    ):
+        self.precision, self.modules, self.modes = Precision(), ModuleState(values), function_modes()
+        self.generators: list[torch.Generator] = []
+        self.tensors: list[Tensor] = []  # each once: mha(x, x, x) gets one x again
+        self.known: dict[int, int] = {}  # their places
+        self.caches: list[tuple[int, TensorWeakRef, int]] = []  # places, and versions before forward
+        if own is not None:
+            self.modules.add_module(own, own=True)
+        self.given = self.take((args, kwargs), -1)
+        alone = {place for place, *_ in self.caches}
+        groups = [[i for i in range(len(self.tensors)) if i not in alone], *([i] for i in alone)]
+        self.nodes = [(places, saved([self.tensors[i] for i in places])) for places in groups if places]
+        devices = dict.fromkeys(x.device for x in self.tensors if x.device.type not in ("cpu", "meta"))
+        self.tensors, self.known = [], {}
+        for value in reachable:
+            reach(value, self.modules, self.generators)
+        self.random: list[tuple[torch.Generator, Tensor]] = []
+        if preserve_rng_state:
+            of_devices = (torch.get_device_module(d).default_generators[d.index] for d in devices)
+            generators = [torch.default_generator, *self.modules.generators, *self.generators, *of_devices]
+            self.random = [(one, read_generator(one)) for one in generators]
+        self.recorded: list[Tensor] | None = [] if not preserve_rng_state or _thread.drawings else None
+
+    @property
+    def draws(self) -> bool:
+        return self.recorded is not None
+
+    def record(self) -> None:
+        _thread.drawings.append([self.recorded, False, 0])
+
+    def stop(self) -> None:
+        _thread.drawings.pop()
+
+    def take(self, value: Any, depth: int) -> Any:
+        """An argument tree with every tensor taken out, a number in its place: (what makes a container, its children), or (None,
+        the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
+        if depth > DEEPEST:
+            raise RecursionError("the arguments of a region are nested more than 1000 deep")
+        if isinstance(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
+            place = self.known.setdefault(id(value), len(self.tensors))
+            if place == len(self.tensors):
+                self.tensors.append(value)
+                if depth > 1 and not value.requires_grad:
+                    self.caches.append((place, TensorWeakRef(value), value._version))
+            return place
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind, [self.take(one, depth + 1) for one in value]
+        if isinstance(value, tuple) and hasattr(value, "_make"):
+            return kind._make, [self.take(one, depth + 1) for one in value]
+        if kind is dict:
+            keys = list(value)
+            return lambda held: dict(zip(keys, held, strict=True)), [self.take(value[key], depth + 1) for key in keys]
+        if kind not in SCALARS and not isinstance(value, type):
+            if isinstance(value, CONTAINERS) or hasattr(kind, "__dataclass_fields__"):
+                parts = take_apart(value)
+                if parts is not None:
+                    return parts[1], [self.take(one, depth + 1) for one in parts[0]]
+            reach(value, self.modules, self.generators, depth)
+        return None, value
+
+    def arguments(self) -> tuple[tuple, dict[str, Any]]:
+        """Returns (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute."""
+        tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.saved_tensors, strict=True)}
+
+        def give(taken: Any) -> Any:
+            if type(taken) is int:
+                return tensors[taken]
+            make, held = taken
+            if make is None:
+                return held
+            held = [give(one) for one in held]
+            return held if make is list else make(tuple(held))
+
+        return give(self.given)
+
+    def settle(self) -> None:
+        """Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error."""
+        self.modules.settle()
+        for place, reference, version in self.caches:
+            x = reference()
+            if x is not None and x._version != version:
+                self.nodes = [(places, saved([x]) if places == [place] else node) for places, node in self.nodes]
+
+    def enter(self) -> None:
+        self.precision.__enter__()
+        undo: list[Callable[[], None]] = []
+        _thread.outer.append((undo, function_modes()))
+        try:
+            before = [(generator, read_generator(generator)) for generator, _ in self.random]
+            undo.append(lambda: restore(before))
+            if self.recorded is not None:
+                _thread.drawings.append([self.recorded, True, 0])
+                undo.append(_thread.drawings.pop)
+            restore(self.random)
+            self.modules.enter(undo)
+            set_function_modes(self.modes)
+        except BaseException:
+            self.exit()
+            raise
+
+    def exit(self) -> None:
+        if not _thread.outer:
+            raise RuntimeError("SegmentState: exit without enter on this thread")
+        undo, modes = _thread.outer.pop()
+        set_function_modes(modes)
+        for function in reversed(undo):
+            function()
+        self.precision.__exit__()
+
+    def parameters(self) -> list[Tensor]:
+        """Returns those of the module that the call runs."""
+        return self.modules.parameters()
+
+    def roots(self) -> list[torch.nn.Module]:
+        """Returns the modules that the call can reach, without those inside."""
+        return list(self.modules.roots)
+
+    def reclassed(self) -> list[tuple]:
+        return self.modules.reclassed()
+
+    def changed(self) -> list[tuple]:
+        return self.modules.changed()
+
+
+def restore(states: list[tuple[torch.Generator, Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)

@@ -1,0 +1,307 @@
+"""The saved-tensor hooks of an activation checkpoint in Python, as csrc/saved_tensors.h says, and sums of gradients in float32."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import _C, Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+HELD = -1  # the key of values for every backward pass over a retained graph
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def version_of(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+class SavedTensors:
+    """The base class of a region. places: weak references to the placeholders; metadata: of every place, or of none if it is not
+    compared; watched: of parameters, (weak reference, version) by id. completed: forward has returned; lenient: recomputed by a
+    backward pass inside forward, so that the number of tensors says nothing."""
+
+    __slots__ = ("_metadata", "compares", "completed", "lenient", "places", "stops_early", "watched")
+
+    def __new__(cls, *_: Any, **__: Any) -> SavedTensors:
+        self = super().__new__(cls)
+        self.places, self._metadata, self.watched = [], [], {}
+        self.compares = self.stops_early = True
+        self.completed = self.lenient = False
+        return self
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def pack(self, x: Tensor) -> Placeholder:
+        """Forward's hook."""
+        leaf = x._base if x._is_view() else x
+        if leaf.is_leaf and id(leaf) not in self.watched and (leaf.requires_grad or type(leaf) is nn.Parameter):
+            self.watch(leaf)
+        if self.compares:
+            self._metadata.append((x.shape, x.dtype, x.device))
+        placeholder = Placeholder(self, len(self.places))
+        self.places.append(ref(placeholder))
+        return placeholder
+
+    def watch(self, parameter: Tensor) -> None:
+        """Notes the version of a parameter."""
+        if not parameter.is_inference():
+            self.watched[id(parameter)] = TensorWeakRef(parameter), parameter._version
+
+    def moved(self) -> list[tuple[int, Tensor, int]]:
+        found = ((key, reference(), version) for key, (reference, version) in self.watched.items())
+        return [one for one in found if one[1] is not None and one[1]._version != one[2]]
+
+    def changed(self) -> tuple[Tensor, int, int] | None:
+        """Returns (parameter, its version now, its version in forward) of a changed one."""
+        return next(((x, x._version, version) for _, x, version in self.moved()), None)
+
+    def forget_moved(self) -> None:
+        """After forward: a parameter that forward itself has changed (a clamp, an embedding's max_norm) is not watched."""
+        for key, *_ in self.moved():
+            del self.watched[key]
+
+    def keep_versions(self) -> None:
+        """After a recompute: if it changes a parameter as forward did (a clamp), the next recompute must not raise."""
+        for _, x, _ in self.moved():
+            self.watch(x)
+
+    def metadata(self, place: int) -> tuple[torch.Size, torch.dtype, torch.device]:
+        """Returns those of the tensor that forward saved at a place."""
+        return self._metadata[place]
+
+    def placeholders(self) -> list[Placeholder]:
+        """Returns those for which backward can still ask."""
+        return [one for reference in self.places if (one := reference()) is not None]
+
+    def drop(self, key: int) -> None:
+        """Frees what a failed recompute has handed out."""
+        for one in self.placeholders():
+            one.values.pop(key, None)
+
+    def hold(self, key: int, limit: int) -> int | None:
+        """Returns the bytes of that recompute's values, without parameters; from now on they are for every later pass. None, and
+        they are not, if that is more than limit; limit < 0: any number."""
+        counted = {
+            x.untyped_storage()._cdata for reference, _ in self.watched.values() if (x := reference()) is not None
+        }
+        size, found = 0, [one for one in self.placeholders() if key in one.values]
+        for one in found:
+            x, _ = one.values[key]
+            if x.layout is not torch.strided or x.is_nested:  # their bytes are not known here
+                return None
+            storage = x.untyped_storage()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                size += storage.nbytes()
+        if 0 <= limit < size:
+            return None
+        for one in found:
+            x, _ = one.values.pop(key)
+            one.values[HELD] = x, version_of(x)
+        return size
+
+    def leaves_out(self) -> bool:
+        """Does the running backward pass leave out the gradient of any leaf that the region reads?"""
+        leaves = [x for reference, _ in self.watched.values() if (x := reference()) is not None]
+        return not left_out().isdisjoint(map(id, leaves))
+
+
+class Placeholder:
+    """Stands in forward's graph for a tensor. values: the recomputed tensor and its version, by backward pass."""
+
+    __slots__ = ("__weakref__", "place", "segment", "values")
+
+    def __init__(self, segment: SavedTensors, place: int):
+        self.segment, self.place = segment, place
+        self.values: dict[int, tuple[Tensor, int]] = {}
+
+    def take(self, key: int) -> Tensor | None:
+        """Returns the tensor that was recomputed for it, once; then None. A held one, if it is as it was, again and again."""
+        if key != HELD:
+            return self.values.pop(key, (None,))[0]
+        x, version = self.values.get(key, (None, -1))
+        return x if x is not None and version_of(x) == version else None
+
+
+class Recompute:
+    """A recompute of a region for a backward pass `key`. stop: the exception class that ends it. device: of the first tensor;
+    count: tensors saved so far; different: [(place, tensor)] that do not look as in forward."""
+
+    fresh = 0  # references that a tensor has which Python has not seen (`references_of_fresh`)
+
+    def __init__(self, segment: SavedTensors, key: int, stop: type[Exception]):
+        self.segment, self.key, self.stop = segment, key, stop
+        self.device: torch.device | None = None
+        self.count, self.unfilled = 0, -1
+        self.different: list[tuple[int, Tensor]] = []
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Recompute's hook: hands x, detached, to the placeholder at its place."""
+        # Inputs are packed before the kernel of their op runs, so that ending there skips the kernel. Not where x is what the
+        # kernel gave, which would save nothing. And not before the kernel has filled an input, as that of rrelu fills its noise
+        # (pytorch#193671): Python has not seen such a tensor.
+        now, segment, place = _C._autograd._get_sequence_nr(), self.segment, self.count
+        if not x.requires_grad and not x._is_view() and sys.getrefcount(x) <= Recompute.fresh:
+            self.unfilled = now
+        ends = segment.stops_early and place + 1 == len(segment.places) and self.unfilled != now
+        ends = ends and not (x.grad_fn is not None and x.grad_fn._sequence_nr() + 1 == now)
+        # detached: otherwise the tensor would keep this run's graph alive, and a saved output would keep itself alive
+        detached = x.detach() if x.requires_grad else x
+        self.device = self.device or x.device
+        self.count += 1
+        if place >= len(segment.places):
+            if segment.completed:
+                segment.too_many()
+            segment.lenient = True  # a backward pass inside forward: later tensors are not asked for yet
+            return detached
+        placeholder = segment.places[place]()
+        if placeholder is not None:
+            placeholder.values[self.key] = detached, -1
+            if segment.compares and segment.metadata(place) != (x.shape, x.dtype, x.device):
+                self.different.append((place, detached))
+        if ends:
+            raise self.stop
+        return detached
+
+
+class _Counting:
+    """Counts the references of a tensor as `Recompute.pack` sees it."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        now, segment, place = 0, self, 0
+        if not x.requires_grad and not x._is_view() and sys.getrefcount(x) <= Recompute.fresh:
+            raise AssertionError(now, segment, place)
+        Recompute.fresh = sys.getrefcount(x)
+        return x.detach()
+
+
+with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_Counting().pack, lambda x: x):
+    torch.zeros(1, requires_grad=True).exp()
+
+
+def unpack_saved(placeholder: Placeholder) -> Tensor:
+    """Returns its tensor, recomputed if need be: forward's unpack hook."""
+    if type(placeholder) is not Placeholder:
+        raise TypeError(f"unpack_saved: wanted a Placeholder but got {type(placeholder).__name__}")
+    if _C._get_graph_exec_group() is None:
+        task = _C._current_graph_task_id()
+        if task >= 0 and (value := placeholder.take(task)) is not None:
+            return value
+    return placeholder.segment.unpack(placeholder)
+
+
+def executes(node: Any) -> tuple[bool, bool]:
+    """(does the running backward pass want this node's gradient?, is it surely a pass that asks for some?)"""
+    try:
+        return _C._will_engine_execute_node(node), False
+    except RuntimeError:  # torch.autograd.grad of this leaf
+        return True, True
+
+
+class _Pass:
+    """The last backward pass that was looked at, and the ids of the leaves that it leaves out."""
+
+    task, leaves = -1, frozenset()
+
+
+def left_out() -> frozenset[int]:
+    """The ids of the leaves whose gradients the running backward pass does not ask for, among those below the node that first
+    asks: torch tells Python of no other whether it is in the graph."""
+    task, node = _C._current_graph_task_id(), _C._current_autograd_node()
+    if task == -1 or node is None:
+        return frozenset()
+    if task != _Pass.task:
+        pending, seen, found = [node], {node}, set()
+        for one in pending:
+            for following, _ in one.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    pending.append(following)
+                    leaf = getattr(following, "variable", None)
+                    if leaf is not None and not executes(following)[0]:
+                        found.add(id(leaf))
+        _Pass.task, _Pass.leaves = task, frozenset(found)
+    return _Pass.leaves
+
+
+def asks_for_some() -> bool:
+    """Does the running backward pass leave gradients out?"""
+    return bool(left_out())
+
+
+class _Sum(NamedTuple):
+    """The sum of one backward pass at a place. waits: nodes that have not added to it yet."""
+
+    waits: set[Any]
+    total: list[Tensor]
+
+
+class GradientSums:
+    """Sums in float32 of what several chunks of a graph send to one 16-bit tensor, rounded once, where autograd would round once
+    for each (csrc/gradient_sums.h). Hooks of the chunks' nodes hold back what they send; the last one sends the sum.
+
+    What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it.
+    """
+
+    def __init__(self) -> None:
+        self.since = _C._autograd._get_sequence_nr()
+        self.senders: dict[tuple[Any, int], set[Any]] = {}  # by the place outside
+        self.sums: dict[tuple, _Sum] = {}  # by the place and the backward pass
+
+    def redirect(self, output: Tensor, chunk: Tensor) -> None:
+        """output: of a chunk. chunk: its input, whose gradient no other chunk adds to."""
+        since, self.since = self.since, _C._autograd._get_sequence_nr()
+        root = output.grad_fn
+        if root is None or not since <= root._sequence_nr() < self.since:
+            return
+        own = torch.autograd.graph.get_gradient_edge(chunk).node if chunk.requires_grad else None
+        pending, seen = [root], {root}
+        for node in pending:
+            places: dict[tuple[Any, int], list[int]] = {}
+            for i, (following, slot) in enumerate(node.next_functions):
+                if following is None or following is own:
+                    continue
+                if since <= following._sequence_nr() < self.since:
+                    if following not in seen:
+                        seen.add(following)
+                        pending.append(following)
+                elif following._input_metadata[slot].dtype in HALVES:
+                    places.setdefault((following, slot), []).append(i)
+                    self.senders.setdefault((following, slot), set()).add(node)
+            if places:
+                node.register_hook(self.hook(node, places))
+
+    def hook(self, node: Any, places: dict[tuple[Any, int], list[int]]) -> Callable:
+        """The hook of a node that sends to these places the gradients of these numbers among those that it forms."""
+
+        def hold_back(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+            sent = list(grads)
+            for place, slots in places.items():
+                key = place, _C._current_graph_task_id()
+                if key not in self.sums:
+                    self.sums[key] = _Sum({one for one in self.senders[place] if executes(one)[0]}, [])
+                waits, total = self.sums[key]
+                given = [i for i in slots if grads[i] is not None]
+                for i in given:
+                    wide = grads[i].float()
+                    total[:] = [wide if not total else total[0] + wide if wide.requires_grad else total[0].add_(wide)]
+                    sent[i] = None
+                waits.discard(node)
+                if waits:
+                    continue
+                del self.sums[key]
+                if given:
+                    sent[given[0]] = total.pop().to(grads[given[0]].dtype)
+                elif total:
+                    raise RuntimeError(
+                        f"ckptkern.tiled: {node.name()}, the last of a sum, has no gradient. Run with ckptkern's C++ extension "
+                        "(python -m ckptkern env), or give chunks=1"
+                    )
+            return tuple(sent)
+
+        return hold_back
