@@ -251,14 +251,15 @@ class _Joined(torch.autograd.Function):
     """The output, for the placeholders of its chunks."""
 
     @staticmethod
-    def forward(ctx, output, length, *placeholders):
+    def forward(ctx, output, length, sums, *placeholders):
         ctx.set_materialize_grads(False)
+        ctx.sums = sums  # lives as long as the graph
         ctx.length, ctx.dim, ctx.count = length, output.dim, len(placeholders)
         return output.whole
 
     @staticmethod
     def backward(ctx, grad):
-        return None, None, *([None] * ctx.count if grad is None else grad.split(ctx.length, ctx.dim))
+        return None, None, None, *([None] * ctx.count if grad is None else grad.split(ctx.length, ctx.dim))
 
 
 class _InputGradient:
@@ -330,7 +331,7 @@ def _run(fn: Callable, forward: Callable, x: Tensor, dim: int, length: int, pres
             else:
                 output.write(result, start, size)
             del result, part
-    return _Joined.apply(output, length, *placeholders) if placeholders else output.whole
+    return _Joined.apply(output, length, sums, *placeholders) if placeholders else output.whole
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +28,22 @@ _KEYS = _C.DispatchKey
 OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
 
 
+def unseen(function: Callable) -> Callable:
+    """Runs a function so that neither subclasses nor modes of torch functions see it."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def is_of(value: Any, kind: type) -> bool:
+    """Is it of this class? A proxy says so of itself, too."""
+    return issubclass(type(value), kind)
+
+
 def has_own_dispatch(x: Tensor) -> bool:
     return type(x) not in EXACT and _C._dispatch_keys(x).has(_KEYS.Python)
 
@@ -48,7 +65,7 @@ def memory_of(x: Tensor) -> tuple:
 def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
     """A copy of x, outside of the caller's modes, which shares memory with the other copies as x does with what they are of, if
     its storage is small. copies: by what they are of, with that, so that no other gets its id."""
-    with torch.no_grad(), _C._DisableTorchDispatch(), _C.DisableTorchFunction():
+    with torch.no_grad(), _C._DisableTorchDispatch():
         storage = x.untyped_storage()
         if storage.nbytes() > SMALL:
             return copies.setdefault(id(x), (x, x.clone()))[1]
@@ -79,7 +96,7 @@ def put(space: Any, name: Any, value: Any) -> None:
 
 def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
     """May what is there be exchanged for what was?"""
-    if not (isinstance(now, Tensor) and isinstance(then, Tensor)):
+    if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
     if has_own_dispatch(now) or has_own_dispatch(then):
         return False
@@ -142,7 +159,7 @@ class Entry:
 
     def is_there(self, now: Any) -> bool:
         return now is not ABSENT and (
-            now is self.value or (self.original is not None and isinstance(now, Tensor) and now is self.original())
+            now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
         )
 
     def is_lost(self) -> bool:
@@ -188,13 +205,12 @@ class ModuleState:
     def add_entry(self, space: Space, name: Any, value: Any) -> None:
         entry = Entry(space, name, value)
         self.entries.append(entry)
-        if not isinstance(value, Tensor):
+        if not is_of(value, Tensor):
             return
         entry.requires_grad, entry.version, entry.tensor = value.requires_grad, version_of(value), value
         if value.grad_fn is not None:
             entry.original = TensorWeakRef(value)
-            with _C.DisableTorchFunction():
-                entry.tensor = entry.value = value.detach().requires_grad_(entry.requires_grad)
+            entry.tensor = entry.value = value.detach().requires_grad_(entry.requires_grad)
         elif (
             not entry.requires_grad
             and type(value) in EXACT
@@ -209,7 +225,7 @@ class ModuleState:
     def add_space(self, space: Space) -> None:
         self.spaces.append(space)
         for name, value in list(space.object.items()):
-            if space.kind != "attributes" or isinstance(value, Tensor) or is_constant(value):
+            if space.kind != "attributes" or is_of(value, Tensor) or is_constant(value):
                 self.add_entry(space, name, value)
             elif is_container(value):
                 if name not in TABLES:
@@ -217,7 +233,7 @@ class ModuleState:
                     if id(value) not in self.seen:
                         self.seen.add(id(value))
                         self.containers.append((value, value.copy()))
-            elif isinstance(value, torch.Generator):
+            elif is_of(value, torch.Generator):
                 self.generators.append(value)
 
     def add_module(self, root: nn.Module, own: bool) -> None:
@@ -271,7 +287,7 @@ class ModuleState:
                 self.entries += [
                     Entry(space, name)
                     for name, value in space.object.items()
-                    if name not in known and (isinstance(value, Tensor) or is_constant(value) or is_container(value))
+                    if name not in known and (is_of(value, Tensor) or is_constant(value) or is_container(value))
                 ]
             if space.type is not type(space.module):  # a lazy module, which also removes its hook
                 space.type, space.dicts = type(space.module), dicts_of(space.object)
@@ -316,7 +332,7 @@ class ModuleState:
             if not lost and (entry.updated or now == entry.version):
                 continue
             objects, there = [entry.value], ABSENT if space.object is None else item(space.object, entry.name)
-            if isinstance(there, Tensor):
+            if is_of(there, Tensor):
                 if not (
                     entry.is_there(there)
                     or entry.before is not None
@@ -404,16 +420,16 @@ def put_back(space: Any, name: Any, value: Any) -> None:
 
 def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], depth: int = 0) -> None:
     """Adds what a function reads besides arguments that are saved."""
-    if isinstance(value, Tensor):
+    if is_of(value, Tensor):
         modules.add_tensor(value)
-    elif isinstance(value, torch.Generator):
+    elif is_of(value, torch.Generator):
         generators.append(value)
     elif type(value) is CellType:
         modules.add_cell(value)
         content = item(value, None)
-        if content is not ABSENT and not isinstance(content, Tensor):
+        if content is not ABSENT and not is_of(content, Tensor):
             reach(content, modules, generators, depth)
-    elif isinstance(value, nn.Module):
+    elif is_of(value, nn.Module):
         modules.add_module(value, own=False)
     elif depth == 0 and type(value) in (tuple, list):
         for one in value:

@@ -8,6 +8,7 @@ import torch
 from torch import _C, Tensor, nn
 from torch._C._functorch import is_gradtrackingtensor, is_legacy_batchedtensor
 
+from .modules import unseen
 from .precision import Precision
 from .region import SegmentState, drawn
 from .saved import GradientSums, Placeholder, Recompute, SavedTensors, executes, unpack_saved
@@ -44,6 +45,7 @@ def philox4x32_10(key: int, counter: Sequence[int]) -> tuple[int, int, int, int]
     return c0, c1, c2, c3
 
 
+@unseen
 def observe(tensors: Sequence[Tensor | None]) -> int:
     """What observes a call, as `Observed`, and above 16 bits which of the first 48 tensors need a gradient."""
     seen = (
@@ -93,6 +95,7 @@ def _is_plain(x: Tensor, x_device: torch.device) -> bool:
     )
 
 
+@unseen
 def layer_fits(x: Tensor, weight: Tensor, bias: Tensor | None, in_features: int) -> bool:
     """Are weight [N, in_features] and bias [N] or None plain tensors on x's device? False too for what it does not read:
     subclasses, symbolic sizes."""

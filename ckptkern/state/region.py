@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.weak import TensorWeakRef
 
 from .containers import CONTAINERS, take_apart
-from .modules import SCALARS, ModuleState, reach
+from .modules import SCALARS, ModuleState, is_of, reach, unseen
 from .precision import Precision
 
 DEEPEST = 1000  # guards against a list that holds itself
@@ -77,8 +77,8 @@ class _Saved(torch.autograd.Function):
     place is an error when they are read."""
 
     @staticmethod
-    def forward(ctx, root, *tensors):
-        ctx.save_for_backward(*tensors)
+    def forward(ctx, root, tensors):
+        ctx.save_for_backward(*tensors)  # in a list: they are no inputs, to which an edge would lead
         return Tensor._make_subclass(Tensor, _EMPTY)  # which modes do not see
 
 
@@ -89,7 +89,7 @@ def saved(tensors: list[Tensor]) -> Any:
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:
-        return _Saved.apply(_ROOT, *tensors).grad_fn
+        return _Saved.apply(_ROOT, tensors).grad_fn
     finally:
         torch._C._set_grad_enabled(before)
 
@@ -110,18 +110,19 @@ class SegmentState:
         self.tensors: list[Tensor] = []  # each once: mha(x, x, x) gets one x again
         self.known: dict[int, int] = {}  # their places
         self.caches: list[tuple[int, TensorWeakRef, int]] = []  # places, and versions before forward
-        if own is not None:
-            self.modules.add_module(own, own=True)
-        self.given = self.take((args, kwargs), -1)
-        alone = {place for place, *_ in self.caches}
-        groups = [[i for i in range(len(self.tensors)) if i not in alone], *([i] for i in alone)]
-        self.nodes = [(places, saved([self.tensors[i] for i in places])) for places in groups if places]
-        devices = dict.fromkeys(x.device for x in self.tensors if x.device.type not in ("cpu", "meta"))
-        self.tensors, self.known = [], {}
-        for value in reachable:
-            reach(value, self.modules, self.generators)
+        with _C.DisableTorchFunction():
+            if own is not None:
+                self.modules.add_module(own, own=True)
+            self.given = self.take((args, kwargs), -1)
+            for value in reachable:
+                reach(value, self.modules, self.generators)
+        tensors, self.tensors, self.known = self.tensors, [], {}
+        alone = [place for place, *_ in self.caches]
+        groups = [[i for i in range(len(tensors)) if i not in alone], *([i] for i in alone)]
+        self.nodes = [(places, saved([tensors[i] for i in places])) for places in groups if places]
         self.random: list[tuple[torch.Generator, Tensor]] = []
         if preserve_rng_state:
+            devices = dict.fromkeys(x.device for x in tensors if x.device.type not in ("cpu", "meta"))
             of_devices = (torch.get_device_module(d).default_generators[d.index] for d in devices)
             generators = [torch.default_generator, *self.modules.generators, *self.generators, *of_devices]
             self.random = [(one, read_generator(one)) for one in generators]
@@ -142,7 +143,7 @@ class SegmentState:
         the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
         if depth > DEEPEST:
             raise RecursionError("the arguments of a region are nested more than 1000 deep")
-        if isinstance(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
+        if is_of(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor
             place = self.known.setdefault(id(value), len(self.tensors))
             if place == len(self.tensors):
                 self.tensors.append(value)
@@ -168,18 +169,9 @@ class SegmentState:
     def arguments(self) -> tuple[tuple, dict[str, Any]]:
         """Returns (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute."""
         tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.saved_tensors, strict=True)}
+        return given_again(self.given, tensors)
 
-        def give(taken: Any) -> Any:
-            if type(taken) is int:
-                return tensors[taken]
-            make, held = taken
-            if make is None:
-                return held
-            held = [give(one) for one in held]
-            return held if make is list else make(tuple(held))
-
-        return give(self.given)
-
+    @unseen
     def settle(self) -> None:
         """Called after forward: that forward itself wrote into a nested tensor without gradient (a cache) is not an error."""
         self.modules.settle()
@@ -199,7 +191,8 @@ class SegmentState:
                 _thread.drawings.append([self.recorded, True, 0])
                 undo.append(_thread.drawings.pop)
             restore(self.random)
-            self.modules.enter(undo)
+            with _C.DisableTorchFunction():
+                self.modules.enter(undo)
             set_function_modes(self.modes)
         except BaseException:
             self.exit()
@@ -210,8 +203,9 @@ class SegmentState:
             raise RuntimeError("SegmentState: exit without enter on this thread")
         undo, modes = _thread.outer.pop()
         set_function_modes(modes)
-        for function in reversed(undo):
-            function()
+        with _C.DisableTorchFunction():
+            for function in reversed(undo):
+                function()
         self.precision.__exit__()
 
     def parameters(self) -> list[Tensor]:
@@ -225,8 +219,20 @@ class SegmentState:
     def reclassed(self) -> list[tuple]:
         return self.modules.reclassed()
 
+    @unseen
     def changed(self) -> list[tuple]:
         return self.modules.changed()
+
+
+def given_again(taken: Any, tensors: dict[int, Tensor]) -> Any:
+    """What `take` took apart."""
+    if type(taken) is int:
+        return tensors[taken]
+    make, held = taken
+    if make is None:
+        return held
+    held = [given_again(one, tensors) for one in held]
+    return held if make is list else make(tuple(held))
 
 
 def restore(states: list[tuple[torch.Generator, Tensor]]) -> None:

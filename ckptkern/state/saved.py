@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import _C, Tensor, nn
 from torch.utils.weak import TensorWeakRef
+
+from .modules import unseen
 
 HELD = -1  # the key of values for every backward pass over a retained graph
 HALVES = (torch.float16, torch.bfloat16)
@@ -36,6 +38,7 @@ class SavedTensors:
     def __len__(self) -> int:
         return len(self.places)
 
+    @unseen
     def pack(self, x: Tensor) -> Placeholder:
         """Forward's hook."""
         leaf = x._base if x._is_view() else x
@@ -47,6 +50,7 @@ class SavedTensors:
         self.places.append(ref(placeholder))
         return placeholder
 
+    @unseen
     def watch(self, parameter: Tensor) -> None:
         """Notes the version of a parameter."""
         if not parameter.is_inference():
@@ -235,9 +239,9 @@ def asks_for_some() -> bool:
 
 
 class _Sum(NamedTuple):
-    """The sum of one backward pass at a place. waits: nodes that have not added to it yet."""
+    """The sum of one backward pass at a place. waits: the nodes that have not added to it yet."""
 
-    waits: set[Any]
+    waits: set[int]
     total: list[Tensor]
 
 
@@ -245,12 +249,14 @@ class GradientSums:
     """Sums in float32 of what several chunks of a graph send to one 16-bit tensor, rounded once, where autograd would round once
     for each (csrc/gradient_sums.h). Hooks of the chunks' nodes hold back what they send; the last one sends the sum.
 
-    What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it.
+    What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it. It holds nodes, whose
+    hooks do not hold it, else no graph would ever be freed: a node behind all of these must.
     """
 
     def __init__(self) -> None:
         self.since = _C._autograd._get_sequence_nr()
-        self.senders: dict[tuple[Any, int], set[Any]] = {}  # by the place outside
+        self.nodes: list[Any] = []  # that send
+        self.senders: dict[tuple[Any, int], set[int]] = {}  # by the place outside, places in `nodes`
         self.sums: dict[tuple, _Sum] = {}  # by the place and the backward pass
 
     def redirect(self, output: Tensor, chunk: Tensor) -> None:
@@ -272,36 +278,41 @@ class GradientSums:
                         pending.append(following)
                 elif following._input_metadata[slot].dtype in HALVES:
                     places.setdefault((following, slot), []).append(i)
-                    self.senders.setdefault((following, slot), set()).add(node)
             if places:
-                node.register_hook(self.hook(node, places))
+                for place in places:
+                    self.senders.setdefault(place, set()).add(len(self.nodes))
+                node.register_hook(functools.partial(_hold_back, ref(self), len(self.nodes), places))
+                self.nodes.append(node)
 
-    def hook(self, node: Any, places: dict[tuple[Any, int], list[int]]) -> Callable:
-        """The hook of a node that sends to these places the gradients of these numbers among those that it forms."""
+    def add(self, sender: int, place: tuple[Any, int], grads: list[Tensor]) -> Tensor | None:
+        """Adds what a node sends to a place; returns the sum, if it is the last in this backward pass."""
+        key = place, _C._current_graph_task_id()
+        if key not in self.sums:
+            self.sums[key] = _Sum({one for one in self.senders[place] if executes(self.nodes[one])[0]}, [])
+        waits, total = self.sums[key]
+        for grad in grads:
+            wide = grad.float()
+            total[:] = [wide if not total else total[0] + wide if wide.requires_grad else total[0].add_(wide)]
+        waits.discard(sender)
+        if waits:
+            return None
+        del self.sums[key]
+        if total and not grads:
+            raise RuntimeError(
+                f"ckptkern.tiled: {self.nodes[sender].name()}, the last of a sum, has no gradient. Run with ckptkern's C++ extension "
+                "(python -m ckptkern env), or give chunks=1"
+            )
+        return total[0].to(grads[0].dtype) if total else None
 
-        def hold_back(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
-            sent = list(grads)
-            for place, slots in places.items():
-                key = place, _C._current_graph_task_id()
-                if key not in self.sums:
-                    self.sums[key] = _Sum({one for one in self.senders[place] if executes(one)[0]}, [])
-                waits, total = self.sums[key]
-                given = [i for i in slots if grads[i] is not None]
-                for i in given:
-                    wide = grads[i].float()
-                    total[:] = [wide if not total else total[0] + wide if wide.requires_grad else total[0].add_(wide)]
-                    sent[i] = None
-                waits.discard(node)
-                if waits:
-                    continue
-                del self.sums[key]
-                if given:
-                    sent[given[0]] = total.pop().to(grads[given[0]].dtype)
-                elif total:
-                    raise RuntimeError(
-                        f"ckptkern.tiled: {node.name()}, the last of a sum, has no gradient. Run with ckptkern's C++ extension "
-                        "(python -m ckptkern env), or give chunks=1"
-                    )
-            return tuple(sent)
 
-        return hold_back
+def _hold_back(
+    sums: ref[GradientSums], sender: int, places: dict[tuple[Any, int], list[int]], grads: tuple, _: Any
+) -> tuple[Tensor | None, ...]:
+    """The hook of a node that sends to each of these places the gradients of these numbers among those that it forms."""
+    sent = list(grads)
+    for place, slots in places.items():
+        given = [i for i in slots if grads[i] is not None]
+        total = sums().add(sender, place, [grads[i] for i in given])
+        for i in given:
+            sent[i], total = total, None
+    return tuple(sent)
