@@ -17,15 +17,15 @@ from torch.utils.weak import TensorWeakRef
 SMALL = 64 * 1024  # bytes: what is copied, in case forward updates it
 FEW = 64  # items of a list or dict that are copied
 SCALARS = frozenset((type(None), bool, int, float, str))
-DICTS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_modules",
+DICTS = frozenset(
+    ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
+     "_forward_hooks_always_called", "_modules")
 )  # fmt: skip
-TABLES = frozenset(("_parameters", "_buffers", "_modules"))  # of a module whose parameters, say, are all None
 EXACT = (Tensor, nn.Parameter)
 ABSENT = object()  # what is not held
+Items = dict[str, Any]
 _KEYS = _C.DispatchKey
-OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
+_OTHERS = (_KEYS.Python, _KEYS.FuncTorchBatched, _KEYS.FuncTorchGradWrapper, _KEYS.Functionalize)
 
 
 def unseen(function: Callable) -> Callable:
@@ -44,27 +44,22 @@ def is_of(value: Any, kind: type) -> bool:
     return issubclass(type(value), kind)
 
 
-def has_own_dispatch(x: Tensor) -> bool:
-    return type(x) not in EXACT and _C._dispatch_keys(x).has(_KEYS.Python)
-
-
 def is_plain(x: Tensor) -> bool:
     """Neither a subclass with operations of its own nor a tensor of a torch.func transform."""
-    keys = _C._dispatch_keys(x)
-    return x.layout is torch.strided and not any(map(keys.has, OTHERS))
+    return x.layout is torch.strided and not any(map(_C._dispatch_keys(x).has, _OTHERS))
 
 
 def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def memory_of(x: Tensor) -> tuple:
-    return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
+def memory_of(x: Tensor) -> tuple | None:
+    return (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()) if is_plain(x) else None
 
 
 def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
     """A copy of x, outside of the caller's modes, which shares memory with the other copies as x does with what they are of, if
-    its storage is small. copies: by what they are of, with that, so that no other gets its id."""
+    its storage is small. copies: by what they are of, with that, so that nothing else gets its id."""
     with torch.no_grad(), _C._DisableTorchDispatch():
         storage = x.untyped_storage()
         if storage.nbytes() > SMALL:
@@ -75,7 +70,7 @@ def copy_of(x: Tensor, copies: dict[int, Any]) -> Tensor:
 
 
 def item(space: Any, name: Any) -> Any:
-    """What a dict, another mapping or a cell holds, or ABSENT."""
+    """What a dict, another mapping (of a ScriptModule) or a cell holds, or ABSENT."""
     try:
         return space.cell_contents if type(space) is CellType else space[name]
     except (KeyError, ValueError):
@@ -84,10 +79,7 @@ def item(space: Any, name: Any) -> Any:
 
 def put(space: Any, name: Any, value: Any) -> None:
     if type(space) is CellType:
-        if value is ABSENT:
-            del space.cell_contents
-        else:
-            space.cell_contents = value
+        space.cell_contents = value
     elif value is ABSENT:
         del space[name]
     else:
@@ -98,90 +90,66 @@ def exchangeable(now: Any, then: Any, of_parameters: bool) -> bool:
     """May what is there be exchanged for what was?"""
     if not (is_of(now, Tensor) and is_of(then, Tensor)):
         return True
-    if has_own_dispatch(now) or has_own_dispatch(then):
+    if any(_C._dispatch_keys(x).has(_KEYS.Python) for x in (now, then)) or (of_parameters and now.shape != then.shape):
         return False
-    if of_parameters and now.shape != then.shape:
-        return False
-    return not (is_plain(now) and is_plain(then) and memory_of(now) == memory_of(then))
+    return memory_of(now) is None or memory_of(now) != memory_of(then)
 
 
-def is_scalars(values: Any) -> bool:
+def are_scalars(values: Any) -> bool:
     return len(values) <= FEW and all(type(one) in SCALARS for one in values)
 
 
 def is_container(value: Any) -> bool:
-    """A list or dict of few scalars, such as the scales of adapters, or that which forward fills; an empty dict is of hooks."""
-    return (
-        is_scalars(value) if type(value) is list else type(value) is dict and value != {} and is_scalars(value.values())
-    )
+    """A list or dict of few scalars, such as the scales of adapters, or that which forward fills."""
+    return are_scalars(value.values() if type(value) is dict else value) if type(value) in (list, dict) else False
 
 
-def is_constant(value: Any) -> bool:
-    return is_scalars(value) if isinstance(value, tuple) else type(value) in SCALARS
+def is_saved(value: Any) -> bool:
+    """Is it an attribute that is put back?"""
+    if isinstance(value, tuple):
+        return are_scalars(value)
+    return type(value) in SCALARS or is_of(value, Tensor) or (is_container(value) and value != {})  # {}: of hooks
 
 
-def same_items(a: dict, b: dict) -> bool:
-    return len(a) == len(b) and all(x is y and i == j for (i, x), (j, y) in zip(a.items(), b.items(), strict=True))
+class Space:
+    """A dict, another mapping, a cell, or None, as `object`, of a module. own: the call runs the module for sure; norm: buffers of
+    one that trains, which native ops update and move no version; updated: is one of its buffers?"""
 
-
-class Space(SimpleNamespace):
-    """object: a dict, another mapping, a cell, or None; module: whose it is; kind: "attributes", "parameters", "buffers", "cell"
-    or "tensor"; own: the call runs the module for sure; norm: one that trains, whose native ops update its buffers and move no
-    version; updated: is one of its buffers? Of attributes: size, type (the module's class), dicts (copies of DICTS)."""
-
-    own = norm = updated = False
-    dicts: dict[str, dict] = {}  # noqa: RUF012 (of other kinds)
-    type = None
+    def __init__(self, object: Any, module: nn.Module | None, kind: str, own: bool = False, norm: bool = False):
+        self.object, self.module, self.kind, self.own, self.norm, self.updated = object, module, kind, own, norm, False
 
 
 class Entry:
-    """A name in a space. tensor: of the value; detached if it has a graph, which must not live as long as the region's;
-    original: a weak reference to that one. before: a small tensor's copy from before forward. updated: by forward itself;
-    absent: an attribute that forward adds."""
+    """A name in a space. value: ABSENT of an attribute that forward adds. tensor: the value; detached if it has a graph, which
+    must not live as long as the region's; original: a weak reference to that one. before: a small tensor's copy from before
+    forward. updated: by forward itself. items: is the value a copy of hooks or submodules?"""
 
-    __slots__ = (
-        "absent",
-        "before",
-        "name",
-        "original",
-        "requires_grad",
-        "space",
-        "tensor",
-        "updated",
-        "value",
-        "version",
-    )
-
-    def __init__(self, space: Space, name: Any, value: Any = ABSENT):
-        self.space, self.name, self.value, self.absent = space, name, value, value is ABSENT
-        self.tensor = self.original = self.before = None
+    def __init__(self, space: Space, name: Any, value: Any, items: bool = False):
+        self.space, self.name, self.value, self.items = space, name, value, items
+        self.tensor: Tensor | None = None
+        self.original: TensorWeakRef | None = None
+        self.before: Tensor | None = None
         self.requires_grad = self.updated = False
 
     def is_there(self, now: Any) -> bool:
-        return now is not ABSENT and (
-            now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
-        )
+        if self.items:
+            return is_of(now, dict) and list(now.items()) == list(self.value.items())
+        return now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
 
     def is_lost(self) -> bool:
         """Was it updated by forward, so that its value from before is not known? Statistics of norms, parameters (a clamp, merged
         adapters) and what cannot be exchanged are as forward leaves them."""
-        space = self.space
-        return (
-            self.updated
-            and self.before is None
-            and not (self.requires_grad or space.norm)
-            and space.kind not in ("parameters", "tensor")
-        )
+        kept = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
+        return self.updated and self.before is None and not kept
 
-    def wanted(self, copies: dict[int, Any], objects: dict[int, Tensor]) -> Any:
+    def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]) -> Any:
         """What the recompute shall find."""
         space, x = self.space, self.tensor
+        if self.items and not is_there:
+            return self.value.copy()
         # What a norm that the call may not run has updated, or one that moves no version, is not to be updated twice.
-        if x is None or (
-            self.before is None
-            and not (space.norm and space.kind == "buffers" and (space.own or space.updated) and is_plain(x))
-            and not self.is_lost()
-        ):
+        is_statistic = x is not None and space.norm and (space.own or space.updated) and is_plain(x)
+        if x is None or not (self.before is not None or is_statistic or self.is_lost()):
             return self.value
         if id(x) not in objects:
             objects[id(x)] = copy = copy_of(x if self.before is None else self.before, copies)
@@ -196,11 +164,16 @@ class ModuleState:
         self.values, self.settled = values, False
         self.generators: list[torch.Generator] = []
         self.roots: list[nn.Module] = []
-        self.spaces: list[Space] = []
+        self.attributes: list[tuple[Space, type, int]] = []  # of each module, with its class and their number
         self.entries: list[Entry] = []
         self.containers: list[tuple[Any, Any]] = []  # and their copies
         self.seen: set[int] = set()
         self.copies: dict[int, Any] = {}
+
+    def is_new(self, value: Any) -> bool:
+        is_new = id(value) not in self.seen
+        self.seen.add(id(value))
+        return is_new
 
     def add_entry(self, space: Space, name: Any, value: Any) -> None:
         entry = Entry(space, name, value)
@@ -212,66 +185,59 @@ class ModuleState:
             entry.original = TensorWeakRef(value)
             entry.tensor = entry.value = value.detach().requires_grad_(entry.requires_grad)
         elif (
-            not entry.requires_grad
+            not (entry.requires_grad or value.is_inference())
             and type(value) in EXACT
             and space.kind not in ("parameters", "tensor")
             and (not space.norm or space.own or self.values)
-            and not value.is_inference()
             and is_plain(value)
             and value.nbytes <= SMALL
         ):
             entry.before = copy_of(value, self.copies)
 
-    def add_space(self, space: Space) -> None:
-        self.spaces.append(space)
-        for name, value in list(space.object.items()):
-            if space.kind != "attributes" or is_of(value, Tensor) or is_constant(value):
-                self.add_entry(space, name, value)
-            elif is_container(value):
-                if name not in TABLES:
-                    self.add_entry(space, name, value)
-                    if id(value) not in self.seen:
-                        self.seen.add(id(value))
-                        self.containers.append((value, value.copy()))
-            elif is_of(value, torch.Generator):
-                self.generators.append(value)
-
     def add_module(self, root: nn.Module, own: bool) -> None:
         """In forward, before it runs. A module comes with those inside. own: the call runs it for sure."""
         self.roots.append(root)
         pending = [root]
-        for module in pending:
-            if id(module) in self.seen:
-                continue
-            self.seen.add(id(module))
+        for module in filter(self.is_new, pending):
             attributes = object.__getattribute__(module, "__dict__")
+            tables = {}
+            for name in ("_parameters", "_buffers", "_modules"):  # of a ScriptModule they are no attributes
+                tables[name] = attributes[name] if name in attributes else getattr(module, name)
+            norm = attributes.get("training") is True and is_of(module, _NormBase)
+            for name, value in tables["_parameters"].items():
+                self.add_entry(Space(tables["_parameters"], module, "parameters", own), name, value)
+            buffers = Space(tables["_buffers"], module, "buffers", own, norm)
+            for name, value in buffers.object.items():
+                self.add_entry(buffers, name, value)
+            pending += [child for _, child in tables["_modules"].items() if child is not None]
+            space = Space(attributes, module, "attributes", own)
+            self.attributes.append((space, type(module), len(attributes)))
+            self.add_dicts(space)
+            for name, value in attributes.items():
+                if name in tables:
+                    continue
+                if is_saved(value):
+                    self.add_entry(space, name, value)
+                    if is_container(value) and self.is_new(value):
+                        self.containers.append((value, value.copy()))
+                elif is_of(value, torch.Generator):
+                    self.generators.append(value)
 
-            def mapping(name: str, attributes: dict = attributes, module: nn.Module = module) -> Any:
-                return attributes[name] if name in attributes else getattr(module, name)  # a ScriptModule's
-
-            if found := mapping("_parameters"):
-                self.add_space(Space(object=found, module=module, kind="parameters", own=own))
-            if found := mapping("_buffers"):
-                norm = attributes.get("training") is True and isinstance(module, _NormBase)
-                self.add_space(Space(object=found, module=module, kind="buffers", own=own, norm=norm))
-            if found := mapping("_modules"):
-                pending += [child for _, child in found.items() if child is not None]
-            space = Space(object=attributes, module=module, kind="attributes", own=own)
-            space.type, space.size, space.dicts = type(module), len(attributes), dicts_of(attributes)
-            self.add_space(space)
+    def add_dicts(self, space: Space) -> None:
+        """Adds copies of hooks and submodules."""
+        for name in DICTS & space.object.keys():
+            value = space.object[name]
+            if is_of(value, dict):
+                self.entries.append(Entry(space, name, value.copy() if value else OrderedDict(), items=True))
 
     def add_cell(self, cell: CellType) -> None:
         value = item(cell, None)
-        if value is not ABSENT and id(cell) not in self.seen:  # else it is not filled yet
-            self.seen.add(id(cell))
-            self.spaces.append(Space(object=cell, module=None, kind="cell"))
-            self.add_entry(self.spaces[-1], None, value)
+        if value is not ABSENT and self.is_new(cell):  # else it is not filled yet
+            self.add_entry(Space(cell, None, "cell"), None, value)
 
     def add_tensor(self, captured: Tensor) -> None:
-        if id(captured) not in self.seen:
-            self.seen.add(id(captured))
-            self.spaces.append(Space(object=None, module=None, kind="tensor"))
-            self.add_entry(self.spaces[-1], None, captured)
+        if self.is_new(captured):
+            self.add_entry(Space(None, None, "tensor"), None, captured)
 
     def settle(self) -> None:
         """After forward, once: other calls of the same region may follow. What forward updated itself is not an error later, and
@@ -279,18 +245,15 @@ class ModuleState:
         if self.settled:
             return
         self.settled = True
-        for space in self.spaces:
-            if space.kind != "attributes":
-                continue
-            if len(space.object) != space.size:
+        for i, (space, kind, count) in enumerate(self.attributes):
+            if len(space.object) != count:
                 known = {entry.name for entry in self.entries if entry.space is space}
-                self.entries += [
-                    Entry(space, name)
-                    for name, value in space.object.items()
-                    if name not in known and (is_of(value, Tensor) or is_constant(value) or is_container(value))
-                ]
-            if space.type is not type(space.module):  # a lazy module, which also removes its hook
-                space.type, space.dicts = type(space.module), dicts_of(space.object)
+                added = [name for name, value in space.object.items() if name not in known and is_saved(value)]
+                self.entries += [Entry(space, name, ABSENT) for name in added]
+            if kind is not type(space.module):  # a lazy module, which also removes its hook
+                self.attributes[i] = space, type(space.module), count
+                self.entries = [one for one in self.entries if not (one.items and one.space is space)]
+                self.add_dicts(space)
         for entry in self.entries:
             if entry.tensor is not None:
                 version = version_of(entry.tensor)
@@ -303,22 +266,14 @@ class ModuleState:
 
     def parameters(self) -> list[nn.Parameter]:
         """Returns those of own modules."""
-        return [
-            entry.value
-            for entry in self.entries
-            if entry.space.own
-            and entry.space.kind == "parameters"
-            and entry.tensor is not None
-            and entry.original is None
-        ]
+        own = (
+            one for one in self.entries if one.space.own and one.space.kind == "parameters" and one.tensor is not None
+        )
+        return [one.value for one in own if one.original is None]
 
     def reclassed(self) -> list[tuple[nn.Module, type]]:
         """Returns (module, its class in forward) of modules that have another class now: they cannot run."""
-        return [
-            (space.module, space.type)
-            for space in self.spaces
-            if space.type is not None and space.type is not type(space.module)
-        ]
+        return [(space.module, kind) for space, kind, _ in self.attributes if kind is not type(space.module)]
 
     def changed(self) -> list[tuple]:
         """After enter(): (objects, module or None, name, version now, version after forward) of what was changed in place since,
@@ -326,23 +281,17 @@ class ModuleState:
         found = []
         for entry in self.entries:
             space, x = entry.space, entry.tensor
-            if x is None or x.is_inference() or (space.norm and space.kind == "buffers"):
+            if x is None or x.is_inference() or space.norm:
                 continue
             now, lost = version_of(x), entry.is_lost()
             if not lost and (entry.updated or now == entry.version):
                 continue
-            objects, there = [entry.value], ABSENT if space.object is None else item(space.object, entry.name)
-            if is_of(there, Tensor):
-                if not (
-                    entry.is_there(there)
-                    or entry.before is not None
-                    or lost
-                    or exchangeable(there, entry.value, space.kind == "parameters")
-                ):
+            there = ABSENT if space.object is None else item(space.object, entry.name)
+            original = entry.original and entry.original()
+            if is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost):
+                if not exchangeable(there, entry.value, space.kind == "parameters"):
                     continue  # FSDP's
-                objects.append(there)
-            if entry.original is not None and (original := entry.original()) is not None:
-                objects.append(original)
+            objects = [one for one in (entry.value, there, original) if is_of(one, Tensor)]
             found.append((objects, space.module, entry.name, now, entry.version))
         return found
 
@@ -350,72 +299,52 @@ class ModuleState:
         """Puts back what differs; adds to `undo` what undoes it, and also what the recompute assigned. Parameters that are sharded
         or of another shape stay: whoever exchanged them (FSDP) has put the right ones there."""
         contents = [(container, container.copy()) for container, _ in self.containers]
-        dicts, values, required = [], [], []
+        values: list[tuple] = []
+        required: list[tuple[Tensor, bool]] = []
 
         def put_all_back() -> None:
-            for space, name, before, exchanged, of_parameters in values:
-                now = item(space, name)
-                if now is not before and (exchanged or exchangeable(now, before, of_parameters)):
-                    put_back(space, name, before)
+            for entry, before, exchanged in values:
+                space, name = entry.space, entry.name
+                now = item(space.object, name)
+                if now is not before and (exchanged or exchangeable(now, before, space.kind == "parameters")):
+                    try:
+                        put(space.object, name, before)
+                    except Exception as error:  # the others are put back all the same
+                        told = dict(
+                            exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__, object=name
+                        )
+                        sys.unraisablehook(SimpleNamespace(**told, err_msg="Exception ignored in a region's recompute"))
             for tensor, requires_grad in required:
                 tensor.requires_grad_(requires_grad)
             for container, before in contents:
                 fill(container, before)
-            for space, name, before in dicts:
-                put_back(space, name, before)
 
         undo.append(put_all_back)
         for container, then in self.containers:
             fill(container, then)
-        for space in self.spaces:
-            for name in DICTS if space.type is not None else ():
-                now, then = space.object.get(name), space.dicts.get(name, {})
-                if isinstance(now, dict) and not same_items(now, then):
-                    dicts.append((space.object, name, now))
-                    space.object[name] = then.copy() if then else OrderedDict()
         copies: dict[int, Any] = {}
         objects: dict[int, Tensor] = {}
         for entry in self.entries:
             space, x = entry.space, entry.tensor
-            now = ABSENT if space.object is None else item(space.object, entry.name)
             if x is not None and entry.original is None and x.is_leaf and x.requires_grad != entry.requires_grad:
                 required.append((x, x.requires_grad))
                 x.requires_grad_(entry.requires_grad)
             if space.object is None:
                 continue
-            of_parameters, is_there = space.kind == "parameters", entry.is_there(now)
-            value = entry.wanted(copies, objects)
-            exchanges = now is not ABSENT if entry.absent else (
-                (value is not entry.value or not is_there) and (is_there or exchangeable(now, value, of_parameters))
-            )  # fmt: skip
-            values.append((space.object, entry.name, now, exchanges, of_parameters))
+            now = item(space.object, entry.name)
+            is_there = entry.is_there(now)
+            value = entry.wanted(is_there, copies, objects)
+            exchanges = (value is not entry.value or not is_there) and (
+                is_there or exchangeable(now, value, space.kind == "parameters")
+            )
+            values.append((entry, now, exchanges))
             if exchanges:
                 put(space.object, entry.name, value)
 
 
-def dicts_of(attributes: dict[str, Any]) -> dict[str, dict]:
-    """Copies of hooks and submodules, of those that are not empty."""
-    return {name: one.copy() for name in DICTS if isinstance(one := attributes.get(name), dict) and one}
-
-
 def fill(container: Any, contents: Any) -> None:
-    if isinstance(container, dict):
-        container.clear()
-        container.update(contents)
-    else:
-        container[:] = contents
-
-
-def put_back(space: Any, name: Any, value: Any) -> None:
-    try:
-        put(space, name, value)
-    except Exception as error:  # the others are put back all the same
-        sys.unraisablehook(
-            SimpleNamespace(
-                exc_type=type(error), exc_value=error, exc_traceback=error.__traceback__,
-                err_msg="Exception ignored in a region's recompute", object=None,
-            )
-        )  # fmt: skip
+    container.clear()
+    (container.update if type(container) is dict else container.extend)(contents)
 
 
 def reach(value: Any, modules: ModuleState, generators: list[torch.Generator], depth: int = 0) -> None:
