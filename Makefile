@@ -1,4 +1,4 @@
-# Two commands do all the set-up on a machine with Python >= 3.10 (with venv), a C++ compiler and make:
+# Two commands do all the set-up on a machine with Python >= 3.10 (with venv) and make, quicker with a C++ compiler:
 # `make demo` and `make test`. `make help` lists the rest.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head exits convert-families convert-sweep docs wheels test-matrix test-cpus gpu clean
+.PHONY: help install demo demo-docs quick test test-all faults lint format codegen-check emulate bench bench-host bench-frontier bench-head exits convert-families convert-sweep docs package wheels test-matrix test-cpus gpu clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -17,11 +17,12 @@ help: ## this list
 install: $(STAMP) ## .venv with the pinned environment, and ckptkern in it (editable)
 
 # Rebuilt only when one of these is newer than the last installation.
-$(STAMP): requirements-dev.txt setup.py pyproject.toml $(wildcard csrc/*)
+$(STAMP): requirements-dev.txt setup.py pyproject.toml
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ckptkern needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 ...")'
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	$(PY) -c "import ckptkern"
 	@touch $@
 
 demo: $(STAMP) ## train a GPT in five variants, side by side; a few minutes; writes demo_output/. ARGS=--quick, ARGS="--dropout 0.1"
@@ -95,7 +96,12 @@ docs: $(STAMP) ## write signatures and docstrings into docs/reference, and build
 	$(PY) docs/reference.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(ARGS)
 
-wheels: ## a wheel for each torch and Python that is here, each tried in an environment of its own, into dist/. TORCH="2.13 2.14" PYTHONS=3.11
+package: $(STAMP) ## the sdist and the wheel for every machine, checked, into dist/
+	rm -rf dist
+	$(PY) -m build --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*
+
+wheels: ## a wheel with the extension inside for each torch and Python that is here, each tried in an environment of its own, into dist/. TORCH="2.13 2.14" PYTHONS=3.11
 	PYTHON='$(PYTHON)' TORCH='$(TORCH)' PYTHONS='$(PYTHONS)' .ci/wheels dist
 
 test-matrix: $(STAMP) ## the suite on the oldest and the newest torch (downloads about 5 GB each). TORCH=2.11|turn, MATRIX=DIR, ARGS=--quick

@@ -1,7 +1,8 @@
-"""Builds ckptkern._C, C++ only, against the torch that is installed. Most of the metadata is in pyproject.toml.
+"""Builds one wheel for every machine, of Python, with the sources of the C++ extension inside: ckptkern builds that on first
+use (ckptkern/state/extension.py). Most of the metadata is in pyproject.toml.
 
-With CKPTKERN_TORCH_IN_VERSION=1 the wheel is one to hand on: its version ends in +torch2.13 and it requires that torch. `make
-wheels` sets it. Otherwise the wheel is for the environment that builds it.
+With CKPTKERN_WITH_EXTENSION=1 the wheel has the extension inside, compiled for the torch that is installed, and requires that
+torch: `make wheels` builds these as files of a release.
 """
 
 import email
@@ -13,56 +14,18 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools._distutils import log  # its INFO is 2 in setuptools 64, which requires no newer one, and 20 today
 from setuptools.command.build_py import build_py
 
 TREE = Path(__file__).resolve().parent
 TORCH_RELEASES = ["2.11", "2.12", "2.13", "2.14", "2.15"]  # .ci/wheels reads this line
 TORCH_RANGE = "torch>=2.11,<2.16"
 
-# torch is no build requirement: an isolated build would fetch gigabytes of another torch and build against that.
 NO_TORCH = """
-ckptkern builds its C++ extension against the torch that will run it, and this Python has none to import ({error}).
-Install torch first (2.11 to 2.15, CPU or CUDA: https://pytorch.org/get-started/locally), then `pip install .`, which finds it.
-Front ends that build in another Python than they install into (uv, build), and a torch outside of a virtual environment, need:
-    pip install setuptools wheel
-    pip install --no-build-isolation .
+CKPTKERN_WITH_EXTENSION=1 compiles the extension for the torch that is installed, and this Python has none to import ({error}).
 """
 WRONG_TAG = """
 HEAD has the tag {tags}, and ckptkern/__init__.py says {release}. Set __version__ to the tag's version, and tag that commit.
 """
-
-SOURCES = [
-    "csrc/bindings.cpp",
-    "csrc/gradient_sums.cpp",
-    "csrc/module_state.cpp",
-    "csrc/philox.cpp",
-    "csrc/precision.cpp",
-    "csrc/saved_tensors.cpp",
-    "csrc/segment_state.cpp",
-]
-HEADERS = [
-    "csrc/gradient_sums.h",
-    "csrc/module_state.h",
-    "csrc/philox.h",
-    "csrc/precision.h",
-    "csrc/saved_tensors.h",
-    "csrc/segment_state.h",
-]
-
-
-def import_torch():
-    """Imports the torch that will run what is built here, also from pip's isolated build.
-
-    pip runs that with the Python of the environment it installs into, and hides the environment's packages. Other
-    front ends (build, uv) run another Python, which has no torch.
-    """
-    try:
-        import torch
-    except ImportError:
-        sys.path += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-        import torch
-    return torch
 
 
 def git(*arguments: str) -> str:
@@ -72,7 +35,8 @@ def git(*arguments: str) -> str:
 
 
 def version() -> str:
-    """Returns __version__ at its own tag, v and the number, and where there is no git; else .dev0+g and the commit."""
+    """Returns __version__ at its own tag, v and the number, and where there is no git; else .dev and the number of commits,
+    which an index accepts, as it does not a local version."""
     if (TREE / "PKG-INFO").exists():  # an sdist
         return email.message_from_string((TREE / "PKG-INFO").read_text())["Version"]
     release = re.search(r'^__version__ = "(.+)"$', (TREE / "ckptkern/__init__.py").read_text(), re.MULTILINE)[1]
@@ -80,14 +44,14 @@ def version() -> str:
         return release
     try:
         tags = git("tag", "--points-at", "HEAD", "--list", "v[0-9]*").split()
-        commit = git("rev-parse", "--short=8", "HEAD")
+        count = git("rev-list", "--count", "HEAD")
     except (OSError, subprocess.CalledProcessError):  # git is missing, or refuses another user's checkout
         return f"{release}.dev0"
     if f"v{release}" in tags:
         return release
     if tags:
         sys.exit(WRONG_TAG.format(tags=", ".join(tags), release=release))
-    return f"{release}.dev0+g{commit}"
+    return f"{release}.dev{count}"
 
 
 class BuildPy(build_py):
@@ -103,41 +67,33 @@ class BuildPy(build_py):
         return copy, copied
 
 
-def build_arguments() -> dict:
-    """Returns the arguments of setup() that depend on torch, or without it, for an sdist, those that do not."""
-    arguments = {"version": version(), "install_requires": [TORCH_RANGE, "triton>=3.6; platform_system == 'Linux'"]}
+def with_extension() -> dict:
+    """Returns the arguments of setup() for a wheel with the extension inside, for one release of torch."""
     try:
-        torch = import_torch()
+        try:
+            import torch
+        except ImportError:  # pip's isolated build hides the packages of the environment that it installs into
+            sys.path += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+            import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError as error:
-        if {"sdist", "egg_info"} & set(sys.argv):  # these two compile nothing
-            return arguments
         sys.exit(NO_TORCH.format(error=error))
-
-    class BuildExt(BuildExtension):
-        """Says what is compiled, and for which torch."""
-
-        def run(self):
-            """Compiles the extension."""
-            built_for = f"torch {torch.__version__} in {Path(torch.__file__).parent}"
-            needs = "which needs a C++ compiler; a release has wheels that need none"
-            self.announce(f"compiling ckptkern._C for {built_for}, {needs}", log.INFO)
-            super().run()
-
+    sources = [str(path.relative_to(TREE)) for path in sorted((TREE / "csrc").glob("*.cpp"))]
+    headers = [str(path.relative_to(TREE)) for path in sorted((TREE / "csrc").glob("*.h"))]
+    flags = ["-O3", "-g0", "-fvisibility=hidden", *(["-fopenmp"] if sys.platform == "linux" else [])]  # as on first use
     release = ".".join(torch.__version__.split(".")[:2])
-    if os.environ.get("CKPTKERN_TORCH_IN_VERSION") == "1":
-        arguments["version"] += f"{'.' if '+' in arguments['version'] else '+'}torch{release}"
-        arguments["install_requires"][0] = f"torch=={release}.*"
+    return {
+        "version": f"{version()}+torch{release}",
+        "install_requires": [f"torch=={release}.*", *REQUIRES[1:]],
+        "ext_modules": [CppExtension("ckptkern._C", sources, depends=headers, extra_compile_args=flags)],
+        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildPy},
+    }
 
-    # -g0: with the debug information that Python's own flags ask for, the extension is 35 times as large.
-    compile_args = ["-O3", "-g0", "-fvisibility=hidden", f'-DCKPTKERN_TORCH_VERSION="{torch.__version__}"']
-    if sys.platform == "linux":
-        # For at::parallel_for. Not a link flag: the symbols then come from the OpenMP runtime that torch
-        # ships, so that there is one thread pool and not two.
-        compile_args.append("-fopenmp")
-    extension = CppExtension("ckptkern._C", SOURCES, depends=HEADERS, extra_compile_args=compile_args)
-    return {**arguments, "ext_modules": [extension], "cmdclass": {"build_ext": BuildExt, "build_py": BuildPy}}
 
+REQUIRES = [TORCH_RANGE, "triton>=3.6; platform_system == 'Linux'", "ninja; platform_system == 'Linux'"]
+arguments = {"version": version(), "install_requires": REQUIRES, "cmdclass": {"build_py": BuildPy}}
+if os.environ.get("CKPTKERN_WITH_EXTENSION") == "1" and "sdist" not in sys.argv:
+    arguments = with_extension()
 
 setup(
     license="MIT",
@@ -146,11 +102,16 @@ setup(
     packages=[
         "ckptkern",
         *(f"ckptkern.{name}" for name in find_packages("ckptkern")),
+        "ckptkern.csrc",
         "ckptkern.triton_kernels",
         "ckptkern.benchmarks",  # what `python -m ckptkern bench` needs; the folders below it are run from a checkout
     ],
-    package_dir={"ckptkern.triton_kernels": "triton_kernels", "ckptkern.benchmarks": "benchmarks"},
-    package_data={"ckptkern": ["py.typed"]},
+    package_dir={
+        "ckptkern.csrc": "csrc",
+        "ckptkern.triton_kernels": "triton_kernels",
+        "ckptkern.benchmarks": "benchmarks",
+    },
+    package_data={"ckptkern": ["py.typed"], "ckptkern.csrc": ["*.cpp", "*.h"]},
     include_package_data=False,  # else what MANIFEST.in names below a package is installed with it
-    **build_arguments(),
+    **arguments,
 )

@@ -48,6 +48,7 @@ COMMANDS = {
         "run the tutorials' models with activation checkpoints beside the unmodified models",
         (),
     ),
+    "build": (".tools.build", "build the C++ extension now, instead of on first use", ()),
     "env": (".tools.env", "print versions, devices, extension and backends", ()),
 }
 

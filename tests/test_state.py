@@ -1,8 +1,6 @@
 """State of a region: Philox, masks, the draw in every mode of torch, the precision guard."""
 
 import contextlib
-import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -155,7 +153,7 @@ def test_wrong_arguments_raise():
         with pytest.raises(RuntimeError, match=message):
             op(seed, *place)
     for state_of in (seed.int(), seed[:1], seed[None]):
-        with pytest.raises(RuntimeError, match="state must be a CPU int64 tensor of shape"):
+        with pytest.raises(RuntimeError, match=r"state must be an? .*int64 tensor of shape"):
             op(state_of, 1, 1, 2, 2, 0, 0, 0, 2)
 
 
@@ -463,22 +461,6 @@ def test_snapshot_tells_what_it_holds():
     assert (snapshot.deterministic, Precision().deterministic) == (True, False)
     with pytest.raises(RuntimeError, match="but they are 'cuda' and 'mul'"):
         snapshot.fp32_precision("cuda", "mul")
-
-
-# --- the extension itself
-
-
-@pytest.mark.parametrize("built_for", [None, "2.9.1+cpu"], ids=["missing", "stale"])
-def test_the_extension_says_how_to_build_it(built_for, monkeypatch):
-    stale = types.ModuleType("ckptkern._C")
-    stale.torch_version = built_for
-    monkeypatch.setattr("ckptkern._C", stale)
-    monkeypatch.setitem(sys.modules, "ckptkern._C", stale if built_for else None)
-    if not built_for:
-        monkeypatch.delattr("ckptkern._C")
-    fact = r"was built for torch 2\.9\.1\+cpu\. " if built_for else r"ckptkern\._C cannot be loaded"
-    with pytest.raises(ImportError, match=rf"{fact}.*pip install --no-build-isolation \."):
-        state._load_extension()
 
 
 # -- observe -----------------------------------------------------------------------------------------------------------

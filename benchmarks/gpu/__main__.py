@@ -201,9 +201,10 @@ def build(work: Path, log: Log) -> Path:
     base = lib.parent.relative_to(ROOT) if lib.is_relative_to(ROOT) else lib.parent
     command = [sys.executable, "setup.py", "--quiet", "build", "--build-base", str(base), "--build-lib", str(lib)]
     log(f"build: with torch {torch.__version__}")
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    inside = os.environ | {"CKPTKERN_WITH_EXTENSION": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=inside, capture_output=True, text=True, check=False)
     if done.returncode:
-        log(done.stdout)
+        log(done.stdout + done.stderr)
         raise SystemExit("make gpu: ckptkern does not build: the log says why")
     return lib
 

@@ -23,6 +23,8 @@ from .extension import LOADED
 if LOADED.module is None:
     from . import portable as _C
     from .saved import asks_for_some
+
+    _LIBRARY = _C.library()
 else:
     _C: Any = LOADED.module
 
@@ -165,8 +167,8 @@ def _keep_mask_torch(
         )
     if total_rows < row_base + rows:
         raise RuntimeError(
-            f"keep_mask: total_rows={total_rows} is less than row_base + rows = {row_base + rows}: rows would share their values "
-            "with the next plane"
+            f"keep_mask: total_rows={total_rows} is less than row_base + rows = {row_base + rows}: rows would share their "
+            "values with the next plane"
         )
     plane = torch.arange(plane_base, plane_base + planes, device=state.device)[:, None]
     col_block, col_block_end = col_base // 32, -(-(col_base + cols) // 32)

@@ -105,15 +105,13 @@ def of_package() -> Loaded | None:
     path = HERE.parent / f"_C{suffix}"
     if not path.exists():
         return None
-    try:
-        module = imported(path)
-    except ImportError as error:
-        warnings.warn(f"ckptkern: {path.name} of this installation does not load: {error}", stacklevel=2)
-        return None
-    if release(module.torch_version) == release(torch.__version__):
-        return Loaded(module, str(path))
-    warnings.warn(f"ckptkern: {path.name} of this installation is for torch {module.torch_version}", stacklevel=2)
-    return None
+    module = imported(path)
+    if release(module.torch_version) != release(torch.__version__):
+        raise ImportError(
+            f"ckptkern: {path.name} was built for torch {module.torch_version}, and torch {torch.__version__} runs. Install "
+            "the wheel for this torch, or that for every machine: pip install --force-reinstall ckptkern"
+        )
+    return Loaded(module, str(path))
 
 
 def cached() -> Loaded | None:
@@ -201,7 +199,7 @@ def _built(folder: Path, failed: Path) -> Loaded:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         try:
             cpp_extension.load("_C", sources, extra_cflags=FLAGS, build_directory=work, is_python_module=False)
-        except (RuntimeError, ImportError) as error:
+        except Exception as error:  # whatever a compiler makes of it
             failed.write_text(f"{error}\n")
             raise Unavailable(f"it does not build: {failed} says why") from error
         os.replace(Path(work, "_C.so"), folder / "_C.so")
@@ -217,8 +215,9 @@ def loaded() -> Loaded:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, but is {choice!r}")
     if choice == "python":
         return Loaded(None, f"{VARIABLE}=python")
+    found = of_package()
     try:
-        found = of_package() or cached()
+        found = found or cached()
         if found is None and choice == "cached":
             return Loaded(None, f"none is built, and {VARIABLE}=cached builds none")
         found = found or built()

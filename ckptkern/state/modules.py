@@ -112,8 +112,8 @@ def is_saved(value: Any) -> bool:
 
 
 class Space:
-    """A dict, another mapping, a cell, or None, as `object`, of a module. own: the call runs the module for sure; norm: buffers of
-    one that trains, which native ops update and move no version; updated: is one of its buffers?"""
+    """A dict, another mapping, a cell, or None, as `object`, of a module. own: the call runs the module for sure; norm: buffers
+    of one that trains, which native ops update and move no version; updated: is one of its buffers?"""
 
     def __init__(self, object: Any, module: nn.Module | None, kind: str, own: bool = False, norm: bool = False):
         self.object, self.module, self.kind, self.own, self.norm, self.updated = object, module, kind, own, norm, False
@@ -137,10 +137,10 @@ class Entry:
         return now is self.value or (self.original is not None and is_of(now, Tensor) and now is self.original())
 
     def is_lost(self) -> bool:
-        """Was it updated by forward, so that its value from before is not known? Statistics of norms, parameters (a clamp, merged
-        adapters) and what cannot be exchanged are as forward leaves them."""
-        kept = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
-        return self.updated and self.before is None and not kept
+        """Was it updated by forward, so that its value from before is not known? Statistics of norms, parameters (a clamp,
+        merged adapters) and what cannot be exchanged are as forward leaves them."""
+        stays = self.requires_grad or self.space.norm or self.space.kind in ("parameters", "tensor")
+        return self.updated and self.before is None and not stays
 
     def wanted(self, is_there: bool, copies: dict[int, Any], objects: dict[int, Tensor]) -> Any:
         """What the recompute shall find."""
@@ -240,8 +240,8 @@ class ModuleState:
             self.add_entry(Space(None, None, "tensor"), None, captured)
 
     def settle(self) -> None:
-        """After forward, once: other calls of the same region may follow. What forward updated itself is not an error later, and
-        what it has added to attributes is not there when it runs again."""
+        """After forward, once: other calls of the same region may follow. What forward updated itself is not an error later,
+        and what it has added to attributes is not there when it runs again."""
         if self.settled:
             return
         self.settled = True
@@ -276,8 +276,8 @@ class ModuleState:
         return [(space.module, kind) for space, kind, _ in self.attributes if kind is not type(space.module)]
 
     def changed(self) -> list[tuple]:
-        """After enter(): (objects, module or None, name, version now, version after forward) of what was changed in place since,
-        and of what forward updated without a copy from before. A recompute must not read these objects."""
+        """After enter(): (objects, module or None, name, version now, version after forward) of what was changed in place
+        since, and of what forward updated without a copy from before. A recompute must not read these objects."""
         found = []
         for entry in self.entries:
             space, x = entry.space, entry.tensor
@@ -288,16 +288,16 @@ class ModuleState:
                 continue
             there = ABSENT if space.object is None else item(space.object, entry.name)
             original = entry.original and entry.original()
-            if is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost):
-                if not exchangeable(there, entry.value, space.kind == "parameters"):
-                    continue  # FSDP's
+            is_fsdps = is_of(there, Tensor) and not (entry.is_there(there) or entry.before is not None or lost)
+            if is_fsdps and not exchangeable(there, entry.value, space.kind == "parameters"):
+                continue
             objects = [one for one in (entry.value, there, original) if is_of(one, Tensor)]
             found.append((objects, space.module, entry.name, now, entry.version))
         return found
 
     def enter(self, undo: list[Callable[[], None]]) -> None:
-        """Puts back what differs; adds to `undo` what undoes it, and also what the recompute assigned. Parameters that are sharded
-        or of another shape stay: whoever exchanged them (FSDP) has put the right ones there."""
+        """Puts back what differs; adds to `undo` what undoes it, and also what the recompute assigned. Parameters that are
+        sharded or of another shape stay: whoever exchanged them (FSDP) has put the right ones there."""
         contents = [(container, container.copy()) for container, _ in self.containers]
         values: list[tuple] = []
         required: list[tuple[Tensor, bool]] = []

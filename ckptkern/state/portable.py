@@ -19,19 +19,22 @@ __all__ = [
 ]  # fmt: skip
 
 EXACT = (Tensor, nn.Parameter)
-LIBRARY = torch.library.Library("ckptkern", "FRAGMENT")
-LIBRARY.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
-LIBRARY.define(
-    "keep_mask(Tensor state, int threshold, SymInt planes, SymInt rows, SymInt cols, SymInt plane_base, SymInt row_base, "
-    "SymInt col_base, SymInt total_rows) -> Tensor"
-)
 
 
-def _rng_state(nonce: Tensor) -> Tensor:
-    return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (2,), device=nonce.device))
+def library() -> torch.library.Library:
+    """Defines the ops `rng_state` and `keep_mask`, which are there as long as what it returns."""
+    made = torch.library.Library("ckptkern", "FRAGMENT")
+    made.define("rng_state(Tensor nonce) -> Tensor", tags=torch.Tag.nondeterministic_seeded)
+    made.define(
+        "keep_mask(Tensor state, int threshold, SymInt planes, SymInt rows, SymInt cols, SymInt plane_base, SymInt row_base, "
+        "SymInt col_base, SymInt total_rows) -> Tensor"
+    )
 
+    def rng_state(nonce: Tensor) -> Tensor:
+        return drawn(lambda: torch.randint(-(2**63), 2**63 - 1, (2,), device=nonce.device))
 
-LIBRARY.impl("rng_state", _rng_state, "CompositeExplicitAutograd")
+    made.impl("rng_state", rng_state, "CompositeExplicitAutograd")
+    return made
 
 
 def philox4x32_10(key: int, counter: Sequence[int]) -> tuple[int, int, int, int]:

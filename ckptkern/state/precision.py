@@ -167,9 +167,9 @@ _thread = _Thread()
 
 
 class Precision:
-    """A snapshot of what decides precision: autocast, the fp32 precision of matmul, conv and rnn, reductions, deterministic mode,
-    the default dtype, and which attention kernels may run. A context manager makes it current, and then gives back what was.
-    Re-entrant, and usable from any thread."""
+    """A snapshot of what decides precision: autocast, the fp32 precision of matmul, conv and rnn, reductions, deterministic
+    mode, the default dtype, and which attention kernels may run. A context manager makes it current, and then gives back what
+    was. Re-entrant, and usable from any thread."""
 
     __slots__ = ("autocast", "process")
 

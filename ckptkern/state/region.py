@@ -66,9 +66,9 @@ def read_generator(generator: torch.Generator) -> Tensor:
         return generator.get_state()
     except RuntimeError as error:
         raise RuntimeError(
-            f"ckptkern.checkpoint: the random state of {generator.device} cannot be read here: {error}. In a CUDA graph capture "
-            "use preserve_rng_state=False, and ckptkern.dropout or ckptkern's layers for dropout: they replay their masks from a "
-            "tensor of their own."
+            f"ckptkern.checkpoint: the random state of {generator.device} cannot be read here: {error}. In a CUDA graph "
+            "capture use preserve_rng_state=False, and ckptkern.dropout or ckptkern's layers for dropout: they replay their "
+            "masks from a tensor of their own."
         ) from error
 
 
@@ -139,8 +139,8 @@ class SegmentState:
         _thread.drawings.pop()
 
     def take(self, value: Any, depth: int) -> Any:
-        """An argument tree with every tensor taken out, a number in its place: (what makes a container, its children), or (None,
-        the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
+        """An argument tree with every tensor taken out, a number in its place: (what makes a container, its children), or
+        (None, the object). depth: 0 of the tuple of arguments and the dict of keywords, 1 of an argument."""
         if depth > DEEPEST:
             raise RecursionError("the arguments of a region are nested more than 1000 deep")
         if is_of(value, Tensor) and not value.is_inference():  # autograd saves no inference tensor

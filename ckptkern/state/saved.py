@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of an activation checkpoint in Python, as csrc/saved_tensors.h says, and sums of gradients in float32."""
+"""The saved-tensor hooks of an activation checkpoint in Python, as csrc/saved_tensors.h says, and sums of gradients."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def version_of(x: Tensor) -> int:
 
 
 class SavedTensors:
-    """The base class of a region. places: weak references to the placeholders; metadata: of every place, or of none if it is not
-    compared; watched: of parameters, (weak reference, version) by id. completed: forward has returned; lenient: recomputed by a
-    backward pass inside forward, so that the number of tensors says nothing."""
+    """The base class of a region. places: weak references to the placeholders; metadata: of every place, or of none if it is
+    not compared; watched: of parameters, (weak reference, version) by id. completed: forward has returned; lenient: recomputed
+    by a backward pass inside forward, so that the number of tensors says nothing."""
 
     __slots__ = ("_metadata", "compares", "completed", "lenient", "places", "stops_early", "watched")
 
@@ -88,8 +88,8 @@ class SavedTensors:
             one.values.pop(key, None)
 
     def hold(self, key: int, limit: int) -> int | None:
-        """Returns the bytes of that recompute's values, without parameters; from now on they are for every later pass. None, and
-        they are not, if that is more than limit; limit < 0: any number."""
+        """Returns the bytes of that recompute's values, without parameters; from now on they are for every later pass. None,
+        and they are not, if that is more than limit; limit < 0: any number."""
         counted = {
             x.untyped_storage()._cdata for reference, _ in self.watched.values() if (x := reference()) is not None
         }
@@ -246,11 +246,11 @@ class _Sum(NamedTuple):
 
 
 class GradientSums:
-    """Sums in float32 of what several chunks of a graph send to one 16-bit tensor, rounded once, where autograd would round once
-    for each (csrc/gradient_sums.h). Hooks of the chunks' nodes hold back what they send; the last one sends the sum.
+    """Sums in float32 of what several chunks of a graph send to one 16-bit tensor, rounded once, where autograd would round
+    once for each (csrc/gradient_sums.h). Hooks of the chunks' nodes hold back what they send; the last one sends the sum.
 
-    What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it. It holds nodes, whose
-    hooks do not hold it, else no graph would ever be freed: a node behind all of these must.
+    What a chunk computes is inside: nodes made since this, or since the `redirect` of the chunk before it. It holds nodes,
+    whose hooks do not hold it, else no graph would ever be freed: a node behind all of these must.
     """
 
     def __init__(self) -> None:
@@ -299,8 +299,8 @@ class GradientSums:
         del self.sums[key]
         if total and not grads:
             raise RuntimeError(
-                f"ckptkern.tiled: {self.nodes[sender].name()}, the last of a sum, has no gradient. Run with ckptkern's C++ extension "
-                "(python -m ckptkern env), or give chunks=1"
+                f"ckptkern.tiled: {self.nodes[sender].name()}, the last of a sum, has no gradient. Run with ckptkern's C++ "
+                "extension (python -m ckptkern env), or give chunks=1"
             )
         return total[0].to(grads[0].dtype) if total else None
 

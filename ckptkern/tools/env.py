@@ -14,13 +14,17 @@ import re
 import shutil
 import subprocess
 import sysconfig
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .. import __version__, state
+from ..ops import backend, mlp
+from ..segments.checkpoint import checkpoint
 
 GIB = 1 << 30
 
@@ -171,11 +175,40 @@ def _tuned_impls() -> dict[str, Any]:
     return answer
 
 
+def _extension() -> dict[str, Any]:
+    """Which implementation of `ckptkern.state` runs, why, and what it costs the host beside torch's checkpoint."""
+    module, why = state.LOADED
+    layer, x = torch.nn.Linear(8, 8), torch.randn(1, 8, requires_grad=True)
+    calls = {
+        "ckptkern.checkpoint": lambda: checkpoint(layer, x),
+        "torch.utils.checkpoint": lambda: torch_checkpoint(layer, x, use_reentrant=False),
+        "ckptkern.mlp": lambda: mlp(x, layer.weight, None, layer.weight, None),
+    }
+
+    def microseconds(call: Callable[[], torch.Tensor]) -> str:
+        times = timeit.repeat(lambda: call().sum().backward(), number=20, repeat=6)
+        return f"{min(times) * 1e6 / 20:.0f} us"
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with backend("eager"):
+            times = {name: microseconds(call) for name, call in calls.items()}
+    finally:
+        torch.set_num_threads(threads)
+    return {
+        "runs": "Python" if module is None else "C++",
+        "why" if module is None else "path": why if module is None else Path(why).name,
+        "built for torch": "none" if module is None else module.torch_version,
+        "host time, forward and backward": times,
+    }
+
+
 SECTIONS: dict[str, Callable[[], Any]] = {
     "versions": _versions,
     "system": _system,
     "devices": _devices,
-    "extension": lambda: (info := state.extension_info()) | {"path": Path(info["path"]).name},
+    "extension": _extension,
     "backends": _backends,
     "C launchers": _launchers,
     "fp32_precision": _fp32_precision,

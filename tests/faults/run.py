@@ -23,7 +23,8 @@ LINKED = {
     "ckptkern/benchmarks": "../benchmarks",
 }  # else the installed tree's
 PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "-m", "not long"]
-BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+CACHE = ".cache"
+BUILD = [sys.executable, "-m", "ckptkern", "build"]
 
 
 class Run(NamedTuple):
@@ -50,17 +51,14 @@ class Found(NamedTuple):
 
 
 def files_of(root: Path) -> list[str]:
-    """Returns what git lists or would list, and the extension as it was built."""
+    """Returns what git lists or would list."""
     listed = subprocess.run(
         ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         check=True,
         capture_output=True,
         text=True,
     ).stdout.split("\0")
-    built = [str(path.relative_to(root)) for path in (root / "ckptkern").glob("_C*.so")]
-    if not built:
-        sys.exit("faults: there is no built extension, ckptkern/_C*.so, beside ckptkern/state.py; run `make install`")
-    return [name for name in [*listed, *built] if name and name not in LINKED and (root / name).is_file()]
+    return [name for name in listed if name and name not in LINKED and (root / name).is_file()]
 
 
 def copied(target: Path, names: Sequence[str], root: Path = ROOT) -> Path:
@@ -74,7 +72,9 @@ def copied(target: Path, names: Sequence[str], root: Path = ROOT) -> Path:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    """An extension with a fault is built in the copy's own cache; as it is, it is in the user's."""
+    own = {"CKPTKERN_CACHE": str(copy / CACHE)} if (copy / CACHE).exists() else {}
+    return os.environ | own | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def tested(copy: Path, arguments: str, seconds: float) -> Run:
@@ -109,17 +109,16 @@ def tested(copy: Path, arguments: str, seconds: float) -> Run:
 def applied(fault: Fault, copy: Path) -> Iterator[None]:
     """The fault is in the copy inside."""
     path = copy / fault.file
-    before, libraries = path.read_text(), [(one, one.read_bytes()) for one in (copy / "ckptkern").glob("_C*.so")]
+    before = path.read_text()
     path.write_text(changed(fault, before))
     try:
         if fault.folder == "csrc":
+            (copy / CACHE).mkdir(mode=0o700)
             subprocess.run(BUILD, cwd=copy, env=environment(copy), check=True, capture_output=True, text=True)
         yield
     finally:
         path.write_text(before)
-        for library, content in libraries if fault.folder == "csrc" else ():
-            library.unlink()
-            library.write_bytes(content)
+        shutil.rmtree(copy / CACHE, ignore_errors=True)
 
 
 def looked_for(fault: Fault, copy: Path, seconds: float) -> Found:

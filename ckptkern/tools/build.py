@@ -1,0 +1,26 @@
+"""``python -m ckptkern build``: builds the C++ extension now, where the first use would, as when an image is made."""
+
+from __future__ import annotations
+
+import argparse
+
+from ..state import LOADED, extension
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``python -m ckptkern build``."""
+    parser.description = (
+        "Build the C++ extension for this torch and Python into the user's cache, or $CKPTKERN_CACHE, also if that failed "
+        "before. It needs a C++ compiler and ninja; without it Python does the same, with more host time."
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Returns 0 if there is an extension, else 1."""
+    try:
+        where = LOADED.why if LOADED.module is not None else extension.built(again=True).why
+    except extension.Unavailable as error:
+        print(f"there is no C++ extension: {error}")
+        return 1
+    print(where)
+    return 0
