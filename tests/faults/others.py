@@ -239,14 +239,14 @@ NN = [
 EAGER = [
     Fault(
         "state: the scale of dropout is that of the unrounded p",
-        "ckptkern/state.py",
+        "ckptkern/state/__init__.py",
         "return threshold, «65536 / (65536 - threshold)» if threshold < 65536 else 0.0",
         "1 / (1 - p)",
         ("tests/test_state.py -k threshold",),
     ),
     Fault(
         "state: in tensor operations planes overlap where rows are no multiple of 16",
-        "ckptkern/state.py",
+        "ckptkern/state/__init__.py",
         "c1 = 8 * (plane * «-(-total_rows // 16)» + row_blocks)",
         "(total_rows // 16)",
         ("tests/test_state.py -k 'layout or parts or meta'", "tests/test_state.py"),

@@ -4,7 +4,7 @@ import pytest
 from faults.anchors import AnchorError, Fault, changed, problems, without_tests
 from faults.table import FAULTS
 
-FAULT = Fault("a fault", "ckptkern/state.py", "f(a, «b if c else 'd'»)", "b", ())
+FAULT = Fault("a fault", "ckptkern/state/__init__.py", "f(a, «b if c else 'd'»)", "b", ())
 
 
 def test_each_fault_changes_one_place():
