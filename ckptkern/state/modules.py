@@ -106,9 +106,9 @@ def is_container(value: Any) -> bool:
 
 def is_saved(value: Any) -> bool:
     """Is it an attribute that is put back?"""
-    if isinstance(value, tuple):
-        return are_scalars(value)
-    return type(value) in SCALARS or is_of(value, Tensor) or (is_container(value) and value != {})  # {}: of hooks
+    if type(value) in SCALARS or is_of(value, Tensor):
+        return True
+    return are_scalars(value) if isinstance(value, tuple) else is_container(value) and value != {}  # {}: of hooks
 
 
 class Space:
@@ -214,7 +214,7 @@ class ModuleState:
             self.attributes.append((space, type(module), len(attributes)))
             self.add_dicts(space)
             for name, value in attributes.items():
-                if name in tables:
+                if name in tables or name in DICTS:
                     continue
                 if is_saved(value):
                     self.add_entry(space, name, value)
