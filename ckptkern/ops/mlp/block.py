@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.choices import check_input, check_options, choose_impl, compute_dtype
-from ..dispatch.shard import ACTIVE
 from ..registration.across import across_ranks
 from ..registration.functions import build
 from ..registration.op import with_fields
@@ -21,7 +20,7 @@ from ..sublayer.residual import (
     Sublayer,
     SublayerOptions,
     around,
-    drawn,
+    called,
     reference_inputs,
     reference_output,
 )
@@ -137,6 +136,7 @@ def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, 
     return MLPTensors(**t, **tensors), o
 
 
+@called(gather, _apply)
 def mlp_block(
     x: Tensor,
     up_weight: Tensor,
@@ -187,38 +187,3 @@ def mlp_block(
     always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
     RuntimeError (backend).
     """
-    # not locals(), which Dynamo of torch 2.11 does not trace
-    arguments = dict(
-        x=x,
-        up_weight=up_weight,
-        up_bias=up_bias,
-        down_weight=down_weight,
-        down_bias=down_bias,
-        activation=activation,
-        dropout_p=dropout_p,
-        gate_weight=gate_weight,
-        gate_bias=gate_bias,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_scale=norm_scale,
-        norm_shift=norm_shift,
-        norm_eps=norm_eps,
-        norm_first=norm_first,
-        post_norm=post_norm,
-        post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps,
-        lora=lora,
-        layer_scale=layer_scale,
-        resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p,
-        residual=residual,
-        training=training,
-        recompute=recompute,
-        workspace=workspace,
-    )
-    if ACTIVE.shard is not None:
-        return ACTIVE.shard.mlp_block(**arguments)
-    t, o = gather("mlp_block", **arguments)
-    return _apply(o, x, *drawn(t, o, x, training))

@@ -20,7 +20,6 @@ from ..dispatch.choices import (
     choose_impl,
     compute_dtype,
 )
-from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
 from ..mlp.block import MLPTensors
@@ -28,7 +27,7 @@ from ..mlp.branch import LAYERS as MLP_LAYERS
 from ..mlp.branch import check_branch
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora
-from ..sublayer.residual import RowsOp, around, drawn
+from ..sublayer.residual import RowsOp, around, called
 from .router import GROUP_SCORES, SCORINGS
 from .sublayer import LOGITS, MoEOptions, MoESublayer, MoETensors, RouterOptions, moe_reference, saves
 
@@ -141,6 +140,7 @@ def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensor
     return MoETensors(**t, **updates | tensors), o
 
 
+@called(gather, _apply)
 def moe_block(
     x: Tensor,
     router_weight: Tensor,
@@ -224,53 +224,3 @@ def moe_block(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices, counts), RuntimeError
     (backend).
     """
-    # not locals(), which Dynamo of torch 2.11 does not trace
-    arguments = dict(
-        x=x,
-        router_weight=router_weight,
-        gate_up_weight=gate_up_weight,
-        down_weight=down_weight,
-        activation=activation,
-        top_k=top_k,
-        scoring=scoring,
-        normalize=normalize,
-        score_bias=score_bias,
-        num_groups=num_groups,
-        top_groups=top_groups,
-        group_score=group_score,
-        routed_scaling_factor=routed_scaling_factor,
-        router_bias=router_bias,
-        router_dtype=router_dtype,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        shared_gate_weight=shared_gate_weight,
-        shared_gate_bias=shared_gate_bias,
-        shared_up_weight=shared_up_weight,
-        shared_up_bias=shared_up_bias,
-        shared_down_weight=shared_down_weight,
-        shared_down_bias=shared_down_bias,
-        shared_expert_gate=shared_expert_gate,
-        lora=lora,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_scale=norm_scale,
-        norm_shift=norm_shift,
-        norm_eps=norm_eps,
-        norm_first=norm_first,
-        post_norm=post_norm,
-        post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps,
-        layer_scale=layer_scale,
-        resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p,
-        residual=residual,
-        training=training,
-        recompute=recompute,
-        workspace=workspace,
-    )
-    if ACTIVE.shard is not None:
-        raise NotSharded("moe_block has no sharded form")
-    t, o = gather("moe_block", **arguments)
-    return _apply(o, x, *drawn(t, o, x, training))

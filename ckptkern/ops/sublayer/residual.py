@@ -7,9 +7,11 @@ z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from ..dispatch.choices import (
     matmul_precision,
     primitives,
 )
+from ..dispatch.shard import ACTIVE, NotSharded
 from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
 from .dropout import apply_dropout, draw_state, dropout_arguments
 from .lora import update_dtype
@@ -38,6 +41,9 @@ NORMS = ("layer", "rms")
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
 VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
 OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # of a leading norm
+
+
+Declared = TypeVar("Declared", bound=Callable)
 
 
 class AroundTensors(NamedTuple):
@@ -545,3 +551,28 @@ def around(
         dtype=probe.dtype,
     )
     return tensors | of_updates | {"layer_scale": layer_scale}, options
+
+
+def called(gather: Callable, apply: Callable) -> Callable[[Declared], Declared]:
+    """Decorates a function that declares the arguments of a sublayer's op, and has no body: a call of it runs the op.
+
+    gather: (its name, **arguments) -> the op's tensors, still without random states, and its options; apply: what `build` made.
+    """
+
+    def decorated(declared):
+        name, defaults = declared.__name__, {n: p.default for n, p in inspect.signature(declared).parameters.items()}
+
+        @functools.wraps(declared)
+        def call(*args, **kwargs):
+            declared(*args, **kwargs)  # raises Python's TypeError for arguments that it does not take
+            arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+            if ACTIVE.shard is not None:
+                if not hasattr(ACTIVE.shard, name):
+                    raise NotSharded(f"{name} has no sharded form")
+                return getattr(ACTIVE.shard, name)(**arguments)
+            t, o = gather(name, **arguments)
+            return apply(o, arguments["x"], *drawn(t, o, arguments["x"], arguments["training"]))
+
+        return call
+
+    return decorated
