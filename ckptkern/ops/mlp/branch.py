@@ -24,7 +24,7 @@ from ...frozen import Frozen
 from ..dispatch.choices import check_weight, primitives
 from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
 from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
-from ..sublayer.dropout import apply_dropout, dropout_arguments
+from ..sublayer.dropout import dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
 LAYERS = ("gate", "up", "down")
@@ -145,7 +145,7 @@ class MLPBranch:
     def activated(self, before: list[Tensor], start: int) -> Tensor:
         """h of [z] or [g, u]."""
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
-        return apply_dropout(self.p, h, self.dropout, start)
+        return self.p.apply_dropout(h, self.dropout, start)
 
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of rows x [rows, d] that begin at `start`; y is written to `y`, if there is one."""
@@ -201,7 +201,7 @@ class MLPBranch:
         dh = self.p.mm(dy, self.parameter("down_weight"))
         if du is not None:
             self.updates["down"].add_input_gradient(self.p, du, dh, start)
-        dh, activation = apply_dropout(self.p, dh, self.dropout, start), self.o.activation
+        dh, activation = self.p.apply_dropout(dh, self.dropout, start), self.o.activation
         if not self.gated:
             return [self.p.act_bwd(dh, before[0], activation)[0]]
         g, u = before

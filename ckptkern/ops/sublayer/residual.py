@@ -33,7 +33,7 @@ from ..dispatch.choices import (
 )
 from ..dispatch.shard import ACTIVE, NotSharded
 from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
-from .dropout import apply_dropout, draw_state, dropout_arguments
+from .dropout import draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
@@ -229,7 +229,7 @@ class Sublayer:
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
         rng = self.t.resid_rng
-        return f if rng is None else apply_dropout(self.p, f, dropout_arguments(rng, self.o.resid_p), self.first_row)
+        return f if rng is None else self.p.apply_dropout(f, dropout_arguments(rng, self.o.resid_p), self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
