@@ -120,15 +120,10 @@ def loss_and_gradients(
         if needs[0]:
             eager.upcast_matmul(made.logits, w, out=dx[start:stop])
 
-    for start, stop in token_chunks(len(rows), bytes_of_a_token(o, x, V, d, p), o.workspace):
+    narrow = x.dtype.itemsize if x.dtype != wide else 0
+    of_token = V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2  # what a token of a chunk holds at most
+    if o.backend == "eager":
+        of_token = V * (wide.itemsize * (3 if o.softcap else 1) + narrow) + 2 * wide.itemsize * d * bool(narrow)
+    for start, stop in token_chunks(len(rows), of_token, o.workspace):
         of_tokens(start, stop)
     return losses.sum(), None if dx is None else dx.view_as(x), dw, db
-
-
-def bytes_of_a_token(o: LinearCrossEntropyOptions, x: Tensor, V: int, d: int, p) -> int:
-    """What a token of a chunk holds at most."""
-    wide = eager.wide_of(x.dtype).itemsize
-    if o.backend != "eager":
-        return V * x.dtype.itemsize + 4 * p.slice_count(x, V) * 2
-    narrow = x.dtype.itemsize != wide
-    return V * (wide * (3 if o.softcap else 1) + narrow * x.dtype.itemsize) + 2 * narrow * wide * d

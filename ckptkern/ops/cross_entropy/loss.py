@@ -301,7 +301,12 @@ def token_results(
         raise ValueError(f"{op}: vocab_start needs a group")
     last = first + w.shape[0]
     if weight is not None:
-        check_class_weights(weight, input, last, split=group is not None)
+        check_tensor(NAME, "weight", weight, input)
+        # a shard may be followed by other ranks' classes
+        if weight.dim() != 1 or (len(weight) != last if group is None else len(weight) < last):
+            raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{NAME}: weight gets no gradient; detach it")
     if ("arg_max" in results or top_k is not None) and last > CLASSES:
         raise ValueError(f"{op}: return_accuracy and top_k take up to 2^24 classes, not {last}; leave them out")
     update, numbers, lora_dtype = (None, None, None), (), x.dtype
@@ -339,15 +344,6 @@ def token_results(
     if summed and o.recompute != "full" and forms_in_forward(o, x, w, b, target):
         return TokenResults(loss=SumOfLosses.apply(o, x, w, b, target, weight)[None])
     return of_rows(apply(o, x, w, b, target, weight, *update), results)
-
-
-def check_class_weights(weight: Tensor, x: Tensor, classes: int, split: bool) -> None:
-    """A shard may be followed by other ranks' classes."""
-    check_tensor(NAME, "weight", weight, x)
-    if weight.dim() != 1 or (len(weight) < classes if split else len(weight) != classes):
-        raise ShapeError(f"{NAME}: weight must have a value for each class, but has shape {tuple(weight.shape)}")
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{NAME}: weight gets no gradient; detach it")
 
 
 def check_top_k(k: int, classes: int | None) -> None:

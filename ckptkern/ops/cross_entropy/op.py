@@ -20,7 +20,6 @@ from ..registration.op import (
     beside_frozen,
     by_chunks,
     cast_parameter,
-    flags,
     needed,
     rows_2d,
     token_chunks,
@@ -43,16 +42,6 @@ def check_targets(target: Tensor, entries: int | Tensor, ignore_index: int) -> N
             raise IndexError(f"{NAME}: Target {target[bad][0].item()} is out of bounds.")
     else:
         torch._assert_async(~bad.any(), f"{NAME}: a target is out of bounds")
-
-
-def check_equal_shards(entries: Tensor, mine: int, size: int) -> None:
-    """Checks that shards have equal sizes if vocab_start is None: a ValueError on a CPU, a device-side assertion on a
-    GPU."""
-    message = f"{NAME}: without vocab_start all ranks have shards of equal size"
-    if not entries.is_cpu:
-        torch._assert_async(entries == mine * size, message)
-    elif entries != mine * size:
-        raise ValueError(f"{message}, but here are {mine} of {int(entries)} classes on one of {size} ranks")
 
 
 def vocabulary_chunks(entries: int, bytes_per_entry: int, workspace: int | None) -> list[tuple[int, int]]:
@@ -173,7 +162,7 @@ def head_gradients(
     once, in the parameters' dtypes. dx is a sum over ranges in the wide type.
     """
     (M,), (V, d) = lse.shape, w.shape
-    need_dx, need_dw, need_db = flags(needs, 3)
+    need_dx, need_dw, need_db = (needed(needs, place) for place in (X, W, B))
     widest = -(-V // (COLUMNS * max(len(chunks), 1))) * COLUMNS
     workspace_rows = lse.new_empty((M, widest), dtype=dtype)
     summed = len(chunks) != 1 or bool(group)  # then dx is a sum of several matmuls, in the wide type
@@ -274,8 +263,12 @@ class LinearCrossEntropy(Op):
         if o.group:
             statistics, entries = gathered(statistics, V, o.group, o.size)
             check_targets(classes, entries, o.ignore_index)
-            if o.equal_shards:
-                check_equal_shards(entries, V, o.size)
+            if o.equal_shards:  # of sizes that differ: a ValueError on a CPU, a device-side assertion on a GPU
+                message = f"{NAME}: without vocab_start all ranks have shards of equal size"
+                if not entries.is_cpu:
+                    torch._assert_async(entries == V * o.size, message)
+                elif entries != V * o.size:
+                    raise ValueError(f"{message}, but here are {V} of {int(entries)} classes on one of {o.size} ranks")
         y = Sums(target, all_weights, o, entries).results(statistics, o.results, candidates)
         saved = {"entries": entries, "logits": logits, "parts": None if parts is None else parts.t()}
         return y, saved | statistics._asdict()

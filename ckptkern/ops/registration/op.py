@@ -184,12 +184,6 @@ def needed(needs: int, index: int) -> bool:
 
 
 @functools.cache
-def flags(needs: int, count: int) -> tuple[bool, ...]:
-    """The lowest `count` bits of needs."""
-    return tuple(needed(needs, i) for i in range(count))
-
-
-@functools.cache
 def needed_names(kind: type, needs: int) -> frozenset[str]:
     """The names that needs asks for, among "x" and the fields of a NamedTuple `kind`, in this order."""
     return frozenset(name for i, name in enumerate(("x", *kind._fields)) if needs >> i & 1)
