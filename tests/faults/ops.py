@@ -37,7 +37,7 @@ OPS = [
     Fault(
         "mlp: every chunk samples the mask of the first rows",
         "ckptkern/ops/mlp/branch.py",
-        "return apply_dropout(self.p, h, self.dropout, «start»)",
+        "return self.p.apply_dropout(h, self.dropout, «start»)",
         "0",
         (values("[mlp-", "[mlp_block-dropout"),),
     ),
