@@ -61,7 +61,7 @@ OPS = [
     Fault(
         "linear_stack: gradients below the lowest trained layer are formed",
         "ckptkern/ops/mlp/linear_stack.py",
-        "lowest = «0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)»",
+        "lowest = «0 if needs_x else next((i for i in range(L) if weight_grads[i] or bias_grads[i]), L)»",
         "0",
         (cost("[linear_stack"),),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from ..registration.op import (
     cast_parameter,
     needed,
     row_bytes,
-    row_count,
     rows_2d,
     token_chunks,
     unflattened,
@@ -131,35 +130,29 @@ class LinearStack(Op):
         x, weights, biases = _split(tensors)
         o, _ = beside_frozen(weights, o, dy.dtype)
         p, L, activation, precision = primitives(o.backend), o.layers, o.activation, o.precision
-        bits, hidden = saved.get("bits"), [t for name, t in saved.items() if name != "bits"]
-        M = row_count(dy)
+        bits, stored = saved.get("bits"), [rows_2d(t) for name, t in saved.items() if name != "bits"]
+        parameters, needs_x, needs_of = tensors[1:], needed(needs, X), [needed(needs, 1 + i) for i in range(2 * L)]
         dy, rows = rows_2d(dy), rows_2d(x)
         width = _narrow_width(o, x, weights)
-        need_dw = [needed(needs, 1 + i) for i in range(L)]
-        need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
             packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
-            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
-            return [
-                None if dx is None else unflattened(dx, x),
-                *(
-                    dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=whole)
-                    if need_dw[i]
-                    else None
-                    for i, w in enumerate(weights)
-                ),
-                *(
-                    db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None
-                    for i, w in enumerate(weights)
-                ),
-            ]
-        layers, stored = _cast(weights, biases, dy.dtype), [rows_2d(h) for h in hidden]
-        chunks = token_chunks(M, _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
-        weight_grads = [need and WeightGrad(w, len(chunks)) for need, w in zip(need_dw, weights, strict=True)]
-        bias_grads = [need and BiasGrad(b, len(chunks)) for need, b in zip(need_db, biases, strict=True)]
+            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needs_x)
+            made = [None if dx is None else unflattened(dx, x)]
+            of_biases = db if biases[0] is not None else dw  # of which none is needed
+            for grad, t, need in zip((*dw, *of_biases), parameters, needs_of, strict=True):
+                part = grad[tuple(map(slice, t.shape))] if need else None
+                made.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))
+            return made
+        layers = _cast(weights, biases, dy.dtype)
+        chunks = token_chunks(dy.shape[0], _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
+        grads: list[Any] = [
+            need and (WeightGrad if i < L else BiasGrad)(t, len(chunks))
+            for i, (t, need) in enumerate(zip(parameters, needs_of, strict=True))
+        ]
+        weight_grads, bias_grads = grads[:L], grads[L:]
         sums = [grad and grad.part for grad in bias_grads]
-        dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
-        lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
+        dx = dy.new_empty((dy.shape[0], x.shape[-1])) if needs_x else None
+        lowest = 0 if needs_x else next((i for i in range(L) if weight_grads[i] or bias_grads[i]), L)
         relu = activation == "relu"
 
         def add(start: int, stop: int) -> None:
@@ -182,17 +175,17 @@ class LinearStack(Op):
                 else:
                     dz, db = p.linear_bwd(h, *layers[-1], dy_rows, activation, precision, db=sums[L - 1])
             for i in range(L - 1, lowest - 1, -1):
-                if need_db[i]:
+                if bias_grads[i]:
                     bias_grads[i].add(db)
                 if i == 0:
-                    if need_dw[0]:
+                    if weight_grads[0]:
                         weight_grads[0].add(dz, rows[part])
-                    if needed(needs, X):
+                    if needs_x:
                         p.mm(dz, layers[0][0], out=dx[part])
                     break
                 h = stored_rows[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None
-                if i == lowest and h is None and need_dw[i]:
+                if i == lowest and h is None and weight_grads[i]:
                     h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
@@ -201,21 +194,18 @@ class LinearStack(Op):
                         stored_rows[i - 1],
                         activation,
                         precision,
-                        save_h=h is None and need_dw[i],
+                        save_h=h is None and bool(weight_grads[i]),
                         h_over_z=not stored,
                         db=sums[i - 1],
                     )
                     h = made if h is None else h
-                if need_dw[i]:
+                if weight_grads[i]:
                     weight_grads[i].add(dz, h)
                 dz = dz_below
 
         for start, stop in chunks if lowest < L else ():
             add(start, stop)
-        return [
-            unflattened(dx, x) if needed(needs, X) else None,
-            *(grad.result() if grad else None for grad in (*weight_grads, *bias_grads)),
-        ]
+        return [unflattened(dx, x) if needs_x else None, *(grad.result() if grad else None for grad in grads)]
 
     @staticmethod
     def reference(tensors, o):
