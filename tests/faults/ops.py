@@ -250,7 +250,7 @@ OPS = [
     ),
     Fault(
         "loss: gradients of forward are scaled in place under retain_graph",
-        "ckptkern/ops/cross_entropy/in_forward.py",
+        "ckptkern/ops/cross_entropy/loss.py",
         "is_last = «not torch._C._autograd._get_current_graph_task_keep_graph()»",
         "True",
         ("tests/ops/test_head_in_forward.py -k retained",),
