@@ -18,8 +18,7 @@ from ..memory import saved_tensors
 from .attention.block import attention_block
 from .dispatch.choices import backend
 from .mlp.block import mlp_block
-from .mlp.linear_act import linear_act
-from .mlp.linear_stack import linear_stack
+from .mlp.linear import linear_act, linear_stack
 from .mlp.mlp import gated_mlp, mlp
 from .transformer_layer import transformer_layer
 

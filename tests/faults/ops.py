@@ -60,7 +60,7 @@ OPS = [
     ),
     Fault(
         "linear_stack: gradients below the lowest trained layer are formed",
-        "ckptkern/ops/mlp/linear_stack.py",
+        "ckptkern/ops/mlp/linear.py",
         "lowest = «0 if needs_x else next((i for i in range(L) if weight_grads[i] or bias_grads[i]), L)»",
         "0",
         (cost("[linear_stack"),),
@@ -201,7 +201,7 @@ OPS = [
     ),
     Fault(
         "moe: the normalised weights' sum has no gradient",
-        "ckptkern/ops/moe/router.py",
+        "ckptkern/ops/moe/sublayer.py",
         "ds = «(ds - (ds * s).sum(-1, keepdim=True) / total) / total»",
         "ds / total",
         (values("[moe_block-none", "[moe_block-normalize"),),

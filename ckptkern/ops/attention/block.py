@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..dispatch.shard import ACTIVE
-from ..registration.across import across_ranks
-from ..registration.functions import build
+from ..registration.functions import across_ranks, build
 from ..sublayer.lora import LoRA
 from ..sublayer.residual import drawn
 from .arguments import gather

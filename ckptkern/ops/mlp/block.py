@@ -9,8 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..dispatch.choices import check_input, check_options, choose_impl, compute_dtype
-from ..registration.across import across_ranks
-from ..registration.functions import build
+from ..registration.functions import across_ranks, build
 from ..registration.op import with_fields
 from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora, names_of, updates_of
 from ..sublayer.residual import (

@@ -3,7 +3,7 @@ Each is one region that saves its input and recomputes the rest in backward."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
 
 from torch import Tensor
 
@@ -21,20 +21,12 @@ from ..dispatch.shard import ACTIVE
 from ..registration.functions import build
 from ..registration.op import Op, by_chunks, in_order, mask, needed_names, rows_2d, token_chunks, unflattened
 from ..sublayer.dropout import draw_state
+from .block import MLPTensors as BlockTensors
 from .block import mlp_block
 from .branch import BranchOptions, MLPBranch, Sums, check_branch, reference, saves
 
-
-class MLPTensors(NamedTuple):
-    """The names of `branch`: of mlp fc1 is `up`, fc2 `down`, and there is no gate."""
-
-    gate_weight: Tensor | None
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-    rng: Tensor | None
+# the names of `branch`: of mlp fc1 is `up`, fc2 `down`, and there is no gate
+MLPTensors = namedtuple("MLPTensors", (*BlockTensors.own, "rng"))
 
 
 class MLP(Op):

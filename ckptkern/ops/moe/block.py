@@ -28,8 +28,17 @@ from ..mlp.branch import check_branch
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora
 from ..sublayer.residual import RowsOp, around, called
-from .router import GROUP_SCORES, SCORINGS
-from .sublayer import LOGITS, MoEOptions, MoESublayer, MoETensors, RouterOptions, moe_reference, saves
+from .sublayer import (
+    GROUP_SCORES,
+    LOGITS,
+    SCORINGS,
+    MoEOptions,
+    MoESublayer,
+    MoETensors,
+    RouterOptions,
+    moe_reference,
+    saves,
+)
 
 
 class MoEBlock(RowsOp):
