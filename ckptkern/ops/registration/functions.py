@@ -32,7 +32,9 @@ from ..dispatch.choices import autocast_off, compose_of
 from .gradients import (
     Delayed,
     Late,
+    Left,
     Process,
+    Room,
     Stash,
     arrived,
     formed,
@@ -42,6 +44,7 @@ from .gradients import (
     is_valid,
     stash_limit,
     stashing,
+    versions_of,
     workspace_limit,
 )
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
@@ -267,17 +270,21 @@ def _eager_function(registered: Registered, gradients) -> type:
 
 
 def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
-    """The gradients that the second of two passes asks for, if the first left them."""
-    stash, ctx.stash = ctx.stash, None
+    """The gradients that the second of two passes asks for, if the first left them, for the same gradients of the results."""
+    left, ctx.stash = ctx.stash, None
     edges = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else state.asked()
     if edges is None:
         return None
-    places = [i for i, edge in zip(stash.edges, edges, strict=True) if edge]
-    if not stash.covers(upstream, places):
+    places = [i for i, edge in zip(left.edges, edges, strict=True) if edge]
+    same = all(
+        t is before and versions_of([t]) == version
+        for t, (before, version) in zip(upstream, left.upstream, strict=True)
+    )
+    if not same or not all(i in left.grads and is_valid(left.grads[i]) for i in places):
         return None
-    taken = {i: stash.take(i) for i in places}
-    ctx.stash = stash if stash.grads else None
-    return [taken.get(i) for i in range(stash.count)]
+    taken = {i: formed(left.grads.pop(i)) for i in places}
+    ctx.stash = left if left.grads else None
+    return [taken.get(i) for i in range(left.count)]
 
 
 def _in_parts(
@@ -306,9 +313,10 @@ def _in_parts(
     if by_hand:
         precision = ctx.call[2]
         return [None if by_hand.waits(flat[i], grad, precision) else formed(grad) for i, grad in enumerate(grads)]
-    edges = [i for i, t in enumerate(flat[: len(grads)]) if i == 0 or t is not None]
-    if stash.fill(upstream, edges, len(grads), {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}):
-        ctx.stash = stash
+    others = {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}
+    if stash.holds(others.values()) and all(map(is_valid, others.values())):
+        edges = [i for i, t in enumerate(flat[: len(grads)]) if i == 0 or t is not None]
+        ctx.stash = Left([(t, versions_of([t])) for t in upstream], edges, len(grads), others, Room(stash.bytes))
     elif any(isinstance(grads[i], Delayed) for i in places):
         return gradients(dy, flat, options, wanted)
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]

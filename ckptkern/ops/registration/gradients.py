@@ -94,19 +94,14 @@ class Delayed(NamedTuple):
 
 
 class Stash:
-    """What the first of two passes leaves to the second: gradients, or the operands of the matmuls that give them.
+    """Holds the operands of matmuls that wait.
 
-    limit: bytes, besides what is saved for backward anyway, `saved`; more is not stashed, and the second pass recomputes.
-    spills: what is not stashed runs at once instead."""
+    limit: bytes, besides what is saved for backward anyway, `saved`; more is not held, and a second pass recomputes. spills:
+    what is not held runs at once instead."""
 
     def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
         self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
-        self.room: Room | None = None
-        self.edges: list[int] = []  # places of the tensors that have an edge
-        self.count = 0  # of the op's tensors
-        self.upstream: list[tuple[Tensor | None, list[int]]] = []
-        self.grads: dict[int, Tensor | Delayed | None] = {}
 
     def holds(self, operands: Iterable[Any]) -> bool:
         """Are these tensors held from now on? Not once they are too large."""
@@ -120,29 +115,18 @@ class Stash:
             self.is_full = True
         return not self.is_full
 
-    def fill(
-        self, upstream: Sequence[Tensor | None], edges: list[int], count: int, grads: dict[int, Tensor | Delayed | None]
-    ) -> bool:
-        """Takes the gradients that were not asked for; are they right for a second pass? edges: places of the tensors that have
-        one, of `count`."""
-        self.holds(grads.values())
-        if self.is_full or not all(map(is_valid, grads.values())):
-            return False
-        self.upstream, self.edges, self.count = [(t, versions_of([t])) for t in upstream], edges, count
-        self.grads = grads
-        self.room = Room(self.bytes)
-        return True
 
-    def covers(self, upstream: Sequence[Tensor | None], places: list[int]) -> bool:
-        """Has it the gradients at these places, for the same gradients of the results?"""
-        same = all(
-            t is before and versions_of([t]) == version
-            for t, (before, version) in zip(upstream, self.upstream, strict=True)
-        )
-        return same and all(place in self.grads and is_valid(self.grads[place]) for place in places)
+class Left(NamedTuple):
+    """What the first of two passes leaves to the second: by place, the gradients that it was not asked for.
 
-    def take(self, place: int) -> Tensor | None:
-        return formed(self.grads.pop(place))
+    upstream: the results' gradients, and their versions; edges: places of the tensors that have one, of `count`; room: of what
+    is held."""
+
+    upstream: list[tuple[Tensor | None, list[int]]]
+    edges: list[int]
+    count: int
+    grads: dict[int, Tensor | Delayed | None]
+    room: Room
 
 
 def versions_of(operands: Iterable[Any]) -> list[int]:
