@@ -20,6 +20,7 @@ from ..dispatch.choices import (
     choose_impl,
     compute_dtype,
 )
+from ..dispatch.shard import ACTIVE, NotSharded
 from ..experts import LAYERS as EXPERT_LAYERS
 from ..experts import check_experts
 from ..mlp.block import MLPTensors
@@ -117,6 +118,8 @@ def check_shared(op: str, x: Tensor, t: dict[str, Tensor | None], gate: Tensor |
 
 def gather(op, x, *, activation, router_dtype, lora, **given) -> tuple[MoETensors, MoEOptions]:
     """Checks all arguments of moe_block; returns the sublayer's tensors, still without random states, and its options."""
+    if ACTIVE.shard is not None:
+        raise NotSharded("moe_block has no sharded form")
     check_options(op, activation, given["recompute"])
     check_input(op, x)
     t, features = {name: given.pop(name) for name in MoETensors.own}, x.shape[-1]

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from ...frozen import regrouped
 from ...state import Observed
 from ..dispatch.choices import read_precision
-from .op import Op, call_of, in_results, run_backward, run_forward
+from .op import Op, call_of, run_backward, run_forward
 
 _AUTOCAST = int(Observed.AUTOCAST)
 _WORD = 62
@@ -79,7 +79,8 @@ def register(op: type[Op]) -> Registered:
         with torch._C._DisableAutocast():
             y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
         options = unpack(layout, lists)
-        return in_results(op, options, y, op.made_on_meta(tensors[0], made, options))
+        made = op.made_on_meta(tensors[0], made, options)
+        return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
     def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
         *lists, words = lists_and_needs

@@ -137,12 +137,7 @@ def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list
         with torch._C._DisableAutocast():
             return run_forward(op, tensors, options)
     y, made = op.forward(tensors, options)
-    return in_results(op, options, y, made) if made else [y]
-
-
-def in_results(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
-    """[y, *more, *saved] of what `forward` gives."""
-    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
+    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if made else [y]
 
 
 def run_backward(

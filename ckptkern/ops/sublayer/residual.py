@@ -31,7 +31,7 @@ from ..dispatch.choices import (
     matmul_precision,
     primitives,
 )
-from ..dispatch.shard import ACTIVE, NotSharded
+from ..dispatch.shard import ACTIVE
 from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
 from .dropout import draw_state, dropout_arguments
 from .lora import update_dtype
@@ -420,10 +420,6 @@ class RowsOp(SublayerOp):
         return sublayer.finished(grads | sums.results(), need)
 
 
-def has_trailing_norm(o: Any) -> bool:
-    return bool(o.norm) and not o.norm_first
-
-
 def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """A norm in differentiable PyTorch ops."""
     weight = cast_parameter(weight, x.dtype)
@@ -460,7 +456,8 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
         ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
         z = z * ones.view(samples)
     y = x + z if o.residual else z
-    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
+    trailing = o.norm and not o.norm_first
+    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if trailing else y
 
 
 def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
@@ -566,10 +563,8 @@ def called(gather: Callable, apply: Callable) -> Callable[[Declared], Declared]:
         def call(*args, **kwargs):
             declared(*args, **kwargs)  # raises Python's TypeError for arguments that it does not take
             arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
-            if ACTIVE.shard is not None:
-                if not hasattr(ACTIVE.shard, name):
-                    raise NotSharded(f"{name} has no sharded form")
-                return getattr(ACTIVE.shard, name)(**arguments)
+            if (sharded := getattr(ACTIVE.shard, name, None)) is not None:
+                return sharded(**arguments)
             t, o = gather(name, **arguments)
             return apply(o, arguments["x"], *drawn(t, o, arguments["x"], arguments["training"]))
 
