@@ -311,7 +311,7 @@ class Segment(SavedTensors):
 
 
 def _identity(x: Tensor) -> Tensor:
-    return x
+    return x  # of this module: by it a recompute's hooks are known (RECOMPUTING)
 
 
 def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

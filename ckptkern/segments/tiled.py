@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
-from ..ops.dispatch.choices import choose_workspace
+from ..ops.dispatch.choices import autocast_dtype, choose_workspace
 from ..state import GradientSums
 from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
@@ -169,10 +169,8 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
         return max(1, -(-tokens // (chunks or 1)))
     known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) if device != "meta" else None
     training = fn.training if isinstance(fn, nn.Module) else None
-    key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
+    key = (shape, dim, x.dtype, x.requires_grad, x.device.type, autocast_dtype(x), training)
     if key not in known:
         sizes = []
         try:

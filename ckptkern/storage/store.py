@@ -20,6 +20,7 @@ from ..frozen import Frozen
 from ..memory import dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and stride of a run's elements in memory
 
 
 def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> RuntimeError:
@@ -104,7 +105,7 @@ class _Run:
 class _View:
     """A tensor as a view of a run. place: size and stride of the run's elements, as `dense_run` returns them."""
 
-    def __init__(self, tensor: Tensor, place: tuple[tuple[int, ...], tuple[int, ...]], run: _Run):
+    def __init__(self, tensor: Tensor, place: Place, run: _Run):
         self.size, self.stride, self.place, self.run = tensor.size(), tensor.stride(), place, run
         run.views += 1
         run.left += 1
@@ -127,7 +128,7 @@ class _View:
         return tensor
 
 
-def dense_run(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def dense_run(tensor: Tensor) -> Place:
     """Returns (size, stride) of the memory that holds a strided tensor's elements in the order of their addresses, each once:
     one dense run, or several with gaps between."""
     axes = [(stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1]

@@ -89,21 +89,14 @@ class UpdatedHead:
         self.rows, self.w, self.o, self.p = rows, w, o, primitives(o.backend)
         self.update, self.given = update_of(tensors, o), UpdateTensors(*tensors[-3:])
         self.b = self.update.b.to(rows.dtype)
+        # of a row of [x | u], or of [W | B]; of a token's [x | u] with x in the update's dtype, dropped, and steps between
+        self.bytes_beside = (w.shape[1] + self.b.shape[1]) * w.dtype.itemsize
+        self.bytes_of_token = self.bytes_beside + 3 * w.shape[1] * self.update.a.dtype.itemsize
         place = len(tensors) - len(self.given)
         self.needs_x, self.needs_a, needs_b = needed(needs, 0), needed(needs, place), needed(needs, place + 1)
         self.du: Tensor | None = None
         self.da: Tensor | None = None
         self.db = torch.empty_like(self.given.head_lora_b) if needs_b else None
-
-    @property
-    def bytes_beside(self) -> int:
-        """Returns the bytes of a row of [x | u], or of [W | B]."""
-        return (self.w.shape[1] + self.b.shape[1]) * self.w.dtype.itemsize
-
-    @property
-    def bytes_of_token(self) -> int:
-        """Returns the bytes of [x | u] and what makes it: x in the update's dtype, dropped, and steps between."""
-        return self.bytes_beside + 3 * self.w.shape[1] * self.update.a.dtype.itemsize
 
     def chunks(self) -> list[tuple[int, int]]:
         """[start, stop) of the tokens that backward takes at once: they have a quarter of the workspace."""

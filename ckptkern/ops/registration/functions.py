@@ -203,19 +203,16 @@ def _gradients(registered: Registered):
     return gradients
 
 
-def _no_jvp(op: type[Op]):
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(f"{op.name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
-
-    return staticmethod(jvp)
-
-
 def _eager_function(registered: Registered, gradients) -> type:
     """The classic Function: the quickest on the host."""
     op = registered.op
 
     class Eager(torch.autograd.Function):
-        jvp = _no_jvp(op)
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(
+                f"{op.name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)"
+            )
 
         @staticmethod
         def forward(ctx, call, *tensors):
@@ -348,7 +345,7 @@ def _apply(registered: Registered, eager: type, gradients):
             return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
-        jvp = _no_jvp(op)
+        jvp = staticmethod(eager.jvp)
 
     functional, transformed = named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
     constants = sum(1 << i for i in op.constants)
