@@ -60,9 +60,6 @@ class Sum:
 
     later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
 
-    matmul: Callable[..., None]
-    total: Callable[[], Tensor | None]
-
     def add(self, *operands: Any) -> None:
         """Adds the matmul of these operands, now or when the sum is asked for."""
         stash = THREAD.stash

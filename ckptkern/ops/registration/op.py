@@ -44,9 +44,6 @@ class Op:
 
     name: str
     Options: type
-    forward: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    backward: Callable[..., Sequence[Tensor | None]]
-    reference: Callable[..., Any]
     constants: frozenset[int] = frozenset()
     decisions: tuple[str, ...] = ()
     kernels = True
@@ -88,9 +85,6 @@ class SublayerOp(Op):
     """
 
     Tensors: type
-    compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    gradients: Callable[..., dict[str, Any]]
-    in_torch_ops: Callable[..., Any]
 
     @classmethod
     def forward(cls, tensors, o):
