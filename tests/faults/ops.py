@@ -30,8 +30,8 @@ OPS = [
     Fault(
         "mlp: a gated gradient by steps without the activation",
         "ckptkern/ops/mlp/branch.py",
-        "dh * «self.p.act_fwd(g, None, activation)»]",
-        "g",
+        "dh * «self.p.act_fwd(before[0], None, activation)»)",
+        "before[0]",
         (values("[mlp_block-gate", "[mlp_block-lora"),),
     ),
     Fault(

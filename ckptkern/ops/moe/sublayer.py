@@ -266,7 +266,22 @@ class MoESublayer(Sublayer):
             self.add_linear_gradients("router_weight", dz, h, dh, sums)
             dz = ds = scores = None
         if self.shared is not None:
-            self.add_shared_gradients(df, h, dh, self.of_shared(saved), sums)
+            own, gate, dx = self.of_shared(saved), self.shared_gate(h), None
+            if sums.gates:  # whose gradient takes what the shared expert gave: by one matmul more
+                if not own:
+                    hidden, before = self.shared.hidden(h, self.first_row, save=True)
+                    own = dict(zip(("g", "u") if self.shared.gated else ("z",), before, strict=True)) | {"h": hidden}
+                    hidden = before = None
+                y, wide = self.shared.result_of(h, own, self.first_row), eager.wide_of(df.dtype)
+                dgate = (df.to(wide) * y.to(wide)).sum(1, keepdim=True) * gate * (1 - gate)
+                y = None
+                self.add_linear_gradients("shared_expert_gate", dgate.to(df.dtype), h, dh, sums)
+            if sums.shared is not None:
+                df = df if gate is None else df * gate
+                dx = self.shared.backward_rows(df, h, own, self.first_row, sums.shared)
+                if sums.need_dh:
+                    dh += dx
+            own = gate = dx = None
         h = df = None
         return grads | self.input_gradients(dh, dy, need) if sums.need_dh else grads
 
@@ -279,27 +294,6 @@ class MoESublayer(Sublayer):
             bias.add(eager.column_sum(dz, bias.part))
         if sums.need_dh:
             dh += eager.mm(dz, self.cast(getattr(self.t, name), dz.dtype))
-
-    def add_shared_gradients(
-        self, df: Tensor, h: Tensor, dh: Tensor | None, saved: dict[str, Tensor], sums: Gradients
-    ) -> None:
-        """Adds those of the shared expert, whose gate's gradient takes what it gave: by one matmul more."""
-        gate = self.shared_gate(h)
-        if sums.gates:
-            if not saved:
-                hidden, before = self.shared.hidden(h, self.first_row, save=True)
-                saved = dict(zip(("g", "u") if self.shared.gated else ("z",), before, strict=True)) | {"h": hidden}
-            y = self.shared.result_of(h, saved, self.first_row)
-            wide = eager.wide_of(df.dtype)
-            dgate = (df.to(wide) * y.to(wide)).sum(1, keepdim=True) * gate * (1 - gate)
-            y = None
-            self.add_linear_gradients("shared_expert_gate", dgate.to(df.dtype), h, dh, sums)
-        if sums.shared is None:
-            return
-        df = df if gate is None else df * gate
-        dx = self.shared.backward_rows(df, h, saved, self.first_row, sums.shared)
-        if sums.need_dh:
-            dh += dx
 
 
 def moe_reference(x: Tensor, t: MoETensors, o: MoEOptions, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
