@@ -10,7 +10,7 @@ from .experts import grouped_gated_mlp, moe_mlp
 from .mlp.block import mlp_block
 from .mlp.linear import linear_act, linear_stack
 from .mlp.mlp import gated_mlp, mlp
-from .moe.block import moe_block
+from .moe import moe_block
 from .registration.gradients import accumulate_in_place, delay_weight_gradients, split_backward
 from .sublayer.dropout import dropout
 from .sublayer.lora import LoRA

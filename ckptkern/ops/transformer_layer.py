@@ -24,9 +24,9 @@ from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
 from .mlp.block import MLPBlock, mlp_block
 from .mlp.block import gather as gather_mlp
 from .mlp.branch import saves as mlp_saves
-from .moe.block import MoEBlock, moe_block
-from .moe.block import gather as gather_moe
-from .moe.sublayer import saves as moe_saves
+from .moe import MoEBlock, moe_block
+from .moe import gather as gather_moe
+from .moe import saves as moe_saves
 from .registration.functions import build
 from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
 from .sublayer.residual import drawn

@@ -194,14 +194,14 @@ OPS = [
     ),
     Fault(
         "moe: the shared expert's gate has half of its slope",
-        "ckptkern/ops/moe/sublayer.py",
+        "ckptkern/ops/moe.py",
         "* gate «* (1 - gate)»",
         "",
         (values("[moe_block-shared"),),
     ),
     Fault(
         "moe: the normalised weights' sum has no gradient",
-        "ckptkern/ops/moe/sublayer.py",
+        "ckptkern/ops/moe.py",
         "ds = «(ds - (ds * s).sum(-1, keepdim=True) / total) / total»",
         "ds / total",
         (values("[moe_block-none", "[moe_block-normalize"),),

@@ -40,7 +40,7 @@ from ckptkern.ops.experts import Experts, grouped_gated_mlp, moe_mlp
 from ckptkern.ops.mlp.block import MLPBlock
 from ckptkern.ops.mlp.linear import LinearAct, LinearStack
 from ckptkern.ops.mlp.mlp import MLP, GatedMLP
-from ckptkern.ops.moe.block import MoEBlock, moe_block
+from ckptkern.ops.moe import MoEBlock, moe_block
 from ckptkern.ops.registration.op import Op
 from ckptkern.ops.sublayer.dropout import Dropout, dropout
 from ckptkern.ops.sublayer.lora import LoRA
