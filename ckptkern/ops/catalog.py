@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_map_with_path
 from ..memory import saved_tensors
 from .attention.block import attention_block
 from .dispatch.choices import backend
-from .mlp.block import mlp_block
 from .mlp.linear import linear_act, linear_stack
-from .mlp.mlp import gated_mlp, mlp
+from .mlp.mlp import gated_mlp, mlp, mlp_block
 from .transformer_layer import transformer_layer
 
 Arguments = dict[str, Any]

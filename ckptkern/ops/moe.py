@@ -27,11 +27,11 @@ from .dispatch.choices import (
 from .dispatch.shard import ACTIVE, NotSharded
 from .experts import LAYERS as EXPERT_LAYERS
 from .experts import PARAMETERS, Experts, ExpertsBranch, check_experts
-from .mlp.block import MLPTensors, bytes_around
 from .mlp.branch import LAYERS as MLP_LAYERS
 from .mlp.branch import MLPBranch, Sums, check_branch
 from .mlp.branch import reference as mlp_reference
 from .mlp.branch import saves as mlp_saves
+from .mlp.mlp import MLPTensors, bytes_around
 from .registration.functions import build
 from .registration.gradients import BiasGrad, WeightGrad
 from .registration.op import cast_parameter, with_fields

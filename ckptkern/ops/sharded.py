@@ -25,8 +25,8 @@ from torch import Tensor
 from .attention.arguments import gather as gather_attention
 from .attention.block import across as attention_across
 from .dispatch.choices import autocast_off, choose_backend
-from .mlp.block import across as mlp_across
-from .mlp.block import gather as gather_mlp
+from .mlp.mlp import across as mlp_across
+from .mlp.mlp import gather as gather_mlp
 from .registration.op import cast_parameter
 from .sublayer.dropout import replayed_dropout
 from .sublayer.residual import drawn, reference_output
