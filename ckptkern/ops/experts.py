@@ -466,11 +466,7 @@ def grouped_gated_mlp(
         )
     if row_weights is None:
         row_weights = x.new_ones(x.shape[0], dtype=eager.wide_of(x.dtype))
-    check_tensor(op, "row_weights", row_weights, x)
-    if tuple(row_weights.shape) != tuple(x.shape[:1]):
-        raise ShapeError(
-            f"{op}: row_weights must have shape ({x.shape[0]},), one value for each row, but has {tuple(row_weights.shape)}"
-        )
+    check_tensor(op, "row_weights", row_weights, x, (x.shape[0],), ", one value for each row")
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(op, x, index[:, None], row_weights[:, None], parameters, lora, activation, recompute, workspace)

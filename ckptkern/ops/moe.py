@@ -355,9 +355,7 @@ def check_router(
             f"{router_weight.shape[0]}"
         )
     if score_bias is not None:
-        check_tensor(op, "score_bias", score_bias, x)
-        if tuple(score_bias.shape) != (experts,):
-            raise ShapeError(f"{op}: score_bias must have shape ({experts},), but has {tuple(score_bias.shape)}")
+        check_tensor(op, "score_bias", score_bias, x, (experts,))
         if score_bias.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{op}: score_bias gets no gradient; detach it")
     check_choice(op, "scoring", scoring, SCORINGS)

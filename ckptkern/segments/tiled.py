@@ -361,12 +361,12 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
     narrow = {}
     if isinstance(fn, nn.Module):
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-    wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
+    wide = {n: p.float() for n, p in narrow.items()}
 
     def call(part: Tensor) -> Tensor:
         if not wide:
             return fn(part)
-        return torch.func.functional_call(fn, {n: p.to(dtypes[n]) for n, p in wide.items()}, (part,))
+        return torch.func.functional_call(fn, {n: p.to(narrow[n].dtype) for n, p in wide.items()}, (part,))
 
     parts = x.chunk(chunks, dim)
     return torch.cat([checkpoint(call, part, preserve_rng_state=preserve_rng_state) for part in parts], dim)

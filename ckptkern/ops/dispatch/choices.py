@@ -138,18 +138,15 @@ def check_weight(
             f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
             + (hint if shape[0] == in_features else "")
         )
-    if bias is None:
-        return
-    check_tensor(op, f"the bias of {name}", bias, x)
-    if bias.dim() != 1 or bias.shape[0] != shape[0]:
-        raise ShapeError(
-            f"{op}: the bias of {name} must have shape ({shape[0]},), one value for each of its out_features, but has "
-            f"shape {tuple(bias.shape)}"
-        )
+    if bias is not None:
+        check_tensor(op, f"the bias of {name}", bias, x, (shape[0],), ", one value for each of its out_features")
 
 
-def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
-    """Checks that `tensor` is a dense Tensor on the device of the input x, and floating point if `floating`."""
+def check_tensor(
+    op: str, name: str, tensor: Tensor, x: Tensor, shape: tuple = (), what: str = "", *, floating: bool = True
+) -> None:
+    """Checks that `tensor` is a dense Tensor on the device of the input x, floating point if `floating`, and of this shape, if
+    one is given. what: is said of it."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:
@@ -158,6 +155,8 @@ def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: boo
         raise LayoutError(f"{op}: {name} must be a dense tensor, not {tensor.layout}")
     if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
         raise DtypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
+    if shape and tuple(tensor.shape) != shape:
+        raise ShapeError(f"{op}: {name} must have shape {shape}{what}, but has {tuple(tensor.shape)}")
 
 
 # -- choices

@@ -162,12 +162,11 @@ def _flops(on_meta: Callable, *args, out_val=None) -> int:
 
 SCHEMA = "int[] ints, float[] floats, str[] strings, SymInt[] sizes"
 _LISTS = {bool: 0, int: 0, float: 1, str: 2, torch.dtype: 2, IntLikeType: 3}
-_DTYPES = {
-    name: dtype
+_NAMES = {
+    dtype: name
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Layout(NamedTuple):
@@ -224,7 +223,7 @@ def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
     if kind == "optional":
         return _read(inner[0], lists) if next(lists[0]) else None
     value = next(lists[place])
-    return _DTYPES[value] if kind == "dtype" else bool(value) if kind == "bool" else value
+    return getattr(torch, value) if kind == "dtype" else bool(value) if kind == "bool" else value
 
 
 def pack(layout: Layout, options: Any) -> tuple[list, list, list, list]:

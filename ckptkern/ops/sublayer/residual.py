@@ -469,10 +469,7 @@ def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, fe
     check_choice(op, name, kind, (*NORMS, None))
     for which, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
-            check_tensor(op, f"{name}_{which}", parameter, x)
-            if parameter.shape != (features,):
-                shape = tuple(parameter.shape)
-                raise ShapeError(f"{op}: {name}_{which} must have shape ({features},), but has {shape}")
+            check_tensor(op, f"{name}_{which}", parameter, x, (features,))
 
 
 def around(
