@@ -433,8 +433,6 @@ def public(results: TokenResults, lead: torch.Size) -> dict[str, Any]:
 # Forward takes tokens in chunks and forms, of each, the gradients of the sum of its losses. Backward scales them by that of the
 # loss. Sums over chunks are float32, and a gradient is rounded once, when it is scaled.
 
-AS_THEY_ARE = PLAIN | {Frozen}
-
 
 def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tensor | None, target: Tensor) -> bool:
     """Do gradients of the sum of all losses take less memory from forward to backward than exponentials of logits, and is it
@@ -447,7 +445,7 @@ def forms_in_forward(o: LinearCrossEntropyOptions, x: Tensor, w: Tensor, b: Tens
         or choose_mode("full") != "full"
         or not torch.is_grad_enabled()
         or torch._C._are_functorch_transforms_active()
-        or not AS_THEY_ARE.issuperset(map(type, (x, w, b, target)))
+        or not (PLAIN | {Frozen}).issuperset(map(type, (x, w, b, target)))
     ):
         return False
     (V, d), M = w.shape, target.numel()

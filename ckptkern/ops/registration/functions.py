@@ -308,8 +308,11 @@ def _in_parts(
     if not all(is_valid(grads[i]) for i in places):
         return gradients(dy, flat, options, wanted)
     if by_hand:
-        precision = ctx.call[2]
-        return [None if by_hand.waits(flat[i], grad, precision) else formed(grad) for i, grad in enumerate(grads)]
+        for i, grad in enumerate(grads):
+            if isinstance(grad, Delayed) and by_hand.takes(flat[i]):
+                by_hand.queue.append((flat[i], grad, ctx.call[2]))
+                grads[i] = None
+        return [formed(grad) for grad in grads]
     others = {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}
     if stash.holds(others.values()) and all(map(is_valid, others.values())):
         edges = [i for i, t in enumerate(flat[: len(grads)]) if i == 0 or t is not None]
@@ -473,7 +476,10 @@ def across_ranks(apply) -> Callable[..., Tensor]:
             whole = reduced()
             return whole if added is None else whole.add_(arrived(added).to(whole.dtype))
 
-        if held <= limit and (x := _handed_on(ctx)) is not None:
+        # handed on if x's gradient goes to a node that takes late ones, and nothing else sees it: no hook of x, no x.grad, and
+        # no call that asks for some gradients alone
+        goes_on = (x := ctx.x()) is not None and getattr(ctx.next_functions[0][0], "takes_late", False)
+        if held <= limit and goes_on and not (x._backward_hooks or x.retains_grad or state.asked() is not None):
             return [Late(x.shape, dx.dtype, dx.device, finish), *grads]
         return [finish(), *grads]
 
@@ -485,12 +491,3 @@ def across_ranks(apply) -> Callable[..., Tensor]:
         return function.apply(shard, options if needs else apply.for_inference(options), residual, needs, *tensors)
 
     return across
-
-
-def _handed_on(ctx) -> Tensor | None:
-    """x, if its gradient goes to a node that takes late ones, and nothing else sees it: no hook of x, no x.grad, and no call
-    that asks for some gradients alone."""
-    x = ctx.x()
-    if x is None or not getattr(ctx.next_functions[0][0], "takes_late", False):
-        return None
-    return None if x._backward_hooks or x.retains_grad or state.asked() is not None else x

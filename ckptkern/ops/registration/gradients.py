@@ -255,13 +255,6 @@ class delay_weight_gradients:
         """Does this weight's gradient wait for `flush`?"""
         return id(weight) in self.parameters and accumulates(weight)
 
-    def waits(self, weight: Tensor | None, grad: Tensor | Delayed | None, precision: Any) -> bool:
-        """Takes the gradient, if it is one that waits. precision: the region's."""
-        if not isinstance(grad, Delayed) or not self.takes(weight):
-            return False
-        self.queue.append((weight, grad, precision))
-        return True
-
     def flush(self) -> None:
         """Forms the gradients that wait and adds them."""
         while self.queue:
