@@ -19,6 +19,7 @@ from ... import eager
 from ...errors import DeviceError, DtypeError, LayoutError, ShapeError
 from ...memory import bytes_of
 from ...state import Observed, layer_fits, observe
+from ...subclasses import constant
 from . import implementations as _impls
 from . import tuned as _tuned
 
@@ -200,24 +201,12 @@ def backend(name: str) -> Iterator[None]:
         _choice.backend = outer
 
 
-def _constant(function: Any) -> Any:
-    """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does, without its import of
-    torch._dynamo: Dynamo calls it instead of tracing into Triton and the CUDA driver."""
-    cached = functools.cache(function)
-
-    def constant(*args: Any) -> Any:
-        return cached(*args)
-
-    constant._dynamo_marked_constant, constant.cache_clear = True, cached.cache_clear
-    return constant
-
-
-@_constant
+@constant
 def log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
 
 
-@_constant
+@constant
 def _device_reason(device_type: str, index: int | None) -> str | None:
     """Returns why no kernel can run on this device, or None. It does not change within a process."""
     try:
@@ -260,7 +249,7 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     return "eager"
 
 
-@_constant
+@constant
 def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
     """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else that of our
     rule."""
@@ -438,7 +427,7 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
 WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 
-@_constant
+@constant
 def default_workspace(device_type: str, index: int | None) -> int:
     """Returns 1/32 of a GPU's memory, at least 256 MiB; 32 MiB elsewhere.
 
