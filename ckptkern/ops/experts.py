@@ -341,10 +341,8 @@ def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, b
         ("down_weight", wd, (len(w), d, hidden)),
         ("down_bias", bd, (len(w), d)),
     ):
-        if tensor is not None and tuple(tensor.shape) != wanted:
-            raise ShapeError(
-                f"{op}: {name} must have shape {wanted} beside gate_up_weight {tuple(w.shape)}, but has {tuple(tensor.shape)}"
-            )
+        if tensor is not None:
+            check_tensor(op, name, tensor, x, wanted, f" beside gate_up_weight {tuple(w.shape)}")
 
 
 def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:

@@ -66,8 +66,6 @@ def operands(
 # Rows of x and of W stand beside theirs in chunks, so that one matmul forms the logits of both, by the launchers that form them
 # without an update. u and dropout(x) are recomputed in backward.
 
-LAYER = "head"
-
 
 class UpdateTensors(NamedTuple):
     """The last of the op's tensors; None without an update, lora_rng without dropout."""
@@ -79,7 +77,7 @@ class UpdateTensors(NamedTuple):
 
 def update_of(tensors: Sequence[Tensor | None], o: Any) -> LowRank | None:
     """tensors: the op's. o: its options."""
-    return low_rank(UpdateTensors(*tensors[-3:]), o, (LAYER,), LAYER, 0)
+    return low_rank(UpdateTensors(*tensors[-3:]), o, ("head",), "head", 0)
 
 
 class UpdatedHead:
