@@ -55,39 +55,10 @@ class Room:
         Process.held -= self.size
 
 
-class Sum:
-    """A sum of matmuls. Subclasses have `matmul(*operands)`, which adds one, and `total()`, which gives the sum or None."""
-
-    later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
-
-    def add(self, *operands: Any) -> None:
-        """Adds the matmul of these operands, now or when the sum is asked for."""
-        stash = THREAD.stash
-        if stash is None:
-            self.matmul(*operands)
-            return
-        self.later = self.later or []
-        if stash.holds(operands):
-            self.later.append((operands, versions_of(operands)))
-        elif stash.spills:
-            self.run()
-            self.matmul(*operands)
-
-    def run(self) -> None:
-        """Adds what waits, as the body of an op does: without autocast."""
-        with torch._C._DisableAutocast():
-            while self.later:
-                self.matmul(*self.later.pop(0)[0])
-        self.later = None
-
-    def result(self) -> Tensor | Delayed | None:
-        return self.total() if self.later is None else Delayed([self])
-
-
 class Delayed(NamedTuple):
     """A weight's gradient whose matmuls have not run: of all its parts, the last of which gives the whole."""
 
-    sums: list[Sum]
+    sums: list[WeightGrad]
 
 
 class Stash:
@@ -150,7 +121,7 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
 
 @contextmanager
 def stashing(stash: Stash) -> Iterator[None]:
-    """Inside, in this thread, `Sum.add` runs no matmul."""
+    """Inside, in this thread, `WeightGrad.add` runs no matmul."""
     before, THREAD.stash = THREAD.stash, stash
     try:
         yield
@@ -414,12 +385,15 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Ten
     return torch.mm(a, b) if total is None else total.addmm_(a, b)
 
 
-class WeightGrad(Sum):
+class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
     place: of the part of the weight whose gradient this is, as an index; whole: gives the tensor of the whole weight's
     gradient, at whose `place` this one is written. If the weight has a main_grad, that is the sum, and the result is None.
+    Subclasses may have another `matmul`, whose operands `add` takes.
     """
+
+    later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
 
     def __init__(
         self, weight: Tensor, chunks: int, *, place: Place | None = None, whole: Callable[[], Tensor] | None = None
@@ -428,6 +402,29 @@ class WeightGrad(Sum):
         self.into: Tensor | None = None
         main = main_grad_of(weight)
         self.main = self.sum = main if main is None or place is None else main[place]
+
+    def add(self, *operands: Any) -> None:
+        """Adds the matmul of these operands, now or when the sum is asked for."""
+        stash = THREAD.stash
+        if stash is None:
+            self.matmul(*operands)
+            return
+        self.later = self.later or []
+        if stash.holds(operands):
+            self.later.append((operands, versions_of(operands)))
+        elif stash.spills:
+            self.run()
+            self.matmul(*operands)
+
+    def run(self) -> None:
+        """Adds what waits, as the body of an op does: without autocast."""
+        with torch._C._DisableAutocast():
+            while self.later:
+                self.matmul(*self.later.pop(0)[0])
+        self.later = None
+
+    def result(self) -> Tensor | Delayed | None:
+        return self.total() if self.later is None else Delayed([self])
 
     def matmul(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> sum [N, K]."""
