@@ -55,7 +55,7 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
     from .. import triton_kernels  # noqa: F401  (patched below: has to be there)
     from ..ops.attention import core
     from ..ops.dispatch import choices
-    from ..ops.registration import across, functions
+    from ..ops.registration import functions
     from ..triton_kernels import attention
 
     choices._impl.cache_clear()  # of another GPU
@@ -70,7 +70,6 @@ def meta_as_on(chip: Any, run: Callable) -> Iterator[None]:
             (choices, "default_workspace", _always(chip.memory // 32)),
             (core, "_accepts", _always(True)),
             (functions, "DISPATCHED", 0),  # so that op bodies run, not their fakes
-            (across, "DISPATCHED", 0),
             (functions, "_OBSERVED", 0),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -59,6 +59,9 @@ class Layout(NamedTuple):
     views: tuple = ()
 
 
+Taken = tuple[Layout, tuple[Tensor, ...]]  # what a Frozen is, with its tensors: the library's
+
+
 class Kind(NamedTuple):
     """dequantized(parts, layout, dtype) -> the whole weight; of raw tensors, [n, k]. transient: bytes of temporaries for each
     of at most AT_ONCE elements, or for each of all if it is below 1. package: that made it, whose function dequantises it."""
@@ -68,9 +71,7 @@ class Kind(NamedTuple):
     package: str = ""
 
 
-def layout_of(
-    data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None
-) -> tuple[Layout, tuple[Tensor, ...]]:
+def layout_of(data: Tensor, scales: Tensor | None, kind: str | None, dtype: torch.dtype | None) -> Taken:
     """(layout, the library's tensors) of what `Frozen` is given. Raises what `Frozen` raises."""
     if dtype is not None and dtype not in (*FLOATS, torch.float64):
         raise DtypeError(f"Frozen: dtype must be float16, bfloat16, float32 or float64, not {dtype}")
@@ -122,7 +123,7 @@ def why_not(data: Any) -> str:
 # -- bitsandbytes: NF4 and FP4
 
 
-def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tuple[Tensor, ...]]:
+def _of_bitsandbytes(data: Any, dtype: torch.dtype | None) -> Taken:
     state = data.quant_state
     if state is None:
         raise ValueError("Frozen: the Params4bit is not quantised yet; move its module to its device first")
@@ -163,7 +164,7 @@ def _bitsandbytes(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -
 # -- torchao: int8, int1 to int8, float8
 
 
-def _of_torchao(data: Any, dtype: torch.dtype | None) -> tuple[Layout, tuple[Tensor, ...]]:
+def _of_torchao(data: Any, dtype: torch.dtype | None) -> Taken:
     name = type(data).__name__
     for attribute in QUANTISES_INPUT:
         if getattr(data, attribute, None) is not None:
@@ -206,7 +207,7 @@ def _torchao(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype) -> Ten
 # -- raw tensors: DeepSeek's blocks, and MXFP4
 
 
-def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> tuple[Layout, tuple[Tensor, ...]]:
+def _raw(data: Tensor, scales: Tensor | None, kind: str, dtype: torch.dtype) -> Taken:
     if kind not in ("block_fp8", "mxfp4"):
         raise ValueError(
             f"Frozen: kind must be 'block_fp8' or 'mxfp4', not {kind!r}; a weight of bitsandbytes or torchao has its own"

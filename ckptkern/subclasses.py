@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,19 @@ TRANSPARENT = frozenset(
 _UNCHANGED = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl, Tensor.__torch_dispatch__)
 
 
-@functools.cache
+def constant(function: Any) -> Any:
+    """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does, without its import of
+    torch._dynamo: Dynamo calls it instead of tracing into Triton, the CUDA driver or a class's handlers."""
+    cached = functools.cache(function)
+
+    def call(*args: Any) -> Any:
+        return cached(*args)
+
+    call._dynamo_marked_constant, call.cache_clear = True, cached.cache_clear
+    return call
+
+
+@constant
 def _has_own_operations(kind: type) -> bool:
     handlers = (kind.__torch_function__, kind.__torch_dispatch__)
     return f"{kind.__module__}.{kind.__qualname__}" not in TRANSPARENT and any(
@@ -42,18 +55,11 @@ def _has_own_operations(kind: type) -> bool:
     )
 
 
-def _constant_has_own_operations(kind: type) -> bool:
-    return _has_own_operations(kind)
-
-
-_constant_has_own_operations._dynamo_marked_constant = True  # as in ops/dispatch/choices: called, not traced
-
-
 def own_dispatch(tensors: Iterable[Tensor | None]) -> type | None:
     """Returns the first class among them with its own dispatch; None if all are plain memory."""
     if not torch.compiler.is_compiling() and PLAIN.issuperset(map(type, tensors)):
         return None
     for tensor in tensors:
-        if type(tensor) not in PLAIN and isinstance(tensor, Tensor) and _constant_has_own_operations(type(tensor)):
+        if type(tensor) not in PLAIN and isinstance(tensor, Tensor) and _has_own_operations(type(tensor)):
             return type(tensor)
     return None

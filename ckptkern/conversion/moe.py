@@ -28,7 +28,7 @@ from ..extras import missing
 from ..nn.activations import activation_of
 from ..ops.dispatch.choices import check_mode, parse_bytes
 from ..ops.experts import LAYERS
-from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
+from ..ops.moe import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_of
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of

@@ -32,6 +32,7 @@ from .elementwise import (
     act,
     act_bwd,
     act_fwd,
+    apply_dropout,
     column_sum,
     dropout,
     reference_dropout,

@@ -8,9 +8,8 @@ from ..ops.attention.rotary import rotary_tables
 from .attention import MultiheadAttention
 from .cross_entropy import LinearCrossEntropyLoss
 from .layer import Dropout
-from .linear import Linear, LinearStack
 from .llama import LlamaAttention, LlamaDecoderLayer
-from .mlp import MLP, Experts, GatedMLP
+from .mlp import MLP, Experts, GatedMLP, Linear, LinearStack
 from .sequential import LayerStack, Sequential
 from .transformer import TransformerDecoderLayer, TransformerEncoderLayer
 

@@ -7,11 +7,9 @@ from .cross_entropy.loss import linear_cross_entropy, selected_log_probs
 from .dispatch.choices import ACTIVATIONS, backend, workspace
 from .distillation import linear_distillation, linear_topk_distillation
 from .experts import grouped_gated_mlp, moe_mlp
-from .mlp.block import mlp_block
-from .mlp.linear_act import linear_act
-from .mlp.linear_stack import linear_stack
-from .mlp.mlp import gated_mlp, mlp
-from .moe.block import moe_block
+from .mlp.linear import linear_act, linear_stack
+from .mlp.mlp import gated_mlp, mlp, mlp_block
+from .moe import moe_block
 from .registration.gradients import accumulate_in_place, delay_weight_gradients, split_backward
 from .sublayer.dropout import dropout
 from .sublayer.lora import LoRA

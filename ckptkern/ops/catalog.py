@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_with_path
 
 from ..memory import saved_tensors
 from .attention.block import attention_block
 from .dispatch.choices import backend
-from .mlp.block import mlp_block
-from .mlp.linear_act import linear_act
-from .mlp.linear_stack import linear_stack
-from .mlp.mlp import gated_mlp, mlp
+from .mlp.linear import linear_act, linear_stack
+from .mlp.mlp import gated_mlp, mlp, mlp_block
 from .transformer_layer import transformer_layer
 
 Arguments = dict[str, Any]
@@ -120,26 +119,22 @@ OPS = {
 
 
 def _mapped(
-    tree: Any, of_normal: Callable[[str, Normal], Any], of_tensor: Callable[[Tensor], Tensor], path: str = ""
+    tree: Any, of_normal: Callable[[str, Normal], Any], of_tensor: Callable[[Tensor], Tensor] = lambda t: t
 ) -> Any:
-    """The arguments with other leaves; `path` names an input, such as "mlp_arguments.up_weight" or "weights.0"."""
-    if isinstance(tree, Normal):
-        return of_normal(path, tree)
-    if isinstance(tree, Tensor):
-        return of_tensor(tree)
-    if isinstance(tree, dict):
-        items = [(name, value, f"{path}.{name}" if path else name) for name, value in tree.items()]
-        return {name: _mapped(value, of_normal, of_tensor, where) for name, value, where in items}
-    if isinstance(tree, list | tuple):
-        values = [_mapped(value, of_normal, of_tensor, f"{path}.{i}") for i, value in enumerate(tree)]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+    """The arguments with other leaves, by names such as "mlp_arguments.up_weight", "weights.0" or "lora.up.a"."""
+
+    def of_leaf(path: tuple, leaf: Any) -> Any:
+        if isinstance(leaf, Normal):
+            return of_normal(".".join(str(key).strip("[].'") for key in path), leaf)
+        return of_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map_with_path(of_leaf, tree, is_leaf=lambda one: isinstance(one, Normal))
 
 
 def input_shapes(arguments: Arguments) -> dict[str, tuple[int, ...]]:
     """The shapes of what is trained, by name."""
     found: dict[str, tuple[int, ...]] = {}
-    _mapped(arguments, lambda path, one: found.setdefault(path, one.shape), lambda t: t)
+    _mapped(arguments, lambda path, one: found.setdefault(path, one.shape))
     return found
 
 
@@ -161,7 +156,7 @@ def random_leaves(
         value = one.mean + scale * torch.randn(one.shape, generator=generator, dtype=wide, device=device)
         found[path] = value.to(dtype).requires_grad_()
 
-    _mapped(arguments, random, lambda t: t)
+    _mapped(arguments, random)
     return found
 
 

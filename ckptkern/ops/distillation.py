@@ -183,8 +183,23 @@ def linear_distillation(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError, TypeError, RuntimeError
     (backend).
     """
-    given = student_input, student_weight, teacher_input, teacher_weight, student_bias, teacher_bias
-    check_models(*given)
+    check_input(NAME, student_input, "student_input")
+    lead, d = student_input.shape[:-1], student_input.shape[-1]
+    check_weight(NAME, "student_weight", student_weight, student_bias, student_input, d, "student_input")
+    check_input(NAME, teacher_input, "teacher_input")
+    check_tensor(NAME, "teacher_input", teacher_input, student_input)
+    of_teacher = teacher_weight, teacher_bias, teacher_input, teacher_input.shape[-1]
+    check_weight(NAME, "teacher_weight", *of_teacher, "teacher_input")
+    if teacher_input.shape[:-1] != lead:
+        raise ShapeError(
+            f"{NAME}: teacher_input must have the student's leading shape {tuple(lead)}, but has "
+            f"{tuple(teacher_input.shape[:-1])}"
+        )
+    if teacher_weight.shape[0] != student_weight.shape[0]:
+        raise ShapeError(
+            f"{NAME}: student_weight has {student_weight.shape[0]} classes but teacher_weight has {teacher_weight.shape[0]}; "
+            "both models need one vocabulary: slice off rows that only pad it"
+        )
     check_options(NAME, beta, temperature, mask, reduction, student_input)
     x = cast_input(NAME, student_input, student_weight)
     teacher = cast_input(NAME, teacher_input, teacher_weight)
@@ -198,27 +213,7 @@ def linear_distillation(
     )
     frozen = (None if one is None else one.detach() for one in (teacher, teacher_weight, teacher_bias))
     losses = apply(o, x, student_weight, student_bias, *frozen, mask)
-    return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), student_input.shape[:-1])
-
-
-def check_models(
-    x: Tensor, w: Tensor, teacher_x: Tensor, teacher_w: Tensor, b: Tensor | None, teacher_b: Tensor | None
-):
-    check_input(NAME, x, "student_input")
-    check_weight(NAME, "student_weight", w, b, x, x.shape[-1], "student_input")
-    check_input(NAME, teacher_x, "teacher_input")
-    check_tensor(NAME, "teacher_input", teacher_x, x)
-    check_weight(NAME, "teacher_weight", teacher_w, teacher_b, teacher_x, teacher_x.shape[-1], "teacher_input")
-    if teacher_x.shape[:-1] != x.shape[:-1]:
-        raise ShapeError(
-            f"{NAME}: teacher_input must have the student's leading shape {tuple(x.shape[:-1])}, but has "
-            f"{tuple(teacher_x.shape[:-1])}"
-        )
-    if teacher_w.shape[0] != w.shape[0]:
-        raise ShapeError(
-            f"{NAME}: student_weight has {w.shape[0]} classes but teacher_weight has {teacher_w.shape[0]}; both models need "
-            "one vocabulary: slice off rows that only pad it"
-        )
+    return reduced_over(losses, reduction, losses.shape[0] if mask is None else mask.sum(), lead)
 
 
 def check_options(op: str, beta: float, temperature: float, mask: Tensor | None, reduction: str, x: Tensor) -> None:

@@ -25,7 +25,7 @@ from .dispatch.choices import (
     primitives,
 )
 from .registration.functions import build
-from .registration.gradients import BiasGrad, Sum, main_grad_of
+from .registration.gradients import BiasGrad, WeightGrad
 from .registration.op import (
     Op,
     beside_frozen,
@@ -49,31 +49,27 @@ READ_H = frozenset(("down_weight", *names_of("down")))
 ExpertsTensors = namedtuple("ExpertsTensors", ("index", "s", *PARAMETERS))
 
 
-class _WeightSum(Sum):
-    """a^T b over each expert's rows, summed over chunks: of one in the weight's dtype, of several in float32 and rounded once;
-    or added to the weight's main_grad, and None."""
+class _ExpertsGrad(WeightGrad):
+    """WeightGrad of a^T b over each expert's rows."""
 
     def __init__(self, p, weight: Tensor, chunks: int, precision: str):
-        self.p, self.weight, self.precision, self.main = p, weight, precision, main_grad_of(weight)
-        self.chunks, self.out = chunks, None  # made when it is first added to
+        super().__init__(weight, chunks)
+        self.p, self.precision = p, precision
 
     def matmul(self, a: Tensor, b: Tensor, groups: eager.Groups, gathered: str) -> None:
-        out = self.out
-        if out is None and self.main is not None:
-            out = self.main if self.main.stride(-1) == 1 else self.main.contiguous()
-        elif out is None and self.chunks > 1:
-            out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.weight.dtype))
+        out = self.sum
+        if out is None and self.chunks > 1:
+            out = self.weight.new_zeros(self.weight.shape, dtype=eager.wide_of(self.dtype))
         elif out is None:
-            out = self.weight.dtype
-        self.out = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
+            out = self.dtype
+        elif out is self.main and out.stride(-1) != 1:
+            out = out.contiguous()
+        self.sum = self.p.experts_dw(a, b, groups, self.precision, out, gathered=gathered)
 
     def total(self) -> Tensor | None:
-        if self.main is None:
-            return cast_parameter(self.out, self.weight.dtype)
-        if self.out is not self.main:
-            self.main.copy_(self.out)
-        self.weight.grad_added_to_main_grad = True
-        return None
+        if self.main is not None and self.sum is not self.main:
+            self.main.copy_(self.sum)
+        return super().total()
 
 
 def _bias_share(dy: Tensor, index: Tensor, bias: Tensor) -> Tensor:
@@ -112,7 +108,7 @@ class ExpertsBranch:
         return {
             name: BiasGrad(parameter, chunks)
             if "bias" in name
-            else _WeightSum(self.p, parameter, chunks, self.o.precision)
+            else _ExpertsGrad(self.p, parameter, chunks, self.o.precision)
             for name, parameter in self.named.items()
             if name in need
         }
@@ -345,10 +341,8 @@ def check_experts(op: str, x: Tensor, w: Tensor, b: Tensor | None, wd: Tensor, b
         ("down_weight", wd, (len(w), d, hidden)),
         ("down_bias", bd, (len(w), d)),
     ):
-        if tensor is not None and tuple(tensor.shape) != wanted:
-            raise ShapeError(
-                f"{op}: {name} must have shape {wanted} beside gate_up_weight {tuple(w.shape)}, but has {tuple(tensor.shape)}"
-            )
+        if tensor is not None:
+            check_tensor(op, name, tensor, x, wanted, f" beside gate_up_weight {tuple(w.shape)}")
 
 
 def _check_integers(op: str, name: str, tensor: Tensor, x: Tensor) -> None:
@@ -470,11 +464,7 @@ def grouped_gated_mlp(
         )
     if row_weights is None:
         row_weights = x.new_ones(x.shape[0], dtype=eager.wide_of(x.dtype))
-    check_tensor(op, "row_weights", row_weights, x)
-    if tuple(row_weights.shape) != tuple(x.shape[:1]):
-        raise ShapeError(
-            f"{op}: row_weights must have shape ({x.shape[0]},), one value for each row, but has {tuple(row_weights.shape)}"
-        )
+    check_tensor(op, "row_weights", row_weights, x, (x.shape[0],), ", one value for each row")
     rows = torch.arange(x.shape[0], device=x.device)
     index = torch.searchsorted(offs.to(rows.dtype), rows, right=True)  # the number of experts for rows beyond the last
     return _call(op, x, index[:, None], row_weights[:, None], parameters, lora, activation, recompute, workspace)

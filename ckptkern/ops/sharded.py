@@ -25,11 +25,11 @@ from torch import Tensor
 from .attention.arguments import gather as gather_attention
 from .attention.block import across as attention_across
 from .dispatch.choices import autocast_off, choose_backend
-from .mlp.block import across as mlp_across
-from .mlp.block import gather as gather_mlp
+from .mlp.mlp import across as mlp_across
+from .mlp.mlp import gather as gather_mlp
 from .registration.op import cast_parameter
 from .sublayer.dropout import replayed_dropout
-from .sublayer.residual import drawn, has_trailing_norm, reference_output
+from .sublayer.residual import drawn, reference_output
 
 _c10d = torch.ops._c10d_functional
 NOTHING_AROUND = dict(post_norm_weight=None, post_norm_bias=None, layer_scale=None, resid_rng=None, path_rng=None)
@@ -159,7 +159,7 @@ class Shard:
         autograd adds them, in its own order, if another sublayer reads x."""
         inner = dict(NOTHING_AROUND, **{bias: None})
         options = dict(PLAIN_AROUND, **place)
-        if has_trailing_norm(o):
+        if o.norm and not o.norm_first:
             inner |= dict(norm_weight=None, norm_bias=None)
             options |= dict(norm="")
         plain = o.residual and not o.post_norm and o.branch_factor == 1.0

@@ -21,12 +21,12 @@ from .attention.latent_sublayer import LatentOptions, LatentTensors
 from .attention.tensors import AttentionOptions, AttentionTensors
 from .dispatch.choices import check_flags, modes_of_sublayers
 from .dispatch.shard import ACTIVE, NotSharded, refuse_shard
-from .mlp.block import MLPBlock, mlp_block
-from .mlp.block import gather as gather_mlp
 from .mlp.branch import saves as mlp_saves
-from .moe.block import MoEBlock, moe_block
-from .moe.block import gather as gather_moe
-from .moe.sublayer import saves as moe_saves
+from .mlp.mlp import MLPBlock, mlp_block
+from .mlp.mlp import gather as gather_mlp
+from .moe import MoEBlock, moe_block
+from .moe import gather as gather_moe
+from .moe import saves as moe_saves
 from .registration.functions import build
 from .registration.op import SublayerOp, in_order, needed_names, rows_2d, unflattened
 from .sublayer.residual import drawn

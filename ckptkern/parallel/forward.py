@@ -58,7 +58,22 @@ class Sharded(Around):
         self.summed = {name for name, place in places.items() if place.summed in summed}
 
     def __call__(self, *args, **kwargs):
-        args, kwargs = self.as_local(args, kwargs)
+        first = True
+
+        def local(value: Any) -> Any:
+            """As this rank reads it: the first tensor, which is the input, in the layout of the group."""
+            nonlocal first
+            if type(value) in (tuple, list):
+                return type(value)(map(local, value))
+            if not isinstance(value, Tensor):  # a cache, say, stays the same object
+                return value
+            place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
+            first = False
+            if isinstance(value, DTensor):
+                value = value.redistribute(placements=[place]).to_local()
+            return Waited.apply(value) if type(value) is AsyncCollectiveTensor else value
+
+        args, kwargs = tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
         try:
             with self.parameters(self.parts()):
                 ACTIVE.shard, outer = self.shard, ACTIVE.shard
@@ -78,24 +93,6 @@ class Sharded(Around):
                 return self.call(*args, **kwargs)
             finally:
                 ACTIVE.gathered = outer
-
-    def as_local(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """The call with DTensors as this rank reads them: the first tensor, which is the input, in the layout of the group."""
-        first = True
-
-        def local(value: Any) -> Any:
-            nonlocal first
-            if type(value) in (tuple, list):
-                return type(value)(map(local, value))
-            if not isinstance(value, Tensor):  # a cache, say, stays the same object
-                return value
-            place: Placement = Split(value.dim() - 2) if first and self.shard.sequence else Replicate()
-            first = False
-            if isinstance(value, DTensor):
-                value = value.redistribute(placements=[place]).to_local()
-            return Waited.apply(value) if type(value) is AsyncCollectiveTensor else value
-
-        return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
 
     def names(self) -> Iterator[tuple[nn.Module, str, str]]:
         """(owner, its name there, its name) of every parameter, also of one that has several."""
@@ -187,22 +184,18 @@ class TensorParallel(ParallelStyle):
         shard = Shard(
             device_mesh.get_group().group_name, device_mesh.get_local_rank(), device_mesh.size(), self.sequence_parallel
         )
-        made: dict[int, nn.Parameter] = {}
-        for path, owner in module.named_modules():
-            for key, value in list(owner._parameters.items()):
-                if value is None:
-                    continue
-                if id(value) not in made:
-                    if isinstance(value, DTensor):
-                        raise ValueError(
-                            f"TensorParallel: {path}.{key} is a DTensor already: use one style for a block"
-                        )
-                    place = places.get(f"{path}.{key}" if path else key, Place(None))
-                    split = Replicate() if place.dim is None else Split(place.dim)
-                    tensor = distribute_tensor(value, device_mesh, [split])
-                    made[id(value)] = nn.Parameter(tensor, value.requires_grad)
-                owner._parameters[key] = made[id(value)]
-        module.forward = Sharded(module, places, shard)  # type: ignore[method-assign]
+        sharded, made = Sharded(module, places, shard), dict[int, nn.Parameter]()
+        for owner, key, name in list(sharded.names()):
+            value = owner._parameters[key]
+            if id(value) not in made:
+                if isinstance(value, DTensor):
+                    raise ValueError(f"TensorParallel: {name} is a DTensor already: use one style for a block")
+                place = places.get(name, Place(None))
+                split = Replicate() if place.dim is None else Split(place.dim)
+                tensor = distribute_tensor(value, device_mesh, [split])
+                made[id(value)] = nn.Parameter(tensor, value.requires_grad)
+            owner._parameters[key] = made[id(value)]
+        module.forward = sharded  # type: ignore[method-assign]
         return module
 
     def __repr__(self) -> str:

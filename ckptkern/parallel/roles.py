@@ -92,23 +92,6 @@ def check_attends(module: nn.Module) -> None:
                 raise TypeError(f"ContextParallel: {kind} has {which}attention, which has no split form; leave it out")
 
 
-def templates_of(module: nn.Module) -> list[Template]:
-    """Returns the arguments of the ops that replace this block, one for each kind of call. Raises TypeError if there are
-    none."""
-    kind, blocks = type(module).__name__, blocks_of("TensorParallel", module)
-    for block in blocks:
-        if any("kv_a_weight" in sublayer for sublayer in sublayers_of(block.template)):
-            raise TypeError(f"TensorParallel: {kind} has latent attention, which has no sharded form; leave it out")
-        if block.op not in ("transformer_layer", "attention_block", "mlp_block"):
-            raise TypeError(f"TensorParallel: {kind} is a {block.op}, which has no heads or hidden units")
-        if block.routes:
-            raise TypeError(
-                f"TensorParallel: {kind} has a router and experts, which are not split; convert with exclude= for its MoE "
-                "blocks, and name its attention"
-            )
-    return [block.template for block in blocks]
-
-
 # -- the places of its parameters
 
 
@@ -142,11 +125,21 @@ SPLIT = {
 
 
 def places_of(module: nn.Module, size: int, sequence: bool) -> dict[str, Place]:
-    """Returns by name the places of all parameters on `size` ranks. What no role names is on every rank."""
+    """Returns by name the places of all parameters on `size` ranks. What no role names is on every rank. Raises TypeError for a
+    block that has no sharded form."""
     found: dict[int, Place] = {}
     block = type(module).__name__
-    for template in templates_of(module):
-        for sublayer in sublayers_of(template):
+    for op in blocks_of("TensorParallel", module):
+        if any("kv_a_weight" in sublayer for sublayer in sublayers_of(op.template)):
+            raise TypeError(f"TensorParallel: {block} has latent attention, which has no sharded form; leave it out")
+        if op.op not in ("transformer_layer", "attention_block", "mlp_block"):
+            raise TypeError(f"TensorParallel: {block} is a {op.op}, which has no heads or hidden units")
+        if op.routes:
+            raise TypeError(
+                f"TensorParallel: {block} has a router and experts, which are not split; convert with exclude= for its MoE "
+                "blocks, and name its attention"
+            )
+        for sublayer in sublayers_of(op.template):
             if sublayer.get("lora"):
                 raise ValueError(
                     f"TensorParallel: {block} has low-rank updates (LoRA), which cannot be split; merge them first"

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from types import CellType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -21,18 +21,6 @@ from .segment import Segment
 DETERMINISM_CHECKS = ("default", "none", "values")
 _torchs = inspect.unwrap(torch_checkpoint.checkpoint)  # undecorated: after `patch_torch` the decorated one runs ours
 _torchs_uncompiled = torch._disable_dynamo(_torchs)
-
-
-class Options(NamedTuple):
-    """The keywords of `checkpoint`."""
-
-    use_reentrant: bool | None
-    preserve_rng_state: bool
-    context_fn: Callable
-    determinism_check: str
-    debug: bool
-    early_stop: bool
-    respect_saved_tensors_hooks: bool | None
 
 
 def checkpoint(
@@ -79,14 +67,20 @@ def checkpoint(
     Raises ValueError for use_reentrant=True and unknown checks, ``torch.utils.checkpoint.CheckpointError`` if the
     recompute differs.
     """
-    options = Options(
-        use_reentrant, preserve_rng_state, context_fn, determinism_check, debug, early_stop, respect_saved_tensors_hooks
+    options = (
+        use_reentrant,
+        preserve_rng_state,
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        respect_saved_tensors_hooks,
     )
     if function is None and not args:
         if kwargs:
             raise ValueError(f"Unexpected keyword arguments: {','.join(kwargs)}")
         return functools.partial(_decorated, options)
-    return _checkpoint(function, args, kwargs, options)
+    return _checkpoint(function, args, kwargs, *options)
 
 
 def refuse_value(name: str, call: str, value: object) -> NoReturn:
@@ -98,22 +92,33 @@ def refuse_value(name: str, call: str, value: object) -> NoReturn:
     )
 
 
-def _decorated(options: Options, function: Callable) -> Callable:
+def _decorated(options: tuple, function: Callable) -> Callable:
     if not callable(function):
         refuse_value("checkpointed", "checkpointed(layer)(x)", function)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        return _checkpoint(function, args, kwargs, options)
+        return _checkpoint(function, args, kwargs, *options)
 
     return call
 
 
-def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options: Options):
+def _checkpoint(
+    function: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    use_reentrant,
+    preserve_rng_state,
+    context_fn,
+    determinism_check,
+    debug,
+    early_stop,
+    respect_saved_tensors_hooks,
+):
+    """`checkpoint`, whose keywords these are."""
     if not callable(function):
         refuse_value("checkpoint", "checkpoint(layer, x)", function)
-    context_fn, determinism_check, early_stop = options.context_fn, options.determinism_check, options.early_stop
-    if options.use_reentrant:
+    if use_reentrant:
         raise ValueError(
             "ckptkern.checkpoint: use_reentrant=True is not supported. Leave it out: this is the non-reentrant variant, "
             "which needs no input that requires a gradient and works with torch.autograd.grad."
@@ -127,14 +132,20 @@ def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options
             kwargs["context_fn"] = (
                 COMPILED if context_fn is saved_decisions else context_fn
             )  # Dynamo does not accept the default here
-        if LOOKS and options.respect_saved_tensors_hooks is not None:
-            kwargs["respect_saved_tensors_hooks"] = options.respect_saved_tensors_hooks
+        if LOOKS and respect_saved_tensors_hooks is not None:
+            kwargs["respect_saved_tensors_hooks"] = respect_saved_tensors_hooks
         torchs = torch_checkpoint.checkpoint  # Dynamo knows torch's by this name; it may have been set to ours
         if torchs is checkpoint or not torch.compiler.is_dynamo_compiling():
             torchs = _torchs_uncompiled
-        names = ("preserve_rng_state", "determinism_check", "debug", "early_stop")
         return torchs(
-            function, *args, use_reentrant=False, **{name: getattr(options, name) for name in names}, **kwargs
+            function,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            **kwargs,
         )
     if determinism_check == "values" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -142,7 +153,7 @@ def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options
             "graph capture does not allow"
         )
     on_error = None
-    if options.debug if (wanted := torch_checkpoint._checkpoint_debug_enabled) is None else wanted:
+    if debug if (wanted := torch_checkpoint._checkpoint_debug_enabled) is None else wanted:
         if context_fn is not noop_context_fn:
             raise ValueError("debug=True is incompatible with non-default context_fn")
         context_fn, on_error = torch_checkpoint._get_debug_context_and_cb()
@@ -156,9 +167,8 @@ def _checkpoint(function: Callable, args: tuple, kwargs: dict[str, Any], options
     if (stop := torch_checkpoint._enable_checkpoint_early_stop) is not None:
         early_stop = stop
     if contexts is not None or torch._C._len_torch_dispatch_stack():
-        contexts = with_hooks(contexts, options.respect_saved_tensors_hooks)
-    preserves = options.preserve_rng_state
-    segment = Segment(function, args, kwargs, preserves, contexts, determinism_check, early_stop, on_error)
+        contexts = with_hooks(contexts, respect_saved_tensors_hooks)
+    segment = Segment(function, args, kwargs, preserve_rng_state, contexts, determinism_check, early_stop, on_error)
     return segment.record(contexts and contexts[0], function, args, kwargs)
 
 
@@ -257,7 +267,7 @@ def _in_place_of_decorated(function, args, kwargs, *, use_reentrant: bool | None
         return _torchs_decorated(function, args, kwargs, use_reentrant=bool(use_reentrant), **options)
     if use_reentrant:
         _say_once()
-    return _checkpoint(function, args, kwargs, Options(False, **options))
+    return _checkpoint(function, args, kwargs, False, **options)
 
 
 @functools.cache

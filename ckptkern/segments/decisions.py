@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_
 from ..ops.dispatch.choices import RECOMPUTING
 
 Hooks = tuple[Callable, Callable]
+Decision = tuple[str, tuple, Callable, Any]  # its function, the shape, unpack, and what pack made of it
 
 # Returns (values, indices) of elements along a dimension -> the dimension's place among its arguments.
 SELECTS = {"topk": 2, "sort": 1, "max": 1, "min": 1}
@@ -71,7 +72,7 @@ def saved_decisions() -> tuple[Decisions, Decisions]:
 
     Raises torch.utils.checkpoint.CheckpointError if recompute decides by another function, or of a tensor of another shape.
     """
-    decisions: list[tuple[str, tuple, Callable, Any]] = []
+    decisions: list[Decision] = []
     return Decisions(decisions), Decisions(decisions, replays=True)
 
 
@@ -111,9 +112,9 @@ class Decisions(TorchFunctionMode):
     """Saves every decision, in forward, or replays it. Values are gathered in both passes, because autograd has to save the
     same tensors in both. hooks: (pack, unpack) of saved-tensor hooks, which see the decisions; set by the region."""
 
-    hooks: tuple[Callable, Callable] | None = None
+    hooks: Hooks | None = None
 
-    def __init__(self, decisions: list[tuple[str, tuple, Callable, Any]], replays: bool = False):
+    def __init__(self, decisions: list[Decision], replays: bool = False):
         super().__init__()
         self.decisions, self.replays = decisions, replays
 

@@ -49,20 +49,6 @@ class _Stop(Exception):
 class Segment(SavedTensors):
     """One call of `checkpoint`. Its base class holds the hooks (csrc/saved_tensors.h)."""
 
-    __slots__ = (
-        "checksums",
-        "device",
-        "done",
-        "function",
-        "lock",
-        "on_error",
-        "recompute_context",
-        "room",
-        "sequence",
-        "state",
-        "weights",
-    )
-
     def __init__(self, function, args, kwargs, preserve_rng_state, contexts, check, early_stop, on_error):
         self.function, self.recompute_context, self.on_error = function, contexts and contexts[1], on_error
         self.compares = check != "none"
@@ -311,7 +297,7 @@ class Segment(SavedTensors):
 
 
 def _identity(x: Tensor) -> Tensor:
-    return x
+    return x  # of this module: by it a recompute's hooks are known (RECOMPUTING)
 
 
 def _summed(checksums: _Checksums | None, pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -427,8 +413,6 @@ class Span(Segment):
     (`saved_decisions`), and 2.5 KiB of random state a call. The graph is that of the calls, so that what each returns may be
     used and differentiated as usual. Backward recomputes all calls at once, in their order, each from its own state.
     """
-
-    __slots__ = ("__weakref__", "context", "first_call", "later", "returned")
 
     def __init__(self, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]):
         """function: what a call of the module runs, in forward and in recompute."""

@@ -143,21 +143,6 @@ def on_fakes() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def _measure(layers: list[Callable], input: Tensor) -> list[_Layer]:
-    measured = []
-    with on_fakes() as mode:
-        x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
-        for layer in layers:
-            own = (*layer.named_parameters(), *layer.named_buffers()) if isinstance(layer, nn.Module) else ()
-            state = {name: mode.from_tensor(tensor) for name, tensor in own}
-            function = functools.partial(torch.func.functional_call, layer, state) if state else layer
-            before, (x, saved) = storages_of([x]), saved_by(function, x)
-            for storage in storages_of(state.values()):
-                saved.pop(storage, None)
-            measured.append(_Layer(saved, before))
-    return measured
-
-
 def _saved(parts: list[Part], layers: list[_Layer]) -> int:
     storages: Storages = {}
     for part in parts:
@@ -170,7 +155,17 @@ def _saved(parts: list[Part], layers: list[_Layer]) -> int:
 
 
 def _within(budget: int, layers: list[Callable], input: Tensor) -> list[Part]:
-    measured = _measure(layers, input)
+    measured = []
+    with on_fakes() as mode:
+        x = mode.from_tensor(input.detach()).requires_grad_(input.requires_grad)
+        for layer in layers:
+            own = (*layer.named_parameters(), *layer.named_buffers()) if isinstance(layer, nn.Module) else ()
+            state = {name: mode.from_tensor(tensor) for name, tensor in own}
+            function = functools.partial(torch.func.functional_call, layer, state) if state else layer
+            before, (x, saved) = storages_of([x]), saved_by(function, x)
+            for storage in storages_of(state.values()):
+                saved.pop(storage, None)
+            measured.append(_Layer(saved, before))
     gain = [sum(layer.saved.values()) - sum(layer.input.values()) for layer in measured]
     chosen = [False] * len(layers)
     for i in sorted(range(len(layers)), key=lambda i: -gain[i]):

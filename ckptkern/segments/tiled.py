@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 from ..errors import ShapeError
-from ..ops.dispatch.choices import choose_workspace
+from ..ops.dispatch.choices import autocast_dtype, choose_workspace
 from ..state import GradientSums
 from .checkpoint import checkpoint
 from .reachable import caching_nothing, missing_weights, modules_of
@@ -169,10 +169,8 @@ def _length(fn: Callable, forward: Callable, x: Tensor, chunks: int | None, dim:
         return max(1, -(-tokens // (chunks or 1)))
     known = _measured.setdefault(fn, {}) if isinstance(fn, nn.Module) else {}
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    device = x.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) if device != "meta" else None
     training = fn.training if isinstance(fn, nn.Module) else None
-    key = (shape, dim, x.dtype, x.requires_grad, device, autocast, training)
+    key = (shape, dim, x.dtype, x.requires_grad, x.device.type, autocast_dtype(x), training)
     if key not in known:
         sizes = []
         try:
@@ -364,12 +362,12 @@ def _traced(fn: Callable, x: Tensor, chunks: int | None, dim: int, workspace: in
     narrow = {}
     if isinstance(fn, nn.Module):
         narrow = {n: p for n, p in fn.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)}
-    wide, dtypes = {n: p.float() for n, p in narrow.items()}, {n: p.dtype for n, p in narrow.items()}
+    wide = {n: p.float() for n, p in narrow.items()}
 
     def call(part: Tensor) -> Tensor:
         if not wide:
             return fn(part)
-        return torch.func.functional_call(fn, {n: p.to(dtypes[n]) for n, p in wide.items()}, (part,))
+        return torch.func.functional_call(fn, {n: p.to(narrow[n].dtype) for n, p in wide.items()}, (part,))
 
     parts = x.chunk(chunks, dim)
     return torch.cat([checkpoint(call, part, preserve_rng_state=preserve_rng_state) for part in parts], dim)

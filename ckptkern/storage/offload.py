@@ -21,8 +21,6 @@ class Flight:
     """A copy under way. `resident`, its end on the device, belongs to stream `home`, which waits for the copy if this is
     dropped before it has landed."""
 
-    __slots__ = ("event", "home", "resident")
-
     def __init__(self, resident: Tensor, home=None):
         self.resident, self.home, self.event = resident, home, None
 
@@ -43,8 +41,6 @@ class Flight:
 
 class _Copy:
     """A run in a host buffer. `out`: the flight there, until it is seen to have landed; `back`: a flight back, prefetched."""
-
-    __slots__ = ("__weakref__", "back", "buffer", "dtype", "error", "lane", "number", "out", "version", "whole")
 
     def __init__(self, lane: _Lane, whole: Tensor, flat: Tensor, number: int):
         self.lane, self.number = lane, number
@@ -75,28 +71,26 @@ class _Lane:
     def take(self, nbytes: int) -> Tensor:
         """A host buffer, uint8 of at least so many bytes."""
         size = 1 << (max(nbytes, 4096) - 1).bit_length()
-        try:
+        if self.free.get(size):
             return self.free[size].pop()
-        except (KeyError, IndexError):
-            buffer = self.allocate(size)
-            self.bytes += size
-            return buffer
-
-    def allocate(self, nbytes: int) -> Tensor:
         if self.side is not None:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        try:
-            descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
             try:
-                os.posix_fallocate(descriptor, 0, nbytes)  # a sparse file on a full disk kills the process when written
-                return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-                os.unlink(path)  # so nothing is left to clean up
-        except OSError as error:
-            raise OSError(
-                error.errno, f"offload: not enough space for {nbytes} bytes: {error.strerror}", self.directory
-            ) from error
+                descriptor, path = tempfile.mkstemp(prefix="ckptkern-", dir=self.directory)
+                try:
+                    os.posix_fallocate(
+                        descriptor, 0, size
+                    )  # a sparse file on a full disk kills the process when written
+                    buffer = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+                finally:
+                    os.close(descriptor)
+                    os.unlink(path)  # so nothing is left to clean up
+            except OSError as error:
+                message = f"offload: not enough space for {size} bytes: {error.strerror}"
+                raise OSError(error.errno, message, self.directory) from error
+        self.bytes += size
+        return buffer
 
     def stream(self):
         return None if self.side is None else torch.cuda.current_stream(self.device)

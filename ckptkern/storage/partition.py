@@ -11,6 +11,8 @@ from torch import Tensor
 from ..bits import checksum
 from .store import MIN_BYTES, Chained, Store
 
+Share = tuple[object, int, torch.dtype]  # what the next store returned for it; bytes and dtype of the whole
+
 
 class partition(Chained):
     """Stores 1/n of each saved tensor on each of the n ranks of a group; backward gathers it.
@@ -50,7 +52,7 @@ class partition(Chained):
             raise ValueError("partition: this rank is not a member of the group")
         self._ranks = dist.get_world_size(self._group)
 
-    def put(self, flat: Tensor) -> tuple[object, int, torch.dtype]:
+    def put(self, flat: Tensor) -> Share:
         whole = flat.view(torch.uint8)
         size = -(-whole.numel() // (8 * self._ranks)) * 8  # bytes: not every backend knows every dtype
         share = whole.new_zeros(size + 8)  # the last eight are the checksum
@@ -59,10 +61,10 @@ class partition(Chained):
         share[size:].view(torch.int64).copy_(checksum(flat))
         return self._then.put(share), whole.numel(), flat.dtype
 
-    def resident(self, saved: tuple[object, int, torch.dtype]) -> Iterator[Tensor]:
+    def resident(self, saved: Share) -> Iterator[Tensor]:
         return self._then.resident(saved[0])
 
-    def get(self, saved: tuple[object, int, torch.dtype]) -> Tensor:
+    def get(self, saved: Share) -> Tensor:
         share, n, dtype = self._then.get(saved[0]), *saved[1:]
         shares = share.new_empty(self._ranks, share.numel())
         dist.all_gather_into_tensor(shares.view(-1), share, group=self._group)

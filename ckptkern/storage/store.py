@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from ..frozen import Frozen
 from ..memory import dense_parts, note_saved
 
 MIN_BYTES = 1 << 20
+Place = tuple[tuple[int, ...], tuple[int, ...]]  # size and stride of a run's elements in memory
 
 
 def changed_in_place(tensor: Tensor, version: int, kind: type | None = None) -> RuntimeError:
@@ -38,8 +40,6 @@ class Stays:
     grad_fn, a cycle that frees nothing.
     """
 
-    __slots__ = ("tensor", "version")
-
     def __init__(self, tensor: Tensor, itself: bool = False):
         self.tensor, self.version = tensor if itself else tensor.detach(), tensor._version
 
@@ -55,8 +55,6 @@ class _Parts:
     A change in place moves the version of the wrapper and of none of its parts. So the wrapper is held, without those that
     moved, and backward raises as it does without a store.
     """
-
-    __slots__ = ("context", "kind", "parts", "size", "stride", "version", "wrapper")
 
     def __init__(self, tensor: Tensor, pack: Callable):
         names, self.context = tensor.__tensor_flatten__()
@@ -92,8 +90,6 @@ class _Run:
     because two nodes that saved one tensor are neighbours in the graph.
     """
 
-    __slots__ = ("__weakref__", "flat", "left", "saved", "store", "views")
-
     def __init__(self, store: Store, flat: Tensor):
         self.store, self.saved = store, store.put(flat)
         note_saved(store.resident(self.saved))
@@ -109,9 +105,7 @@ class _Run:
 class _View:
     """A tensor as a view of a run. place: size and stride of the run's elements, as `dense_run` returns them."""
 
-    __slots__ = ("place", "run", "size", "stride")
-
-    def __init__(self, tensor: Tensor, place: tuple[tuple[int, ...], tuple[int, ...]], run: _Run):
+    def __init__(self, tensor: Tensor, place: Place, run: _Run):
         self.size, self.stride, self.place, self.run = tensor.size(), tensor.stride(), place, run
         run.views += 1
         run.left += 1
@@ -134,7 +128,7 @@ class _View:
         return tensor
 
 
-def dense_run(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def dense_run(tensor: Tensor) -> Place:
     """Returns (size, stride) of the memory that holds a strided tensor's elements in the order of their addresses, each once:
     one dense run, or several with gaps between."""
     axes = [(stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if stride and size > 1]
@@ -202,8 +196,13 @@ class Store:
     def __exit__(self, *exception) -> None:
         self._entered.hooks.pop().__exit__(*exception)
 
-    def _stays(self, tensor: Tensor) -> bool:
-        return (
+    def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor, around: tuple[int, ...] = ()):
+        """around: versions of the wrappers that it is a part of."""
+        if isinstance(tensor, (torch.nn.Parameter, Frozen)) or isinstance(tensor._base, torch.nn.Parameter):
+            return _stay(tensor)
+        if is_traceable_wrapper_subclass(tensor):
+            return _Parts(tensor, functools.partial(self._pack, runs, around=(*around, tensor._version)))
+        if (
             type(tensor) is not Tensor
             or tensor.layout != torch.strided
             or tensor.is_nested
@@ -216,15 +215,7 @@ class Store:
             or StorageWeakRef(tensor.untyped_storage()) in self._excluded
             or not self.accepts(tensor)
             or (self._select is not None and not self._select(tensor))
-        )
-
-    def _pack(self, runs: weakref.WeakValueDictionary, tensor: Tensor, around: tuple[int, ...] = ()):
-        """around: versions of the wrappers that it is a part of."""
-        if isinstance(tensor, (torch.nn.Parameter, Frozen)) or isinstance(tensor._base, torch.nn.Parameter):
-            return _stay(tensor)
-        if is_traceable_wrapper_subclass(tensor):
-            return _Parts(tensor, functools.partial(self._pack, runs, around=(*around, tensor._version)))
-        if self._stays(tensor):
+        ):
             return _stay(tensor)
         place = dense_run(tensor)
         at = tensor.storage_offset(), place, tensor.dtype
@@ -256,17 +247,11 @@ class _Here(Store):
 class Chained(Store):
     """A store that passes what it makes of a tensor on.
 
-    then: the store for it, such as ``offload()``; None leaves it on the device. min_bytes, exclude, select: as in ``Store``.
+    then: the store for it, such as ``offload()``; None leaves it on the device. The others are those of ``Store``.
     """
 
-    def __init__(
-        self,
-        then: Store | None = None,
-        min_bytes: int = MIN_BYTES,
-        exclude: Iterable[Tensor] = (),
-        select: Callable[[Tensor], bool] | None = None,
-    ):
-        super().__init__(min_bytes, exclude, select)
+    def __init__(self, then: Store | None = None, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         if then is not None and not isinstance(then, Store):
             raise TypeError(f"{type(self).__name__}: then must be a store such as offload(), not {type(then).__name__}")
         self._then = _Here() if then is None else then

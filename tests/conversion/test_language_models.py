@@ -16,7 +16,7 @@ import ckptkern
 from ckptkern.conversion.arguments import in_form
 from ckptkern.conversion.binding import Segment
 from ckptkern.memory import saved_tensors
-from ckptkern.parallel.roles import templates_of
+from ckptkern.parallel.roles import places_of
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -223,7 +223,7 @@ def test_a_layer_with_experts_in_each_mode(recompute):
     assert [row.replaced_by for row in conversion if ".layers." in row.name] == ["transformer_layer"] * 2
     assert_same_steps(ours, theirs, **ROUTED)
     with pytest.raises(TypeError, match="has a router and experts, which are not split"):
-        templates_of(ours.model.layers[0])
+        places_of(ours.model.layers[0], 2, False)
 
 
 @pytest.mark.slow

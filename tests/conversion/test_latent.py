@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern.parallel.roles import templates_of
+from ckptkern.parallel.roles import places_of
 
 NOPE, ROPE, V, RANK = 6, 4, 5, 7
 
@@ -174,7 +174,7 @@ def test_it_has_no_sharded_form():
     for module in (Attention(), Llama(Attention())):
         ckptkern.convert(module, *given(module))
         with pytest.raises(TypeError, match="has latent attention, which has no sharded form"):
-            templates_of(module)
+            places_of(module, 2, False)
 
 
 def test_the_scale_is_read_in_each_module():

@@ -92,7 +92,7 @@ SEGMENTS = [
     Fault(
         "checkpoint: saved-tensor hooks never see what a policy saves",
         "ckptkern/segments/checkpoint.py",
-        "contexts = with_hooks(contexts, «options.respect_saved_tensors_hooks»)",
+        "contexts = with_hooks(contexts, «respect_saved_tensors_hooks»)",
         "None",
         ("tests/segments/test_torch_api.py",),
     ),
@@ -106,7 +106,7 @@ SEGMENTS = [
     Fault(
         "checkpoint: a decorated function's keyword arguments are options",
         "ckptkern/segments/checkpoint.py",
-        "def call(*args, **kwargs): return «_checkpoint(function, args, kwargs, options)»",
+        "def call(*args, **kwargs): return «_checkpoint(function, args, kwargs, *options)»",
         "checkpoint(function, *args, **kwargs)",
         ("tests/segments/test_torch_api.py -k decorated",),
     ),

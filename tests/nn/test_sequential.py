@@ -27,8 +27,8 @@ def test_settings_are_shown_and_sliced():
 
 def test_it_measures_once_a_shape(monkeypatch):
     module, x, calls = model(segments="1KiB"), torch.randn(3, 6), []
-    measure = sequential._measure
-    monkeypatch.setattr(sequential, "_measure", lambda *args: (calls.append(1), measure(*args))[1])
+    measure = sequential._within
+    monkeypatch.setattr(sequential, "_within", lambda *args: (calls.append(1), measure(*args))[1])
     for _ in range(3):
         module(x)
     assert len(calls) == 1

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ckptkern
 from ckptkern.memory import peak_memory, saved_tensors
-from ckptkern.ops.cross_entropy import in_forward
+from ckptkern.ops.cross_entropy import loss as losses
 
 M, WIDTH, CLASSES = 300, 8, 90
 formed, recomputed = (functools.partial(ours, recompute=mode) for mode in ("none", "full"))
@@ -20,13 +20,13 @@ formed, recomputed = (functools.partial(ours, recompute=mode) for mode in ("none
 @pytest.fixture(autouse=True)
 def runs(monkeypatch):
     """How often it ran."""
-    found, original = [], in_forward.loss_and_gradients
+    found, original = [], losses.loss_and_gradients
 
     def counted(*args):
         found.append(args)
         return original(*args)
 
-    monkeypatch.setattr(in_forward, "loss_and_gradients", counted)
+    monkeypatch.setattr(losses, "loss_and_gradients", counted)
     return found
 
 

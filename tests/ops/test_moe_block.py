@@ -8,7 +8,7 @@ from support.cases import DTYPES, Tensors, assert_same_within_rounding, check_ex
 from support.catalog import Sizes
 from support.properties import TAILS, Case, call_of, joined, many, outcome
 
-from ckptkern.ops.moe.sublayer import MoESublayer
+from ckptkern.ops.moe import MoESublayer
 
 E, D = 6, 24
 ENTRY = catalog.OPS["moe_block"]

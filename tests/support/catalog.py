@@ -37,11 +37,9 @@ from ckptkern.ops.cross_entropy.op import LinearCrossEntropy
 from ckptkern.ops.dispatch.choices import MODES
 from ckptkern.ops.distillation import LinearDistillation, linear_distillation, linear_topk_distillation
 from ckptkern.ops.experts import Experts, grouped_gated_mlp, moe_mlp
-from ckptkern.ops.mlp.block import MLPBlock
-from ckptkern.ops.mlp.linear_act import LinearAct
-from ckptkern.ops.mlp.linear_stack import LinearStack
-from ckptkern.ops.mlp.mlp import MLP, GatedMLP
-from ckptkern.ops.moe.block import MoEBlock, moe_block
+from ckptkern.ops.mlp.linear import LinearAct, LinearStack
+from ckptkern.ops.mlp.mlp import MLP, GatedMLP, MLPBlock
+from ckptkern.ops.moe import MoEBlock, moe_block
 from ckptkern.ops.registration.op import Op
 from ckptkern.ops.sublayer.dropout import Dropout, dropout
 from ckptkern.ops.sublayer.lora import LoRA

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from ..dispatch.shard import ACTIVE
-from ..registration.across import across_ranks
-from ..registration.functions import build
+from ..registration.functions import across_ranks, build
 from ..sublayer.lora import LoRA
-from ..sublayer.residual import drawn
+from ..sublayer.residual import called
 from .arguments import gather
 from .core_sublayer import CoreOp, constants_of
 from .sublayer import AttentionSublayer, attention_reference
@@ -29,6 +27,7 @@ _apply = build(AttentionBlock)
 across = across_ranks(_apply)
 
 
+@called(gather, _apply)
 def attention_block(
     x: Tensor,
     qkv_weight: Tensor | Sequence[Tensor],
@@ -129,58 +128,3 @@ def attention_block(
     with q's, are computed in the fewest equal groups that fit; a norm of q or k over all heads takes all at once. Raises
     ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
-    # not locals(), which Dynamo of torch 2.11 does not trace
-    arguments = dict(
-        x=x,
-        qkv_weight=qkv_weight,
-        qkv_bias=qkv_bias,
-        out_weight=out_weight,
-        out_bias=out_bias,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_value=key_value,
-        qkv_layout=qkv_layout,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_scale=norm_scale,
-        norm_shift=norm_shift,
-        norm_eps=norm_eps,
-        norm_first=norm_first,
-        post_norm=post_norm,
-        post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps,
-        qk_norm=qk_norm,
-        qk_norm_kind=qk_norm_kind,
-        qk_norm_eps=qk_norm_eps,
-        rotary=rotary,
-        rotary_interleaved=rotary_interleaved,
-        is_causal=is_causal,
-        attn_mask=attn_mask,
-        mask_is_exclusion=mask_is_exclusion,
-        key_padding_mask=key_padding_mask,
-        window_size=window_size,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=max_seqlen,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        gate_weight=gate_weight,
-        gate_bias=gate_bias,
-        gate_in_query=gate_in_query,
-        dropout_p=dropout_p,
-        lora=lora,
-        layer_scale=layer_scale,
-        resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p,
-        residual=residual,
-        training=training,
-        recompute=recompute,
-        workspace=workspace,
-    )
-    if ACTIVE.shard is not None:
-        return ACTIVE.shard.attention_block(**arguments)
-    t, o = gather("attention_block", **arguments)
-    return _apply(o, x, *drawn(t, o, x, training))

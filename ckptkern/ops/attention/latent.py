@@ -10,7 +10,7 @@ from ..dispatch.choices import check_count, check_number, check_weight, compute_
 from ..dispatch.shard import refuse_shard
 from ..registration.functions import build
 from ..sublayer.lora import NO_UPDATES
-from ..sublayer.residual import check_norm, drawn
+from ..sublayer.residual import called, check_norm
 from .arguments import around_core, check_scores
 from .core import check_whole_sequence
 from .core_sublayer import CoreOp, constants_of
@@ -76,6 +76,7 @@ def gather_latent(
 ) -> tuple[LatentTensors, LatentOptions]:
     """Checks all arguments of latent_attention_block; returns the sublayer's tensors, still without random states, and its
     options."""
+    refuse_shard("latent_attention_block has no form for several ranks")
     check_whole_sequence(op)
     check_scores(op, x, "[B, S, d] or [S, d]", **others)
     check_number(op, "latent_norm_eps", latent_norm_eps)
@@ -103,6 +104,7 @@ def gather_latent(
     return LatentTensors(**layers, **tensors), LatentOptions(**options)
 
 
+@called(gather_latent, _apply)
 def latent_attention_block(
     x: Tensor,
     q_weight: Tensor,
@@ -185,52 +187,3 @@ def latent_attention_block(
     groups in float32. ckptkern.parallel does not shard it. Raises ShapeError, DtypeError, DeviceError and
     LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
-    # not locals(), which Dynamo of torch 2.11 does not trace
-    arguments = dict(
-        x=x,
-        q_weight=q_weight,
-        kv_a_weight=kv_a_weight,
-        kv_b_weight=kv_b_weight,
-        out_weight=out_weight,
-        num_heads=num_heads,
-        q_bias=q_bias,
-        q_a_weight=q_a_weight,
-        q_a_bias=q_a_bias,
-        q_a_norm_weight=q_a_norm_weight,
-        kv_a_bias=kv_a_bias,
-        kv_a_norm_weight=kv_a_norm_weight,
-        kv_b_bias=kv_b_bias,
-        out_bias=out_bias,
-        latent_norm_eps=latent_norm_eps,
-        norm=norm,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        norm_scale=norm_scale,
-        norm_shift=norm_shift,
-        norm_eps=norm_eps,
-        norm_first=norm_first,
-        post_norm=post_norm,
-        post_norm_weight=post_norm_weight,
-        post_norm_bias=post_norm_bias,
-        post_norm_eps=post_norm_eps,
-        rotary=rotary,
-        rotary_interleaved=rotary_interleaved,
-        is_causal=is_causal,
-        attn_mask=attn_mask,
-        mask_is_exclusion=mask_is_exclusion,
-        key_padding_mask=key_padding_mask,
-        window_size=window_size,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        layer_scale=layer_scale,
-        resid_dropout_p=resid_dropout_p,
-        drop_path_p=drop_path_p,
-        residual=residual,
-        training=training,
-        recompute=recompute,
-        workspace=workspace,
-    )
-    refuse_shard("latent_attention_block has no form for several ranks")
-    t, o = gather_latent("latent_attention_block", **arguments)
-    return _apply(o, x, *drawn(t, o, x, training))

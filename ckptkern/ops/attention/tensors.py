@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..registration.op import row_count, token_chunks, with_fields
 from ..sublayer.lora import updates_of
-from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions, has_trailing_norm
+from ..sublayer.residual import AroundTensors, RandomStates, SublayerOptions
 from .context import Context
 from .core import CoreOptions
 
@@ -221,7 +221,13 @@ def division(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Division:
 
 def bytes_around(x: Tensor, t: Any, o: Any) -> tuple[int, int]:
     """Counts, of a row, what is not x or y or their gradients: (h, the gradients of the branch's result)."""
-    d, e, size, cast, trailing = x.shape[1], t.wo.shape[0], o.dtype.itemsize, x.dtype != o.dtype, has_trailing_norm(o)
+    d, e, size, cast, trailing = (
+        x.shape[1],
+        t.wo.shape[0],
+        o.dtype.itemsize,
+        x.dtype != o.dtype,
+        bool(o.norm) and not o.norm_first,
+    )
     h = d * size if cast or (o.norm and o.norm_first) else 0
     changed = (
         cast or trailing or o.resid_p or o.path_p or o.post_norm or o.branch_factor != 1.0 or t.layer_scale is not None

@@ -19,6 +19,7 @@ from ... import eager
 from ...errors import DeviceError, DtypeError, LayoutError, ShapeError
 from ...memory import bytes_of
 from ...state import Observed, layer_fits, observe, unpack_saved
+from ...subclasses import constant
 from . import implementations as _impls
 from . import tuned as _tuned
 
@@ -138,18 +139,15 @@ def check_weight(
             f"{op}: {source} has {in_features} features but {name} has in_features={shape[1]}"
             + (hint if shape[0] == in_features else "")
         )
-    if bias is None:
-        return
-    check_tensor(op, f"the bias of {name}", bias, x)
-    if bias.dim() != 1 or bias.shape[0] != shape[0]:
-        raise ShapeError(
-            f"{op}: the bias of {name} must have shape ({shape[0]},), one value for each of its out_features, but has "
-            f"shape {tuple(bias.shape)}"
-        )
+    if bias is not None:
+        check_tensor(op, f"the bias of {name}", bias, x, (shape[0],), ", one value for each of its out_features")
 
 
-def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: bool = True) -> None:
-    """Checks that `tensor` is a dense Tensor on the device of the input x, and floating point if `floating`."""
+def check_tensor(
+    op: str, name: str, tensor: Tensor, x: Tensor, shape: tuple = (), what: str = "", *, floating: bool = True
+) -> None:
+    """Checks that `tensor` is a dense Tensor on the device of the input x, floating point if `floating`, and of this shape, if
+    one is given. what: is said of it."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, not {type(tensor).__name__}")
     if tensor.device != x.device:
@@ -158,6 +156,8 @@ def check_tensor(op: str, name: str, tensor: Tensor, x: Tensor, *, floating: boo
         raise LayoutError(f"{op}: {name} must be a dense tensor, not {tensor.layout}")
     if floating and tensor.dtype != x.dtype and not tensor.is_floating_point():
         raise DtypeError(f"{op}: {name} must be floating point, not {tensor.dtype}")
+    if shape and tuple(tensor.shape) != shape:
+        raise ShapeError(f"{op}: {name} must have shape {shape}{what}, but has {tuple(tensor.shape)}")
 
 
 # -- choices
@@ -201,24 +201,12 @@ def backend(name: str) -> Iterator[None]:
         _choice.backend = outer
 
 
-def _constant(function: Any) -> Any:
-    """Caches a function for the process, and marks it as torch.compiler.assume_constant_result does, without its import of
-    torch._dynamo: Dynamo calls it instead of tracing into Triton and the CUDA driver."""
-    cached = functools.cache(function)
-
-    def constant(*args: Any) -> Any:
-        return cached(*args)
-
-    constant._dynamo_marked_constant, constant.cache_clear = True, cached.cache_clear
-    return constant
-
-
-@_constant
+@constant
 def log_once(reason: str) -> None:
     _log.info("eager backend: %s", reason)
 
 
-@_constant
+@constant
 def _device_reason(device_type: str, index: int | None) -> str | None:
     """Returns why no kernel can run on this device, or None. It does not change within a process."""
     try:
@@ -261,7 +249,7 @@ def choose_backend(op: str, x: Tensor, reason: str | None = None) -> str:
     return "eager"
 
 
-@_constant
+@constant
 def _impl(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: int) -> str:
     """Returns the implementation in the table that `python -m ckptkern autotune` wrote on this machine, else that of our
     rule."""
@@ -439,7 +427,7 @@ def cast_input(op: str, x: Tensor, *weights: Tensor | None) -> Tensor:
 WORKSPACE, WORKSPACE_OF_LOSS = 2**25, 2**24
 
 
-@_constant
+@constant
 def default_workspace(device_type: str, index: int | None) -> int:
     """Returns 1/32 of a GPU's memory, at least 256 MiB; 32 MiB elsewhere.
 

@@ -126,7 +126,7 @@ class Kernels:
     linear, mm = staticmethod(eager.linear), staticmethod(eager.mm)
 
     def apply_dropout(self, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
-        """Does as dropout.apply_dropout, which stands on this file."""
+        """Returns dropout(h), or h itself without a state."""
         return h if dropout[0] is None else self.kernels.dropout(h, *dropout, row_base=row_base)
 
 

@@ -24,7 +24,7 @@ from ...frozen import Frozen
 from ..dispatch.choices import check_weight, primitives
 from ..registration.gradients import THREAD, BiasGrad, Late, WeightGrad
 from ..registration.op import beside_frozen, cast_parameter, row_bytes, row_count
-from ..sublayer.dropout import apply_dropout, dropout_arguments
+from ..sublayer.dropout import dropout_arguments
 from ..sublayer.lora import low_rank, names_of
 
 LAYERS = ("gate", "up", "down")
@@ -145,7 +145,7 @@ class MLPBranch:
     def activated(self, before: list[Tensor], start: int) -> Tensor:
         """h of [z] or [g, u]."""
         h = self.p.act_fwd(before[0], before[1] if self.gated else None, self.o.activation)
-        return apply_dropout(self.p, h, self.dropout, start)
+        return self.p.apply_dropout(h, self.dropout, start)
 
     def forward_rows(self, x: Tensor, start: int, y: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """(y, what `saves` names) of rows x [rows, d] that begin at `start`; y is written to `y`, if there is one."""
@@ -195,17 +195,6 @@ class MLPBranch:
         return row_bytes(self.dtype, on_gpu, held, hidden, hidden + widest, 3 * hidden)
 
     # -- backward
-
-    def hidden_gradients(self, dy: Tensor, du: Tensor | None, before: list[Tensor], start: int) -> list[Tensor]:
-        """Those of [z] or [g, u], step by step from dy, and from what the low-rank update of `down` makes of it."""
-        dh = self.p.mm(dy, self.parameter("down_weight"))
-        if du is not None:
-            self.updates["down"].add_input_gradient(self.p, du, dh, start)
-        dh, activation = apply_dropout(self.p, dh, self.dropout, start), self.o.activation
-        if not self.gated:
-            return [self.p.act_bwd(dh, before[0], activation)[0]]
-        g, u = before
-        return [self.p.act_bwd(dh * u, g, activation)[0], dh * self.p.act_fwd(g, None, activation)]
 
     def fused_gradients(
         self, dy: Tensor, x: Tensor | None, before: list[Tensor], h: Tensor | None, start: int, sums: Sums
@@ -261,9 +250,15 @@ class MLPBranch:
         h = None  # frees the largest tensor before the other gradients are formed
         if not behind:
             return None
-        if gradients is None:
-            gradients = self.hidden_gradients(dy, du, before, start)
-            parts, before = (None,) * len(self.first), []
+        if gradients is None:  # step by step
+            dh, activation = self.p.mm(dy, self.parameter("down_weight")), self.o.activation
+            if du is not None:
+                self.updates["down"].add_input_gradient(self.p, du, dh, start)
+            dh = self.p.apply_dropout(dh, self.dropout, start)
+            gradients = [self.p.act_bwd(dh * before[1] if self.gated else dh, before[0], activation)[0]]
+            if self.gated:
+                gradients.append(dh * self.p.act_fwd(before[0], None, activation))
+            parts, before, dh = (None,) * len(self.first), [], None
         for place, layer in enumerate(self.first):
             d, part = gradients.pop(0), parts[place]
             du = self.inner_gradient(layer, d, sums.need_dx, sums) if self.updates else None

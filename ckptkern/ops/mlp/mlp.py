@@ -1,8 +1,11 @@
 """mlp: y = dropout(act(x w1^T + b1)) w2^T + b2, and gated_mlp: y = dropout(act(x wg^T) * (x wu^T)) wd^T (SwiGLU, GEGLU, ...).
-Each is one region that saves its input and recomputes the rest in backward."""
+Each is one region that saves its input and recomputes the rest in backward. mlp_block: [norm ->] MLP or gated MLP and what is
+around it (`residual`), as one region; and the sublayer that `transformer_layer` is made of, too."""
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,15 +21,43 @@ from ..dispatch.choices import (
     matmul_precision,
 )
 from ..dispatch.shard import ACTIVE
-from ..registration.functions import build
-from ..registration.op import Op, by_chunks, in_order, mask, needed_names, rows_2d, token_chunks, unflattened
+from ..registration.functions import across_ranks, build
+from ..registration.op import (
+    Op,
+    by_chunks,
+    in_order,
+    mask,
+    needed_names,
+    rows_2d,
+    token_chunks,
+    unflattened,
+    with_fields,
+)
 from ..sublayer.dropout import draw_state
-from .block import mlp_block
-from .branch import BranchOptions, MLPBranch, Sums, check_branch, reference, saves
+from ..sublayer.lora import NO_UPDATES, LoRA, gather_lora, names_of, updates_of
+from ..sublayer.residual import (
+    AroundTensors,
+    RandomStates,
+    RowsOp,
+    Sublayer,
+    SublayerOptions,
+    around,
+    called,
+    reference_inputs,
+    reference_output,
+)
+from .branch import LAYERS, BranchOptions, MLPBranch, Sums, check_branch, reference, saves
+
+# Rows like the input's, in the dtype of its sums, that are alive beside the branch's own, and in a norm's backward (eager).
+AROUND_BRANCH, AROUND_NORM = 5, 10
+OF_BRANCH = frozenset(
+    name for layer in LAYERS for name in (f"{layer}_weight", f"{layer}_bias", *names_of(layer))
+)  # MLPTensors' fields
 
 
+@with_fields(AroundTensors, ..., updates_of(LAYERS), RandomStates)
 class MLPTensors(NamedTuple):
-    """The names of `branch`: of mlp fc1 is `up`, fc2 `down`, and there is no gate."""
+    """The tensors of an MLP sublayer. gate_weight None: a plain MLP, whose fc1 is `up` and fc2 `down`."""
 
     gate_weight: Tensor | None
     gate_bias: Tensor | None
@@ -34,14 +65,163 @@ class MLPTensors(NamedTuple):
     up_bias: Tensor | None
     down_weight: Tensor
     down_bias: Tensor | None
-    rng: Tensor | None
+
+
+@with_fields(..., SublayerOptions)
+class MLPOptions(NamedTuple):
+    """The sublayer's other arguments. gated: is there a gate_weight? first_column: of the hidden layer, where it is a shard;
+    lora: of gate, up and down."""
+
+    gated: bool
+    activation: str
+    dropout_p: float
+    first_column: int
+    backend: str
+
+
+def bytes_around(sublayer: Sublayer, of_branch: int, widest: int) -> int:
+    """Returns bytes of a row's transient tensors. of_branch: those in the branch; widest: features of what it reads or
+    gives."""
+    o = sublayer.o
+    row = max(sublayer.x.dtype.itemsize, o.dtype.itemsize, 4) * widest
+    beside = AROUND_BRANCH * row  # what the branch reads and gives, and their gradients
+    return max(of_branch + beside, AROUND_NORM * row if o.backend == "eager" else beside)
+
+
+class MLPSublayer(Sublayer):
+    """What an MLP sublayer computes, for one input, in chunks of tokens."""
+
+    def __init__(self, x: Tensor, t: MLPTensors, o: MLPOptions):
+        super().__init__(x, t, o)
+        self.branch = MLPBranch(t, self.o, self.x.shape[0], o.dtype, self.holds)
+
+    def row_bytes(self) -> int:
+        return bytes_around(self, self.branch.row_bytes(), max(self.x.shape[1], self.t.down_weight.shape[0]))
+
+    def sums(self, need: Collection[str], chunks: int) -> Sums:
+        inner = OF_BRANCH.intersection(need)
+        return Sums(self.branch, inner | {"x"} if self.needs_dh(need) else inner, chunks)
+
+    def forward(self) -> dict[str, Tensor]:
+        """The sublayer's output, "y", and what its branch saves."""
+        f, saved = self.branch.forward_rows(self.inputs(), self.first_row)
+        return saved | {"y": self.output(self.drop(f))}
+
+    def backward(
+        self, dy: Tensor, saved: dict[str, Tensor], need: Collection[str], sums: Sums
+    ) -> dict[str, Tensor | None]:
+        """The gradients that are not in `sums`."""
+        h, f, branch, start = self.inputs(), None, self.branch, self.first_row
+        # which no mode saves: by one matmul from the hidden layer if that was saved, or all
+        if self.reads_branch(need):
+            f = self.drop(branch.result_of(h, {} if branch.updates else saved, start))
+        dy, df, grads = self.branch_gradients(dy, f, need)
+        f = None
+        dh = branch.backward_rows(df, h, saved, start, sums)
+        h = df = None
+        return grads | self.input_gradients(dh, dy, need) if sums.need_dx else grads
+
+
+class MLPBlock(RowsOp):
+    name = "mlp_block"
+    Tensors, Options, Sublayer = MLPTensors, MLPOptions, MLPSublayer
+    saves = staticmethod(saves)
+
+    @staticmethod
+    def in_torch_ops(x, t, o):
+        return reference_output(x, reference(reference_inputs(x, t, o), t, o), t, o)
+
+
+_apply = build(MLPBlock)
+across = across_ranks(_apply)
+
+
+def gather(op, x, *, activation, dropout_p, lora, **given) -> tuple[MLPTensors, MLPOptions]:
+    """Checks all arguments of mlp_block; returns the sublayer's tensors, still without random states, and its options."""
+    check_options(op, activation, given["recompute"], dropout_p)
+    check_input(op, x)
+    t = {name: given.pop(name) for name in MLPTensors.own}
+    check_branch(op, x, t)
+    weights = {layer: t[f"{layer}_weight"] for layer in LAYERS}
+    updates = NO_UPDATES if lora is None else gather_lora(op, x, lora, weights)
+    probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights.values()))
+    (features, hidden), gated = weights["down"].shape, weights["gate"] is not None
+    tensors, options = around(op, x, probe, "down_weight", features, updates, weights["up"].numel(), **given)
+    o = MLPOptions(
+        gated=gated,
+        activation=activation,
+        dropout_p=float(dropout_p),
+        first_column=0,
+        backend=choose_impl(op, probe, x.shape[-1], hidden, features, name="gated_mlp" if gated else "mlp"),
+        **options,
+    )
+    return MLPTensors(**t, **tensors), o
+
+
+@called(gather, _apply)
+def mlp_block(
+    x: Tensor,
+    up_weight: Tensor,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    activation: str = "gelu",
+    dropout_p: float = 0.0,
+    *,
+    gate_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    norm: str | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    norm_scale: Tensor | None = None,
+    norm_shift: Tensor | None = None,
+    norm_eps: float = 1e-5,
+    norm_first: bool = True,
+    post_norm: str | None = None,
+    post_norm_weight: Tensor | None = None,
+    post_norm_bias: Tensor | None = None,
+    post_norm_eps: float = 1e-5,
+    lora: Mapping[str, LoRA] | None = None,
+    layer_scale: Tensor | float | None = None,
+    resid_dropout_p: float = 0.0,
+    drop_path_p: float = 0.0,
+    residual: bool = True,
+    training: bool = True,
+    recompute: str = "full",
+    workspace: int | str | None = None,
+) -> Tensor:
+    """An MLP with everything around it, as one region.
+
+        h = norm(x) * (1 + norm_scale) + norm_shift
+        f = down(dropout(act(up(h))))  or  down(dropout(act(gate(h)) * up(h)))
+        z = drop_path(layer_scale * post_norm(dropout(f)))
+        y = [x +] z                                           norm_first=False: y = norm([x +] z), h = x
+
+    x [..., d], up_weight and gate_weight [n, d], down_weight [e, n], biases or None -> y [..., e].
+    norm: None, "layer" or "rms", with norm_weight and norm_bias or None. norm_scale, norm_shift: [B, d] or [B, 1, ..., d], a
+    vector for each sample (adaLN: DiT, SD3, Flux), of a norm before the branch, as in attention_block. post_norm as norm, of
+    what the branch gives (Gemma 2, OLMo 2, Swin v2). layer_scale: a number (Granite), a vector [e] (layer scale: CaiT, DINOv2,
+    ConvNeXt), or one for each sample, [B, e] or [B, 1, ..., e] (the gate of adaLN). Backward recomputes what the branch gives
+    for a norm behind it and for trained vectors: by one matmul, at "full" by all. dropout_p of the hidden layer,
+    resid_dropout_p of the branch, drop_path_p of whole samples of the branch (stochastic depth; x [B, ..., d] has B samples, x
+    [tokens, d] is one): replayed from 16 bytes each. lora: as in attention_block, of the layers "gate", "up" and "down". The
+    activation is a pass of its own. recompute, workspace: as in mlp and gated_mlp, with x the block's input: the norm is
+    always recomputed. Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (choices),
+    RuntimeError (backend).
+    """
+
+
+# -- without anything around it
+
+# of `mlp` and `gated_mlp`
+BranchTensors = namedtuple("BranchTensors", (*MLPTensors.own, "rng"))
 
 
 class MLP(Op):
     name = "mlp"
     Options = BranchOptions
     saves = staticmethod(saves)
-    first_weights = mask(MLPTensors, "gate_weight", "up_weight")
+    first_weights = mask(BranchTensors, "gate_weight", "up_weight")
 
     @classmethod
     def reads_x(cls, o, needs):
@@ -51,7 +231,7 @@ class MLP(Op):
     def forward(tensors, o):
         x, *t = tensors
         rows = rows_2d(x)
-        branch = MLPBranch(MLPTensors(*t), o, rows.shape[0], rows.dtype)
+        branch = MLPBranch(BranchTensors(*t), o, rows.shape[0], rows.dtype)
         chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
         if len(chunks) == 1:
             y, saved = branch.forward_rows(rows, 0)
@@ -65,9 +245,9 @@ class MLP(Op):
     @staticmethod
     def backward(dy, tensors, saved, o, needs):
         (x, *t), rows = tensors, rows_2d(dy)
-        branch, x = MLPBranch(MLPTensors(*t), o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
+        branch, x = MLPBranch(BranchTensors(*t), o, rows.shape[0], rows.dtype), None if x is None else rows_2d(x)
         chunks = token_chunks(rows.shape[0], branch.row_bytes, branch.o.workspace)
-        sums = Sums(branch, needed_names(MLPTensors, needs), len(chunks))
+        sums = Sums(branch, needed_names(BranchTensors, needs), len(chunks))
         if len(chunks) == 1:
             dx = branch.backward_rows(rows, x, saved, 0, sums)
         else:
@@ -79,19 +259,19 @@ class MLP(Op):
         grads = sums.results()
         if sums.need_dx:
             grads["x"] = unflattened(dx, dy)
-        return in_order(grads, MLPTensors, needs)
+        return in_order(grads, BranchTensors, needs)
 
     @staticmethod
     def reference(tensors, o):
         x, *t = tensors
-        return reference(x, MLPTensors(*t), o)
+        return reference(x, BranchTensors(*t), o)
 
 
 class GatedMLP(MLP):
     name = "gated_mlp"
 
 
-_apply, _apply_gated = build(MLP), build(GatedMLP)
+_apply_mlp, _apply_gated = build(MLP), build(GatedMLP)
 
 
 def run(apply, op, x, t, activation, dropout_p, training, recompute, workspace) -> Tensor:
@@ -156,8 +336,8 @@ def mlp(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
-    t = MLPTensors(None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
-    return run(_apply, "mlp", x, t, activation, dropout_p, training, recompute, workspace)
+    t = BranchTensors(None, None, fc1_weight, fc1_bias, fc2_weight, fc2_bias, None)
+    return run(_apply_mlp, "mlp", x, t, activation, dropout_p, training, recompute, workspace)
 
 
 def gated_mlp(
@@ -194,5 +374,5 @@ def gated_mlp(
     Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode,
     probability, workspace), RuntimeError (backend).
     """
-    t = MLPTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
+    t = BranchTensors(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias, None)
     return run(_apply_gated, "gated_mlp", x, t, activation, dropout_p, training, recompute, workspace)

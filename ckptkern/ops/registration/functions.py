@@ -7,6 +7,7 @@
 | torch.func | Transformed, which is Functional with an error for forward-mode AD |
 | a graph with the library op | Bare |
 | backward of any of these under create_graph | Backward |
+| a tensor-parallel block | Across: the collectives and the op |
 
 `needs` is the needs_input_grad mask, a bitmask over the tensors (`needs`). What it leaves out costs no GEMM. In eager
 backward that is also what this pass does not ask for.
@@ -15,7 +16,8 @@ backward that is also what this pass does not ask for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +31,21 @@ from ...subclasses import PLAIN, own_dispatch
 from ..dispatch.choices import autocast_off, compose_of
 from .gradients import (
     Delayed,
+    Late,
+    Left,
     Process,
+    Room,
     Stash,
+    arrived,
     formed,
     into_main_grad,
     is_first_of_several,
+    is_late,
     is_valid,
     stash_limit,
     stashing,
+    versions_of,
+    workspace_limit,
 )
 from .library import LIBRARY, Registered, call_backward, call_forward, register, replaced, unpack, values_of
 from .op import Op, asked, call_of, needed, run_backward, run_forward, to_save, wanted
@@ -194,19 +203,16 @@ def _gradients(registered: Registered):
     return gradients
 
 
-def _no_jvp(op: type[Op]):
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(f"{op.name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)")
-
-    return staticmethod(jvp)
-
-
 def _eager_function(registered: Registered, gradients) -> type:
     """The classic Function: the quickest on the host."""
     op = registered.op
 
     class Eager(torch.autograd.Function):
-        jvp = _no_jvp(op)
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(
+                f"{op.name}: forward-mode AD is not supported; use reverse mode (jacrev, vjp, grad)"
+            )
 
         @staticmethod
         def forward(ctx, call, *tensors):
@@ -261,17 +267,21 @@ def _eager_function(registered: Registered, gradients) -> type:
 
 
 def _from_stash(ctx, upstream: tuple) -> list[Tensor | None] | None:
-    """The gradients that the second of two passes asks for, if the first left them."""
-    stash, ctx.stash = ctx.stash, None
+    """The gradients that the second of two passes asks for, if the first left them, for the same gradients of the results."""
+    left, ctx.stash = ctx.stash, None
     edges = None if torch.compiler.is_compiling() or torch.is_grad_enabled() else state.asked()
     if edges is None:
         return None
-    places = [i for i, edge in zip(stash.edges, edges, strict=True) if edge]
-    if not stash.covers(upstream, places):
+    places = [i for i, edge in zip(left.edges, edges, strict=True) if edge]
+    same = all(
+        t is before and versions_of([t]) == version
+        for t, (before, version) in zip(upstream, left.upstream, strict=True)
+    )
+    if not same or not all(i in left.grads and is_valid(left.grads[i]) for i in places):
         return None
-    taken = {i: stash.take(i) for i in places}
-    ctx.stash = stash if stash.grads else None
-    return [taken.get(i) for i in range(stash.count)]
+    taken = {i: formed(left.grads.pop(i)) for i in places}
+    ctx.stash = left if left.grads else None
+    return [taken.get(i) for i in range(left.count)]
 
 
 def _in_parts(
@@ -298,11 +308,15 @@ def _in_parts(
     if not all(is_valid(grads[i]) for i in places):
         return gradients(dy, flat, options, wanted)
     if by_hand:
-        precision = ctx.call[2]
-        return [None if by_hand.waits(flat[i], grad, precision) else formed(grad) for i, grad in enumerate(grads)]
-    edges = [i for i, t in enumerate(flat[: len(grads)]) if i == 0 or t is not None]
-    if stash.fill(upstream, edges, len(grads), {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}):
-        ctx.stash = stash
+        for i, grad in enumerate(grads):
+            if isinstance(grad, Delayed) and by_hand.takes(flat[i]):
+                by_hand.queue.append((flat[i], grad, ctx.call[2]))
+                grads[i] = None
+        return [formed(grad) for grad in grads]
+    others = {i: grad for i, grad in enumerate(grads) if needs & ~wanted & 1 << i}
+    if stash.holds(others.values()) and all(map(is_valid, others.values())):
+        edges = [i for i, t in enumerate(flat[: len(grads)]) if i == 0 or t is not None]
+        ctx.stash = Left([(t, versions_of([t])) for t in upstream], edges, len(grads), others, Room(stash.bytes))
     elif any(isinstance(grads[i], Delayed) for i in places):
         return gradients(dy, flat, options, wanted)
     return [formed(grad) if wanted >> i & 1 else None for i, grad in enumerate(grads)]
@@ -334,7 +348,7 @@ def _apply(registered: Registered, eager: type, gradients):
             return None, None, *gradients(dy, (*ctx.saved_tensors, *more), ctx.options, ctx.needs)
 
     class Transformed(Functional):  # Dynamo traces no Function with a jvp
-        jvp = _no_jvp(op)
+        jvp = staticmethod(eager.jvp)
 
     functional, transformed = named(Functional, op, "Functional"), named(Transformed, op, "Transformed")
     constants = sum(1 << i for i in op.constants)
@@ -381,3 +395,99 @@ def _apply(registered: Registered, eager: type, gradients):
 
     apply.for_inference = for_inference
     return apply
+
+
+# -- an op over several ranks, each with a shard of its weights
+
+
+def across_ranks(apply) -> Callable[..., Tensor]:
+    """across(shard, options, residual, x, *tensors) -> y of an op that `build` made:
+
+        y = [x +] reduced(f(gathered(x))),   dx = [dy +] reduced(f'(gathered(dy)))
+
+    What is saved of x is x itself, not what was gathered of it. The collective of dy runs under what is recomputed from x, that
+    of dx under the matmuls that give the weights' gradients (as in Megatron-LM's linear layers). Where dx goes to another such
+    Function and to nothing else, it is handed on `Late`, so that its collective also runs under what that one recomputes."""
+    registered, gradients = apply.parts
+    op = registered.op
+
+    class Across(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, shard, options, residual, needs, x, *others):
+            tensors, compiling = (shard.gathering(x)(), *others), torch.compiler.is_compiling()
+            seen = 0 if compiling else state.observe(tensors)
+            if compiling or seen & DISPATCHED:
+                results = call_forward(registered, tensors, options)
+            else:
+                results = run_forward(op, tensors, options, seen)
+            if not compiling:
+                ctx.x = weakref.ref(x)
+            ctx.call = shard, options, residual, needs, None if compiling else state.Precision()
+            first, *saved = to_save(op, tensors, results, options, needs)
+            ctx.save_for_backward(None if first is None else x, *saved)
+            y = shard.reducing(results[0])()
+            return x + y if residual else y
+
+        @staticmethod
+        def backward(ctx, dy):
+            precision = ctx.call[-1]
+            if torch.is_grad_enabled():
+                raise NotImplementedError(f"{op.name}: no second-order gradients over a tensor-parallel group")
+            with contextlib.nullcontext() if precision is None else precision:
+                dx, *grads = _backward(ctx, dy)
+            return (None, None, None, None, dx, *grads)
+
+    def _backward(ctx, dy: Tensor) -> list[Tensor | None]:
+        shard, options, residual, needs, _ = ctx.call
+        x, *others = ctx.saved_tensors
+        seen = DISPATCHED if torch.compiler.is_compiling() else state.observe((x if is_late(dy) else dy, x, *others))
+        dtype, directly = options.dtype if residual else dy.dtype, runs_directly(seen)
+        gathering = None if x is None else shard.gathering(x)
+        if not directly:
+            df = shard.gathering(arrived(dy).to(dtype))()
+        elif shard.sequence:  # a collective writes it, which is waited for where it is first read
+            shape = *dy.shape[:-2], shard.whole_rows(dy), dy.shape[-1]
+            df = Late(shape, dtype, dy.device, shard.gathering(arrived(dy).to(dtype)))
+        else:
+            df = Late(dy.shape, dtype, dy.device, lambda: arrived(dy).to(dtype)) if is_late(dy) else dy.to(dtype)
+        saved = [None if gathering is None else gathering(), *others]
+        needs = asked(needs, saved)
+        if directly and needs & 1:
+            return _overlapped(ctx, dy, df, saved, needs, seen)
+        dx, *grads = gradients(arrived(df), saved, options, needs)
+        if dx is not None:
+            dx = shard.reducing(dx)()
+            dx = dx + arrived(dy).to(dx.dtype) if residual else dx
+        return [dx, *grads]
+
+    def _overlapped(ctx, dy: Tensor, df: Tensor, saved: list, needs: int, seen: int) -> list[Tensor | None]:
+        """The gradients, with the collective of dx under the matmuls of the weights' gradients, whose operands are there. They
+        wait as far as they fit the workspace."""
+        shard, options, residual, _, _ = ctx.call
+        limit = workspace_limit(values_of(options, "workspace"))
+        with stashing(Stash(limit, saved, spills=True)):
+            dx, *grads = run_backward(op, df, saved, options, needs, seen)
+        if not all(map(is_valid, grads)):  # a body used their memory anew
+            dx, *grads = gradients(arrived(df), saved, options, needs)
+        reduced, held = shard.reducing(dx), dx.nbytes + dy.nbytes
+        grads, added = [formed(grad) for grad in grads], dy if residual else None  # finish holds dy only if it reads it
+
+        def finish() -> Tensor:
+            whole = reduced()
+            return whole if added is None else whole.add_(arrived(added).to(whole.dtype))
+
+        # handed on if x's gradient goes to a node that takes late ones, and nothing else sees it: no hook of x, no x.grad, and
+        # no call that asks for some gradients alone
+        goes_on = (x := ctx.x()) is not None and getattr(ctx.next_functions[0][0], "takes_late", False)
+        if held <= limit and goes_on and not (x._backward_hooks or x.retains_grad or state.asked() is not None):
+            return [Late(x.shape, dx.dtype, dx.device, finish), *grads]
+        return [finish(), *grads]
+
+    function = named(Across, op, "Across")
+    function._backward_cls.takes_late = True
+
+    def across(shard, options, residual: bool, *tensors: Tensor | None) -> Tensor:
+        needs = wanted(tensors)
+        return function.apply(shard, options if needs else apply.for_inference(options), residual, needs, *tensors)
+
+    return across

@@ -55,58 +55,21 @@ class Room:
         Process.held -= self.size
 
 
-class Sum:
-    """A sum of matmuls. Subclasses have `matmul(*operands)`, which adds one, and `total()`, which gives the sum or None."""
-
-    later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
-
-    matmul: Callable[..., None]
-    total: Callable[[], Tensor | None]
-
-    def add(self, *operands: Any) -> None:
-        """Adds the matmul of these operands, now or when the sum is asked for."""
-        stash = THREAD.stash
-        if stash is None:
-            self.matmul(*operands)
-            return
-        self.later = self.later or []
-        if stash.holds(operands):
-            self.later.append((operands, versions_of(operands)))
-        elif stash.spills:
-            self.run()
-            self.matmul(*operands)
-
-    def run(self) -> None:
-        """Adds what waits, as the body of an op does: without autocast."""
-        with torch._C._DisableAutocast():
-            while self.later:
-                self.matmul(*self.later.pop(0)[0])
-        self.later = None
-
-    def result(self) -> Tensor | Delayed | None:
-        return self.total() if self.later is None else Delayed([self])
-
-
 class Delayed(NamedTuple):
     """A weight's gradient whose matmuls have not run: of all its parts, the last of which gives the whole."""
 
-    sums: list[Sum]
+    sums: list[WeightGrad]
 
 
 class Stash:
-    """What the first of two passes leaves to the second: gradients, or the operands of the matmuls that give them.
+    """Holds the operands of matmuls that wait.
 
-    limit: bytes, besides what is saved for backward anyway, `saved`; more is not stashed, and the second pass recomputes.
-    spills: what is not stashed runs at once instead."""
+    limit: bytes, besides what is saved for backward anyway, `saved`; more is not held, and a second pass recomputes. spills:
+    what is not held runs at once instead."""
 
     def __init__(self, limit: float, saved: Iterable[Tensor | None], *, spills: bool = False):
         self.limit, self.bytes, self.is_full, self.spills = limit, 0, False, spills
         self.storages = {t.untyped_storage()._cdata for t in saved if t is not None}
-        self.room: Room | None = None
-        self.edges: list[int] = []  # places of the tensors that have an edge
-        self.count = 0  # of the op's tensors
-        self.upstream: list[tuple[Tensor | None, list[int]]] = []
-        self.grads: dict[int, Tensor | Delayed | None] = {}
 
     def holds(self, operands: Iterable[Any]) -> bool:
         """Are these tensors held from now on? Not once they are too large."""
@@ -120,29 +83,18 @@ class Stash:
             self.is_full = True
         return not self.is_full
 
-    def fill(
-        self, upstream: Sequence[Tensor | None], edges: list[int], count: int, grads: dict[int, Tensor | Delayed | None]
-    ) -> bool:
-        """Takes the gradients that were not asked for; are they right for a second pass? edges: places of the tensors that have
-        one, of `count`."""
-        self.holds(grads.values())
-        if self.is_full or not all(map(is_valid, grads.values())):
-            return False
-        self.upstream, self.edges, self.count = [(t, versions_of([t])) for t in upstream], edges, count
-        self.grads = grads
-        self.room = Room(self.bytes)
-        return True
 
-    def covers(self, upstream: Sequence[Tensor | None], places: list[int]) -> bool:
-        """Has it the gradients at these places, for the same gradients of the results?"""
-        same = all(
-            t is before and versions_of([t]) == version
-            for t, (before, version) in zip(upstream, self.upstream, strict=True)
-        )
-        return same and all(place in self.grads and is_valid(self.grads[place]) for place in places)
+class Left(NamedTuple):
+    """What the first of two passes leaves to the second: by place, the gradients that it was not asked for.
 
-    def take(self, place: int) -> Tensor | None:
-        return formed(self.grads.pop(place))
+    upstream: the results' gradients, and their versions; edges: places of the tensors that have one, of `count`; room: of what
+    is held."""
+
+    upstream: list[tuple[Tensor | None, list[int]]]
+    edges: list[int]
+    count: int
+    grads: dict[int, Tensor | Delayed | None]
+    room: Room
 
 
 def versions_of(operands: Iterable[Any]) -> list[int]:
@@ -169,7 +121,7 @@ def formed(grad: Tensor | Delayed | None) -> Tensor | None:
 
 @contextmanager
 def stashing(stash: Stash) -> Iterator[None]:
-    """Inside, in this thread, `Sum.add` runs no matmul."""
+    """Inside, in this thread, `WeightGrad.add` runs no matmul."""
     before, THREAD.stash = THREAD.stash, stash
     try:
         yield
@@ -273,13 +225,6 @@ class delay_weight_gradients:
     def takes(self, weight: Tensor | None) -> bool:
         """Does this weight's gradient wait for `flush`?"""
         return id(weight) in self.parameters and accumulates(weight)
-
-    def waits(self, weight: Tensor | None, grad: Tensor | Delayed | None, precision: Any) -> bool:
-        """Takes the gradient, if it is one that waits. precision: the region's."""
-        if not isinstance(grad, Delayed) or not self.takes(weight):
-            return False
-        self.queue.append((weight, grad, precision))
-        return True
 
     def flush(self) -> None:
         """Forms the gradients that wait and adds them."""
@@ -440,12 +385,15 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, *, wide: bool) -> Ten
     return torch.mm(a, b) if total is None else total.addmm_(a, b)
 
 
-class WeightGrad(Sum):
+class WeightGrad:
     """Sum over chunks of a^T b, accumulated in float32 (float64 for float64) and rounded once to the weight's dtype.
 
     place: of the part of the weight whose gradient this is, as an index; whole: gives the tensor of the whole weight's
     gradient, at whose `place` this one is written. If the weight has a main_grad, that is the sum, and the result is None.
+    Subclasses may have another `matmul`, whose operands `add` takes.
     """
+
+    later: list[tuple[tuple, list[int]]] | None = None  # operands, and the versions of those that are tensors
 
     def __init__(
         self, weight: Tensor, chunks: int, *, place: Place | None = None, whole: Callable[[], Tensor] | None = None
@@ -454,6 +402,29 @@ class WeightGrad(Sum):
         self.into: Tensor | None = None
         main = main_grad_of(weight)
         self.main = self.sum = main if main is None or place is None else main[place]
+
+    def add(self, *operands: Any) -> None:
+        """Adds the matmul of these operands, now or when the sum is asked for."""
+        stash = THREAD.stash
+        if stash is None:
+            self.matmul(*operands)
+            return
+        self.later = self.later or []
+        if stash.holds(operands):
+            self.later.append((operands, versions_of(operands)))
+        elif stash.spills:
+            self.run()
+            self.matmul(*operands)
+
+    def run(self) -> None:
+        """Adds what waits, as the body of an op does: without autocast."""
+        with torch._C._DisableAutocast():
+            while self.later:
+                self.matmul(*self.later.pop(0)[0])
+        self.later = None
+
+    def result(self) -> Tensor | Delayed | None:
+        return self.total() if self.later is None else Delayed([self])
 
     def matmul(self, a: Tensor, b: Tensor) -> None:
         """a [m, N], b [m, K] -> sum [N, K]."""

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_fl
 from ...frozen import regrouped
 from ...state import Observed
 from ..dispatch.choices import read_precision
-from .op import Op, call_of, in_results, run_backward, run_forward
+from .op import Op, call_of, run_backward, run_forward
 
 _AUTOCAST = int(Observed.AUTOCAST)
 _WORD = 62
@@ -79,7 +79,8 @@ def register(op: type[Op]) -> Registered:
         with torch._C._DisableAutocast():
             y, made = op.forward(regrouped(_on_meta(tensors), lists[2]), options)
         options = unpack(layout, lists)
-        return in_results(op, options, y, op.made_on_meta(tensors[0], made, options))
+        made = op.made_on_meta(tensors[0], made, options)
+        return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
 
     def backward(dy, tensors, saved, *lists_and_needs, on_meta: bool = False):
         *lists, words = lists_and_needs
@@ -161,12 +162,11 @@ def _flops(on_meta: Callable, *args, out_val=None) -> int:
 
 SCHEMA = "int[] ints, float[] floats, str[] strings, SymInt[] sizes"
 _LISTS = {bool: 0, int: 0, float: 1, str: 2, torch.dtype: 2, IntLikeType: 3}
-_DTYPES = {
-    name: dtype
+_NAMES = {
+    dtype: name
     for name, dtype in vars(torch).items()
     if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{name}"
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Layout(NamedTuple):
@@ -223,7 +223,7 @@ def _read(layout: Layout, lists: tuple[Iterator, ...]) -> Any:
     if kind == "optional":
         return _read(inner[0], lists) if next(lists[0]) else None
     value = next(lists[place])
-    return _DTYPES[value] if kind == "dtype" else bool(value) if kind == "bool" else value
+    return getattr(torch, value) if kind == "dtype" else bool(value) if kind == "bool" else value
 
 
 def pack(layout: Layout, options: Any) -> tuple[list, list, list, list]:

@@ -44,9 +44,6 @@ class Op:
 
     name: str
     Options: type
-    forward: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    backward: Callable[..., Sequence[Tensor | None]]
-    reference: Callable[..., Any]
     constants: frozenset[int] = frozenset()
     decisions: tuple[str, ...] = ()
     kernels = True
@@ -88,9 +85,6 @@ class SublayerOp(Op):
     """
 
     Tensors: type
-    compute: Callable[..., tuple[Tensor, dict[str, Tensor]]]
-    gradients: Callable[..., dict[str, Any]]
-    in_torch_ops: Callable[..., Any]
 
     @classmethod
     def forward(cls, tensors, o):
@@ -137,12 +131,7 @@ def run_forward(op: type[Op], tensors: Sequence, options, seen: int = 0) -> list
         with torch._C._DisableAutocast():
             return run_forward(op, tensors, options)
     y, made = op.forward(tensors, options)
-    return in_results(op, options, y, made) if made else [y]
-
-
-def in_results(op: type[Op], options, y: Tensor, made: dict[str, Tensor]) -> list[Tensor]:
-    """[y, *more, *saved] of what `forward` gives."""
-    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]]
+    return [y, *[made[name] for name in (*op.more_results, *op.saves(options)) if name != "y"]] if made else [y]
 
 
 def run_backward(
@@ -181,12 +170,6 @@ def call_of(op: type[Op], flat: Sequence, options) -> tuple[Sequence[Tensor | No
 
 def needed(needs: int, index: int) -> bool:
     return bool(needs >> index & 1)
-
-
-@functools.cache
-def flags(needs: int, count: int) -> tuple[bool, ...]:
-    """The lowest `count` bits of needs."""
-    return tuple(needed(needs, i) for i in range(count))
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -20,11 +19,6 @@ def dropout_arguments(rng: Tensor | None, p: float, col_base: int = 0) -> eager.
     """(state, threshold, scale, col_base) as the primitives take them; contiguous, as a saved-tensor hook may have changed
     strides."""
     return eager.NO_DROPOUT if rng is None else (rng.contiguous(), *state.threshold_scale(p), col_base)
-
-
-def apply_dropout(p: ModuleType, h: Tensor, dropout: eager.Dropout, row_base: int) -> Tensor:
-    """Returns dropout(h), or h itself without a state; `p` is the backend's module."""
-    return h if dropout[0] is None else p.dropout(h, *dropout, row_base=row_base)
 
 
 def draw_state(x: Tensor, p: float, training: bool, *, of_sequence: bool = False) -> Tensor | None:

@@ -24,7 +24,7 @@ from ...errors import ShapeError
 from ..dispatch.choices import autocast_dtype, check_number, check_probability, check_tensor
 from ..registration.gradients import WeightGrad
 from ..registration.op import cast_parameter
-from .dropout import apply_dropout, dropout_arguments
+from .dropout import dropout_arguments
 
 
 class LoRA(NamedTuple):
@@ -66,7 +66,7 @@ class LowRank(NamedTuple):
 
     def input(self, p: ModuleType, x: Tensor, start: int = 0) -> Tensor:
         """dropout(x) for rows of x that begin at `start`."""
-        return apply_dropout(p, x, self.dropout, self.first_row + start)
+        return p.apply_dropout(x, self.dropout, self.first_row + start)
 
     def inner(self, x: Tensor) -> Tensor:
         """u [rows, r] of dropout(x)."""

@@ -7,9 +7,11 @@ z = drop_path(layer_scale * post_norm(dropout(f(h))));  y = [x +] z, or norm([x 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,8 +31,9 @@ from ..dispatch.choices import (
     matmul_precision,
     primitives,
 )
+from ..dispatch.shard import ACTIVE
 from ..registration.op import SublayerOp, beside_frozen, by_chunks, cast_parameter, needed_names, rows_2d, token_chunks
-from .dropout import apply_dropout, draw_state, dropout_arguments
+from .dropout import draw_state, dropout_arguments
 from .lora import update_dtype
 from .samples import Samples, at_samples, check_vectors, sample_shape
 
@@ -38,6 +41,9 @@ NORMS = ("layer", "rms")
 NORM_TENSORS = 6  # like its input, in float32, that a norm's backward in PyTorch ops holds
 VECTOR_TENSORS = NORM_TENSORS + 3  # beside these: a gradient times 1 + norm_scale, and results of chunks
 OF_NORM = frozenset(("norm_weight", "norm_bias", "norm_scale", "norm_shift"))  # of a leading norm
+
+
+Declared = TypeVar("Declared", bound=Callable)
 
 
 class AroundTensors(NamedTuple):
@@ -223,7 +229,7 @@ class Sublayer:
     def drop(self, f: Tensor) -> Tensor:
         """Residual dropout, forward and backward."""
         rng = self.t.resid_rng
-        return f if rng is None else apply_dropout(self.p, f, dropout_arguments(rng, self.o.resid_p), self.first_row)
+        return f if rng is None else self.p.apply_dropout(f, dropout_arguments(rng, self.o.resid_p), self.first_row)
 
     def post_normed(self, f: Tensor) -> Tensor:
         """What the branch's result f, dropout done, becomes before it is multiplied and added to x."""
@@ -414,10 +420,6 @@ class RowsOp(SublayerOp):
         return sublayer.finished(grads | sums.results(), need)
 
 
-def has_trailing_norm(o: Any) -> bool:
-    return bool(o.norm) and not o.norm_first
-
-
 def reference_norm(x: Tensor, kind: str, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """A norm in differentiable PyTorch ops."""
     weight = cast_parameter(weight, x.dtype)
@@ -454,7 +456,8 @@ def reference_output(x: Tensor, f: Tensor, t: Any, o: Any) -> Tensor:
         ones = eager.reference_dropout(z.new_ones((samples[0], 1)), dropout_arguments(t.path_rng, o.path_p))
         z = z * ones.view(samples)
     y = x + z if o.residual else z
-    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if has_trailing_norm(o) else y
+    trailing = o.norm and not o.norm_first
+    return reference_norm(y, o.norm, t.norm_weight, t.norm_bias, o.norm_eps) if trailing else y
 
 
 def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, features: int) -> None:
@@ -466,10 +469,7 @@ def check_norm(op: str, x: Tensor, name: str, kind: str | None, weight, bias, fe
     check_choice(op, name, kind, (*NORMS, None))
     for which, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
-            check_tensor(op, f"{name}_{which}", parameter, x)
-            if parameter.shape != (features,):
-                shape = tuple(parameter.shape)
-                raise ShapeError(f"{op}: {name}_{which} must have shape ({features},), but has {shape}")
+            check_tensor(op, f"{name}_{which}", parameter, x, (features,))
 
 
 def around(
@@ -545,3 +545,26 @@ def around(
         dtype=probe.dtype,
     )
     return tensors | of_updates | {"layer_scale": layer_scale}, options
+
+
+def called(gather: Callable, apply: Callable) -> Callable[[Declared], Declared]:
+    """Decorates a function that declares the arguments of a sublayer's op, and has no body: a call of it runs the op.
+
+    gather: (its name, **arguments) -> the op's tensors, still without random states, and its options; apply: what `build` made.
+    """
+
+    def decorated(declared):
+        name, defaults = declared.__name__, {n: p.default for n, p in inspect.signature(declared).parameters.items()}
+
+        @functools.wraps(declared)
+        def call(*args, **kwargs):
+            declared(*args, **kwargs)  # raises Python's TypeError for arguments that it does not take
+            arguments = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+            if (sharded := getattr(ACTIVE.shard, name, None)) is not None:
+                return sharded(**arguments)
+            t, o = gather(name, **arguments)
+            return apply(o, arguments["x"], *drawn(t, o, arguments["x"], arguments["training"]))
+
+        return call
+
+    return decorated

@@ -1,9 +1,10 @@
-"""linear_stack: k layers of Linear + activation as one region: only its input lives until backward."""
+"""linear_act: y = act(x w^T + b) as one region; and linear_stack: k layers of these as one, of which only the input lives until
+backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..dispatch.choices import (
     choose_impl,
     choose_mode,
     choose_workspace,
+    compose,
     matmul_precision,
     primitives,
 )
@@ -30,13 +32,126 @@ from ..registration.op import (
     cast_parameter,
     needed,
     row_bytes,
-    row_count,
     rows_2d,
     token_chunks,
     unflattened,
 )
 
-X = 0
+X, W, B = range(3)  # of linear_act; X of both
+
+
+class LinearActOptions(NamedTuple):
+    activation: str
+    recompute: str
+    backend: str
+    precision: str
+
+
+class LinearAct(Op):
+    name = "linear_act"
+    Options = LinearActOptions
+
+    @staticmethod
+    def saves(o):
+        """Names, of relu at "none", its own output, which the next layer saves anyway."""
+        if o.activation == "identity" or o.recompute == "full":
+            return ()
+        if o.activation == "relu":
+            return ("bits",) if o.recompute == "selective" else ("y",)
+        return ("z",)
+
+    @staticmethod
+    def reads_x(o, needs):
+        return needed(needs, W) or (o.recompute == "full" and o.activation != "identity")
+
+    @staticmethod
+    def forward(tensors, o):
+        x, w, b = tensors
+        p, rows, saves = primitives(o.backend), rows_2d(x), LinearAct.saves(o)
+        w, b = cast_parameter(w, x.dtype), cast_parameter(b, x.dtype)
+        if o.activation == "identity":  # without an epilogue our kernel has nothing to gain
+            y, z, bits = p.linear(rows, w, b), None, None
+        else:
+            keep = dict(save_z="z" in saves, save_bits="bits" in saves)
+            y, z, bits = p.linear_fwd(rows, w, b, o.activation, o.precision, **keep)
+        return unflattened(y, x), {"z": z, "bits": bits}
+
+    @staticmethod
+    def backward(dy, tensors, saved, o, needs):
+        (x, w, b), p, whole = tensors, primitives(o.backend), dy
+        dy, x = rows_2d(dy), None if x is None else rows_2d(x)
+        recomputes = o.activation != "identity" and not saved
+        w_ = cast_parameter(w, dy.dtype) if recomputes or needed(needs, X) else None
+        db_dtype = needed(needs, B) and b.dtype
+        if o.activation == "identity":
+            dz, db = dy, eager.column_sum(dy, db_dtype) if db_dtype else None
+        elif recomputes:
+            dz, db = p.linear_bwd(x, w_, cast_parameter(b, dy.dtype), dy, o.activation, o.precision, db=db_dtype)
+        else:
+            ((name, read),) = saved.items()
+            dz, db = p.act_bwd(dy, rows_2d(read), o.activation, bits=name == "bits", db=db_dtype)
+        dw = WeightGrad(w, 1)
+        if needed(needs, W):
+            dw.add(dz, x)
+        return (
+            unflattened(p.mm(dz, w_), whole) if needed(needs, X) else None,
+            dw.result() if needed(needs, W) else None,
+            db,
+        )
+
+    @staticmethod
+    def reference(tensors, o):
+        x, w, b = tensors
+        z = torch.nn.functional.linear(x, cast_parameter(w, x.dtype), cast_parameter(b, x.dtype))
+        return eager.act(z, o.activation)
+
+    @classmethod
+    def missing_input(cls, dy, tensors, o):
+        if o.activation == "identity":  # linear: the gradient of x does not depend on x
+            return dy.new_zeros((*dy.shape[:-1], tensors[W].shape[1]))
+        return super().missing_input(dy, tensors, o)
+
+
+_apply_act = build(LinearAct)
+
+
+def linear_act(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "relu", *, recompute: str = "selective"
+) -> Tensor:
+    """y = act(x weight^T + bias).
+
+    x [..., k], weight [n, k], bias [n] or None -> y [..., n] in x's dtype (autocast's inside torch.autocast).
+    float16, bfloat16, float32; float64 in PyTorch ops.
+
+    activation: a name in ckptkern.ACTIVATIONS, such as relu, gelu (erf), gelu_tanh or silu.
+    recompute: what is saved for backward besides parameters, and the matmuls run, forward + backward (identity saves x
+    in every mode):
+
+                     relu                                     others    matmuls
+        "none"       x, y (no memory of its own in a chain)   x, z      3
+        "selective"  x, 1 bit per element                     x, z      3
+        "full"       x                                        x         4
+
+    A sparse weight (COO, CSR, CSC), or any that is not strided, goes to torch's own ops, with their errors and gradients.
+    torch then chooses what is saved.
+    Raises ShapeError, DtypeError, DeviceError and LayoutError of ckptkern.errors, ValueError (activation, mode),
+    RuntimeError (backend).
+    """
+    check_options("linear_act", activation, recompute)
+    check_input("linear_act", x, jagged=True)
+    if isinstance(weight, Tensor) and weight.layout is not torch.strided:
+        compose("linear_act", f"the kernels cover dense weights, not {weight.layout}")
+        return eager.act(torch.nn.functional.linear(x, weight, bias), activation)
+    check_weight("linear_act", "weight", weight, bias, x, x.shape[-1], "input")
+    x = cast_input("linear_act", x, weight)
+    impl = choose_impl("linear_act", x, weight.shape[1], 0, weight.shape[0])
+    options = LinearActOptions(
+        activation=activation, recompute=choose_mode(recompute), backend=impl, precision=matmul_precision(x)
+    )
+    return _apply_act(options, x, weight, bias)
+
+
+# -- linear_stack
 
 
 def _split(tensors: Sequence[Tensor | None]) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
@@ -131,35 +246,29 @@ class LinearStack(Op):
         x, weights, biases = _split(tensors)
         o, _ = beside_frozen(weights, o, dy.dtype)
         p, L, activation, precision = primitives(o.backend), o.layers, o.activation, o.precision
-        bits, hidden = saved.get("bits"), [t for name, t in saved.items() if name != "bits"]
-        M = row_count(dy)
+        bits, stored = saved.get("bits"), [rows_2d(t) for name, t in saved.items() if name != "bits"]
+        parameters, needs_x, needs_of = tensors[1:], needed(needs, X), [needed(needs, 1 + i) for i in range(2 * L)]
         dy, rows = rows_2d(dy), rows_2d(x)
         width = _narrow_width(o, x, weights)
-        need_dw = [needed(needs, 1 + i) for i in range(L)]
-        need_db = [needed(needs, 1 + L + i) for i in range(L)]
         if width is not None:
             packed, whole = _packed(p, weights, biases, width, rows.dtype), torch.contiguous_format
-            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needed(needs, X))
-            return [
-                None if dx is None else unflattened(dx, x),
-                *(
-                    dw[i, : w.shape[0], : w.shape[1]].to(w.dtype, copy=True, memory_format=whole)
-                    if need_dw[i]
-                    else None
-                    for i, w in enumerate(weights)
-                ),
-                *(
-                    db[i, : w.shape[0]].to(biases[i].dtype, copy=True) if need_db[i] else None
-                    for i, w in enumerate(weights)
-                ),
-            ]
-        layers, stored = _cast(weights, biases, dy.dtype), [rows_2d(h) for h in hidden]
-        chunks = token_chunks(M, _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
-        weight_grads = [need and WeightGrad(w, len(chunks)) for need, w in zip(need_dw, weights, strict=True)]
-        bias_grads = [need and BiasGrad(b, len(chunks)) for need, b in zip(need_db, biases, strict=True)]
+            dx, dw, db = p.stack_bwd(rows, *packed, dy, bits, activation, precision, dx=needs_x)
+            made = [None if dx is None else unflattened(dx, x)]
+            of_biases = db if biases[0] is not None else dw  # of which none is needed
+            for grad, t, need in zip((*dw, *of_biases), parameters, needs_of, strict=True):
+                part = grad[tuple(map(slice, t.shape))] if need else None
+                made.append(part if part is None else part.to(t.dtype, copy=True, memory_format=whole))
+            return made
+        layers = _cast(weights, biases, dy.dtype)
+        chunks = token_chunks(dy.shape[0], _row_bytes(o, weights, dy.dtype, dy.is_cuda), o.workspace)
+        grads: list[Any] = [
+            need and (WeightGrad if i < L else BiasGrad)(t, len(chunks))
+            for i, (t, need) in enumerate(zip(parameters, needs_of, strict=True))
+        ]
+        weight_grads, bias_grads = grads[:L], grads[L:]
         sums = [grad and grad.part for grad in bias_grads]
-        dx = dy.new_empty((M, x.shape[-1])) if needed(needs, X) else None
-        lowest = 0 if needed(needs, X) else next((i for i in range(L) if need_dw[i] or need_db[i]), L)
+        dx = dy.new_empty((dy.shape[0], x.shape[-1])) if needs_x else None
+        lowest = 0 if needs_x else next((i for i in range(L) if weight_grads[i] or bias_grads[i]), L)
         relu = activation == "relu"
 
         def add(start: int, stop: int) -> None:
@@ -182,17 +291,17 @@ class LinearStack(Op):
                 else:
                     dz, db = p.linear_bwd(h, *layers[-1], dy_rows, activation, precision, db=sums[L - 1])
             for i in range(L - 1, lowest - 1, -1):
-                if need_db[i]:
+                if bias_grads[i]:
                     bias_grads[i].add(db)
                 if i == 0:
-                    if need_dw[0]:
+                    if weight_grads[0]:
                         weight_grads[0].add(dz, rows[part])
-                    if needed(needs, X):
+                    if needs_x:
                         p.mm(dz, layers[0][0], out=dx[part])
                     break
                 h = stored_rows[i - 1] if relu else h_last if i == L - 1 else None
                 dz_below = None
-                if i == lowest and h is None and need_dw[i]:
+                if i == lowest and h is None and weight_grads[i]:
                     h = p.act_fwd(stored_rows[i - 1], None, activation)
                 elif i > lowest:
                     dz_below, made, db = p.act_grad(
@@ -201,21 +310,18 @@ class LinearStack(Op):
                         stored_rows[i - 1],
                         activation,
                         precision,
-                        save_h=h is None and need_dw[i],
+                        save_h=h is None and bool(weight_grads[i]),
                         h_over_z=not stored,
                         db=sums[i - 1],
                     )
                     h = made if h is None else h
-                if need_dw[i]:
+                if weight_grads[i]:
                     weight_grads[i].add(dz, h)
                 dz = dz_below
 
         for start, stop in chunks if lowest < L else ():
             add(start, stop)
-        return [
-            unflattened(dx, x) if needed(needs, X) else None,
-            *(grad.result() if grad else None for grad in (*weight_grads, *bias_grads)),
-        ]
+        return [unflattened(dx, x) if needs_x else None, *(grad.result() if grad else None for grad in grads)]
 
     @staticmethod
     def reference(tensors, o):
@@ -225,7 +331,7 @@ class LinearStack(Op):
         return x
 
 
-_apply = build(LinearStack)
+_apply_stack = build(LinearStack)
 
 
 def linear_stack(
@@ -284,4 +390,4 @@ def linear_stack(
         workspace=choose_workspace(op, workspace, x, max(w.numel() for w in weights)),
         layers=len(weights),
     )
-    return _apply(options, x, *weights, *biases)
+    return _apply_stack(options, x, *weights, *biases)

@@ -1,1 +1,0 @@
-"""The MoE sublayer: a router, the experts that it chooses, and shared experts."""
