@@ -15,6 +15,7 @@ import importlib.util
 import os
 import shutil
 import stat
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -40,6 +41,14 @@ HERE = Path(__file__).resolve().parent
 def folder_of_sources() -> Path:
     """Returns csrc, as a wheel or a checkout has it."""
     return next(path for path in (HERE.parent / "csrc", HERE.parents[1] / "csrc") if path.is_dir())
+
+
+# in a process of its own, because torch's builder also loads what it has built
+BUILD = """
+import sys
+from torch.utils import cpp_extension
+cpp_extension.load("_C", sys.argv[2:], extra_cflags={flags}, build_directory=sys.argv[1], is_python_module=False)
+"""
 
 
 class Loaded(NamedTuple):
@@ -144,68 +153,51 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def with_ninja() -> Iterator[None]:
-    """Finds the ninja of this Python, whose scripts may not be on PATH."""
-    before = os.environ.get("PATH", "")
-    if importlib.util.find_spec("ninja") is not None:
-        import ninja
-
-        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, before])
-    try:
-        if shutil.which("ninja") is None:
-            raise Unavailable("ninja is missing: pip install ninja")
-        yield
-    finally:
-        os.environ["PATH"] = before
-
-
-def built(again: bool = False) -> Loaded:
-    """Builds the extension, or returns what another process has built meanwhile. again: also if that failed before."""
+def built(again: bool = False) -> Path:
+    """Builds the extension, unless another process has built it meanwhile, and returns where it is. again: also if that failed
+    before."""
     if compiler() is None:
         raise Unavailable("there is no C++ compiler (c++ or g++, or $CXX)")
-    folder, _ = folders()
-    failed = folder / "failed.txt"
-    with with_ninja():
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            for path in (folder.parent, folder):
-                path.mkdir(mode=0o700, exist_ok=True)
-                if not is_private(path):
-                    raise Unavailable(
-                        f"others may write {path}: delete it, or set CKPTKERN_CACHE to a folder of your own"
-                    )
-            with alone(folder):
-                if (found := cached()) is not None:
-                    return found
-                if failed.exists() and not again:
-                    raise Unavailable(f"its build failed before ({failed}); `python -m ckptkern build` tries again")
-                return _built(folder, failed)
-        except (OSError, ImportError) as error:  # a read-only home, no fcntl, or torch without setuptools
-            raise Unavailable(f"{type(error).__name__}: {error}") from error
+    path = os.environ.get("PATH", "")
+    if importlib.util.find_spec("ninja") is not None:  # of this Python, whose scripts may not be on PATH
+        import ninja
 
-
-def _built(folder: Path, failed: Path) -> Loaded:
-    from torch.utils import cpp_extension
-
-    sources = [str(path) for path in sorted(folder_of_sources().glob("*.cpp"))]
-    print(
-        f"ckptkern: building its C++ extension for torch {torch.__version__} in {folder}, once, in about a minute. "
-        f"{VARIABLE}=cached builds nothing",
-        file=sys.stderr,
-        flush=True,
-    )
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        try:
-            cpp_extension.load("_C", sources, extra_cflags=FLAGS, build_directory=work, is_python_module=False)
-        except Exception as error:  # whatever a compiler makes of it
-            failed.write_text(f"{error}\n")
-            raise Unavailable(f"it does not build: {failed} says why") from error
-        os.replace(Path(work, "_C.so"), folder / "_C.so")
-    failed.unlink(missing_ok=True)
-    print(f"ckptkern: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
-    return Loaded(imported(folder / "_C.so"), str(folder / "_C.so"))
+        path = os.pathsep.join([ninja.BIN_DIR, path])
+    if shutil.which("ninja", path=path) is None:
+        raise Unavailable("ninja is missing: pip install ninja")
+    (folder, _), environment = folders(), os.environ | {"PATH": path, "PYTHONSAFEPATH": "1"}
+    library, failed = folder / "_C.so", folder / "failed.txt"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder.parent, folder):
+            path.mkdir(mode=0o700, exist_ok=True)
+            if not is_private(path):
+                raise Unavailable(f"others may write {path}: delete it, or set CKPTKERN_CACHE to a folder of your own")
+        with alone(folder):
+            if library.exists():
+                return library
+            if failed.exists() and not again:
+                raise Unavailable(f"its build failed before ({failed}); `python -m ckptkern build` tries again")
+            print(
+                f"ckptkern: building its C++ extension for torch {torch.__version__} in {folder}, once, in about a minute. "
+                f"{VARIABLE}=cached builds nothing",
+                file=sys.stderr,
+                flush=True,
+            )
+            start = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                sources = sorted(folder_of_sources().glob("*.cpp"))
+                command = [sys.executable, "-c", BUILD.format(flags=FLAGS), work, *map(str, sources)]
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    failed.write_text(done.stdout + done.stderr)
+                    raise Unavailable(f"it does not build: {failed} says why")
+                os.replace(Path(work, "_C.so"), library)
+            failed.unlink(missing_ok=True)
+            print(f"ckptkern: built in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+            return library
+    except (OSError, ImportError) as error:  # a read-only home, or no fcntl
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
 
 
 def loaded() -> Loaded:
@@ -220,7 +212,8 @@ def loaded() -> Loaded:
         found = found or cached()
         if found is None and choice == "cached":
             return Loaded(None, f"none is built, and {VARIABLE}=cached builds none")
-        found = found or built()
+        if found is None:
+            found = Loaded(imported(path := built()), str(path))
         sys.modules[NAME] = found.module
         return found
     except (Unavailable, OSError, ImportError) as error:

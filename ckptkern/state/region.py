@@ -85,11 +85,11 @@ class _Saved(torch.autograd.Function):
 _EMPTY, _ROOT = torch.empty(0), torch.empty(0, requires_grad=True)
 
 
-def saved(tensors: list[Tensor]) -> Any:
+def saved(tensors: list[Tensor]) -> Tensor:
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:
-        return _Saved.apply(_ROOT, tensors).grad_fn
+        return _Saved.apply(_ROOT, tensors)  # whose node lives as long as it
     finally:
         torch._C._set_grad_enabled(before)
 
@@ -168,7 +168,7 @@ class SegmentState:
 
     def arguments(self) -> tuple[tuple, dict[str, Any]]:
         """Returns (args, kwargs) as they were given. Runs unpack hooks, and so a parent region's recompute."""
-        tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.saved_tensors, strict=True)}
+        tensors = {i: x for places, node in self.nodes for i, x in zip(places, node.grad_fn.saved_tensors, strict=True)}
         return given_again(self.given, tensors)
 
     @unseen

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Returns 0 if there is an extension, else 1."""
     try:
-        where = LOADED.why if LOADED.module is not None else extension.built(again=True).why
+        where = LOADED.why if LOADED.module is not None else extension.built(again=True)
     except extension.Unavailable as error:
         print(f"there is no C++ extension: {error}")
         return 1
