@@ -205,21 +205,6 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
     return alibi_slopes.float().reshape(-1, H).contiguous()
 
 
-def check_padding(op: str, x: Tensor, key_padding_mask: Tensor, S: int) -> Tensor:
-    """[B, S] for S keys."""
-    check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
-    B, _ = batch_and_rows(x)
-    padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
-    if padding.dtype == torch.float64 != x.dtype:
-        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}")
-    if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
-        raise ShapeError(
-            f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
-            f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
-        )
-    return padding
-
-
 def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, Tensor | None, int | None]:
     """(mask, second mask, the diagonal that one of them stands for), for q [B, H, S, 0]."""
     pair = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
@@ -258,7 +243,17 @@ def check_hidden(
     B, S = batch_and_rows(x)
     mask = second = diagonal = padding = None
     if key_padding_mask is not None:
-        padding = check_padding(op, x, key_padding_mask, S_k)
+        check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
+        padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
+        if padding.dtype == torch.float64 != x.dtype:
+            raise DtypeError(
+                f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}"
+            )
+        if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S_k):
+            raise ShapeError(
+                f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S_k}), "
+                f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
+            )
     if attn_mask is not None:
         mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
     if second is not None and padding is not None:

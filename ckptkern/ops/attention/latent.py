@@ -185,14 +185,16 @@ def latent_attention_block(
     groups in float32. ckptkern.parallel does not shard it. Raises ShapeError, DtypeError, DeviceError and
     LayoutError of ckptkern.errors, ValueError (choices), RuntimeError (backend).
     """
+    refuse_shard("latent_attention_block has no form for several ranks")
     # not locals(), which Dynamo of torch 2.11 does not trace
-    arguments = dict(
-        x=x,
-        q_weight=q_weight,
-        kv_a_weight=kv_a_weight,
-        kv_b_weight=kv_b_weight,
-        out_weight=out_weight,
-        num_heads=num_heads,
+    t, o = gather_latent(
+        "latent_attention_block",
+        x,
+        q_weight,
+        kv_a_weight,
+        kv_b_weight,
+        out_weight,
+        num_heads,
         q_bias=q_bias,
         q_a_weight=q_a_weight,
         q_a_bias=q_a_bias,
@@ -231,6 +233,4 @@ def latent_attention_block(
         recompute=recompute,
         workspace=workspace,
     )
-    refuse_shard("latent_attention_block has no form for several ranks")
-    t, o = gather_latent("latent_attention_block", **arguments)
     return _apply(o, x, *drawn(t, o, x, training))
