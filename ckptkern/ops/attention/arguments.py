@@ -224,18 +224,6 @@ def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
 
 
-def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> int:
-    """The longest packed sequence."""
-    if cu_seqlens is None:
-        raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
-    check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
-    if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
-    longest = x.shape[0] if max_seqlen is None else max_seqlen
-    check_count(op, "max_seqlen", longest, least=0)
-    return longest
-
-
 def check_hidden(
     op: str, x: Tensor, H: int, S_k: int, attn_mask, key_padding_mask, window_size, is_causal: bool
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
@@ -465,8 +453,15 @@ def gather(
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
     of_gather = dict(slopes=slopes, cu=cu_seqlens, key_value=key_value)
     weights, biases = (*weights, None, None), (*biases, None, None)
-    packs = cu_seqlens is not None or max_seqlen is not None
-    max_len = check_packing(op, seen, cu_seqlens, max_seqlen) if packs else 0
+    max_len = 0
+    if cu_seqlens is not None:
+        check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
+        if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
+        max_len = S if max_seqlen is None else max_seqlen
+        check_count(op, "max_seqlen", max_len, least=0)
+    elif max_seqlen is not None:
+        raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
     tensors, options = around_core(
         op, x, probe, updates, out_weight.shape[0], H, H_kv, D, max_len=max_len, **of_gather, **others
     )
