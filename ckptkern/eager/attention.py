@@ -70,7 +70,8 @@ def attn_fwd(q, k, v, core: AttentionCore, *, do=None):
     elif is_packed(q, core):
         return each_sequence(lambda q, do, k, v, own: attn_fwd(q, k, v, own, do=do), core, (q, do), (k, v))
     elif flash_on_cpu(q, k, core):
-        o, lse = flash_fwd(q, k, v, core)
+        o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
+        lse = lse.contiguous()  # aten lays it out as [B, S, H]
     else:
         blocks = _score_blocks(q, k, core)
         several = len(blocks) > 1  # else no bound of a block is compared with symbolic sizes
@@ -314,16 +315,11 @@ def _flash_arguments(q, k, v, core: AttentionCore) -> tuple[Iterator[Tensor], di
 
 
 def _flash_block(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
+    """(o, lse) of a block on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
     if not k.shape[2]:
         return torch.zeros_like(q), q.new_zeros(q.shape[:3], dtype=wide_dtype(q))
     heads, options = _flash_arguments(q, k, v, core)
     return _aten._scaled_dot_product_flash_attention_for_cpu(*heads, **options)
-
-
-def flash_fwd(q, k, v, core: AttentionCore) -> tuple[Tensor, Tensor]:
-    """(o, lse) on a CPU. A row that sees nothing has o = 0, and an lse that says nothing."""
-    o, lse = forward_by_blocks(_flash_block, _flash_blocks(q, k, core), q, k, v, core)
-    return o, lse.contiguous()  # aten lays it out as [B, S, H]
 
 
 def _flash_grads(q, k, v, do, o, lse, core: AttentionCore) -> tuple[Tensor, Tensor, Tensor]:

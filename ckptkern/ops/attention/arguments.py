@@ -205,21 +205,6 @@ def as_slopes(op: str, alibi_slopes: Tensor, x: Tensor, B: int, H: int) -> Tenso
     return alibi_slopes.float().reshape(-1, H).contiguous()
 
 
-def check_padding(op: str, x: Tensor, key_padding_mask: Tensor, S: int) -> Tensor:
-    """[B, S] for S keys."""
-    check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
-    B, _ = batch_and_rows(x)
-    padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
-    if padding.dtype == torch.float64 != x.dtype:
-        raise DtypeError(f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}")
-    if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S):
-        raise ShapeError(
-            f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S}), "
-            f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
-        )
-    return padding
-
-
 def check_masks(op: str, attn_mask, q: Tensor, Sk: int) -> tuple[Tensor | None, Tensor | None, int | None]:
     """(mask, second mask, the diagonal that one of them stands for), for q [B, H, S, 0]."""
     pair = attn_mask if isinstance(attn_mask, (tuple, list)) else (attn_mask,)
@@ -239,18 +224,6 @@ def check_no_gradient(op: str, name: str, tensor: Tensor) -> None:
         raise ValueError(f"{op}: no gradient is formed for {name}; use ckptkern.scaled_dot_product_attention")
 
 
-def check_packing(op: str, x: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> int:
-    """The longest packed sequence."""
-    if cu_seqlens is None:
-        raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
-    check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
-    if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
-        raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
-    longest = x.shape[0] if max_seqlen is None else max_seqlen
-    check_count(op, "max_seqlen", longest, least=0)
-    return longest
-
-
 def check_hidden(
     op: str, x: Tensor, H: int, S_k: int, attn_mask, key_padding_mask, window_size, is_causal: bool
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None]:
@@ -258,7 +231,17 @@ def check_hidden(
     B, S = batch_and_rows(x)
     mask = second = diagonal = padding = None
     if key_padding_mask is not None:
-        padding = check_padding(op, x, key_padding_mask, S_k)
+        check_tensor(op, "key_padding_mask", key_padding_mask, x, floating=False)
+        padding = key_padding_mask if x.dim() == 3 else key_padding_mask[None]
+        if padding.dtype == torch.float64 != x.dtype:
+            raise DtypeError(
+                f"{op}: key_padding_mask is {padding.dtype}, which needs input of that dtype, not {x.dtype}"
+            )
+        if not (padding.dtype == torch.bool or padding.is_floating_point()) or padding.shape != (B, S_k):
+            raise ShapeError(
+                f"{op}: key_padding_mask must be bool (True = masked out) or floating point (added) of shape ({B}, {S_k}), "
+                f"but is {padding.dtype} of shape {tuple(key_padding_mask.shape)}"
+            )
     if attn_mask is not None:
         mask, second, diagonal = check_masks(op, attn_mask, x.new_empty(0).expand(B, H, S, 0), S_k)
     if second is not None and padding is not None:
@@ -470,8 +453,15 @@ def gather(
     probe = x.new_empty(0, dtype=compute_dtype(op, x, *weights, out_weight, gate_weight, key_value))
     of_gather = dict(slopes=slopes, cu=cu_seqlens, key_value=key_value)
     weights, biases = (*weights, None, None), (*biases, None, None)
-    packs = cu_seqlens is not None or max_seqlen is not None
-    max_len = check_packing(op, seen, cu_seqlens, max_seqlen) if packs else 0
+    max_len = 0
+    if cu_seqlens is not None:
+        check_tensor(op, "cu_seqlens", cu_seqlens, x, floating=False)
+        if x.dim() != 2 or cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+            raise ShapeError(f"{op}: cu_seqlens must be int32 [N + 1] and come with an input [tokens, d]")
+        max_len = S if max_seqlen is None else max_seqlen
+        check_count(op, "max_seqlen", max_len, least=0)
+    elif max_seqlen is not None:
+        raise ValueError(f"{op}: max_seqlen needs cu_seqlens, which is None")
     tensors, options = around_core(
         op, x, probe, updates, out_weight.shape[0], H, H_kv, D, max_len=max_len, **of_gather, **others
     )

@@ -249,7 +249,7 @@ class GatheredHeads(SpreadHeads):
         (B, H_kv, S, D), (k, v), size = self.kv_shape, self.kv, self.context.size
         dq = None if not need_dq else eager.empty_heads(self.q) if out[0] is None else out[0]
         if need_dkv:
-            sums = k.new_zeros((B, size * S, 2 * H_kv, D), dtype=torch.promote_types(k.dtype, torch.float32))
+            sums = k.new_zeros((B, size * S, 2 * H_kv, D), dtype=eager.wide_of(k.dtype))
         for rows, columns, own in self.parts(core):
             at = slice(rows.start, rows.stop)
             outs = [None] * 2 if sums is None else sums.transpose(1, 2)[:, :, :columns].chunk(2, 1)
@@ -294,7 +294,6 @@ class ExchangedHeads(SpreadHeads):
         q = queries()
         self.context, self.counts = context, [one.shape[1] // context.size for one in (q, k, v)]
         self.out: Tensor | None = None
-        self.of_o: tuple[Tensor, ...] | None = None
         self.pending = self.sent(q, k, v)
 
     def sent(self, *rows: Tensor) -> Tensor:
@@ -338,22 +337,15 @@ class ExchangedHeads(SpreadHeads):
         (o,) = self.back(self.out)
         return eager.as_heads(o), lse, None
 
-    def gradients_of_o(self, do: Tensor, o: Tensor) -> tuple[Tensor, Tensor]:
-        """(do, o) of this rank's heads."""
-        if self.of_o is None:
-            sent = (do, o) if self.out is None else (do,)  # o is here if it has just been recomputed
-            arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
-            self.of_o = arrived if self.out is None else (*arrived, self.out)
-        do, o = self.of_o
-        return do, o
-
     def grads(self, p, do, o, lse, core: eager.AttentionCore, *, delta, need_dq, need_dkv, need_dsinks, out) -> tuple:
         """(dq, dk, dv) of this rank's rows, and dsinks of all heads, zeros where they are another rank's."""
         if not (need_dq or need_dkv or need_dsinks):
             self.close()
             return (None,) * 4
         needs = dict(need_dq=need_dq, need_dkv=need_dkv, need_dsinks=need_dsinks)
-        do, o = self.gradients_of_o(do, o)
+        sent = (do, o) if self.out is None else (do,)  # o of this rank's heads is here if it has just been recomputed
+        arrived = self.whole(_c10d.wait_tensor(self.sent(*sent)), len(sent) * self.counts[:1])
+        do, o = arrived if self.out is None else (*arrived, self.out)
         *made, _, _, part = attention_grads(p, *self.qkv, do, o, lse, self.core(core), **needs)
         rows = iter(self.back(*(one for one in made if one is not None))) if need_dq or need_dkv else iter(())
         dsinks = None

@@ -268,24 +268,19 @@ class CoreSublayer(Sublayer):
             made |= self.input_gradients(dh.to(self.o.dtype), dy, plan.need)
         return self.finished(made, plan.need)
 
-    def output_gradients(
+    def down_to_projections(
         self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
-    ) -> tuple[Saved, tuple[Tensor, Tensor, dict]]:
-        """Returns (what is at hand then, `branch_gradients`)."""
+    ) -> tuple[Tensor, dict, Tensor | None]:
+        """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
+        latents as they are saved, if there are any)."""
         need = grads.plan.need
         if f is None and "f" in grads.plan.values:
             # what a norm after the branch read comes before the gradient that delta is made of
             saved = self.attend(self.division.groups == 1) if saved.get("out") is None else saved
             f = self.branch(saved)
             grads.plan = self.plan(need, saved, f)
-        return saved, self.branch_gradients(dy, f, need)
-
-    def down_to_projections(
-        self, dy: Tensor, saved: Saved, f: Tensor | None, grads: Gradients
-    ) -> tuple[Tensor, dict, Tensor | None]:
-        """Adds all gradients of groups of heads. Returns (the gradient of x + z, those of the parameters after the branch, the
-        latents as they are saved, if there are any)."""
-        saved, (dy, df, made) = self.output_gradients(dy, saved, f, grads)
+        dy, df, made = self.branch_gradients(dy, f, need)
+        f = None
         source = None if grads.plan.values.isdisjoint(self.source_values) else self.source(saved)
         du = None
         if "o" in self.updates and not grads.plan.formed.isdisjoint(("gated", *names_of("o"))):

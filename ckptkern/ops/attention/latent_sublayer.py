@@ -220,23 +220,19 @@ class LatentSublayer(CoreSublayer):
         q, kv = raw.split([rows * of_q, rows * (self.sizes.latents - of_q)])
         return q.view(rows, of_q), kv.view(rows, self.sizes.latents - of_q)
 
-    def raw_latents(self, h: Tensor) -> Tensor:
-        t, rope = self.t, self.sizes.rope
-        raw = h.new_empty(h.shape[0] * self.sizes.latents)
-        q, kv = self.raw_parts(raw)
-        if t.wqa is not None:
-            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=q)
-        eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=kv)
-        if rope:
-            self.rotate(kv[:, -rope:], 1)
-        return raw
-
     def source(self, saved: Saved) -> Latents:
         """The latents, of which the raw ones may have been saved."""
-        t, o, raw = self.t, self.o, saved.get("latents")
-        h = self.inputs() if raw is None or t.wqa is None else None
-        raw = self.raw_latents(h) if raw is None else raw
+        t, o, raw, rope = self.t, self.o, saved.get("latents"), self.sizes.rope
+        formed = raw is None
+        h = self.inputs() if formed or t.wqa is None else None
+        raw = h.new_empty(h.shape[0] * self.sizes.latents) if formed else raw
         of_q, of_kv = self.raw_parts(raw)
+        if formed and t.wqa is not None:
+            eager.linear(h, self.cast(t.wqa, last=False), self.cast(t.bqa), out=of_q)
+        if formed:
+            eager.linear(h, self.cast(t.wkva, last=False), self.cast(t.bkva), out=of_kv)
+        if formed and rope:
+            self.rotate(of_kv[:, -rope:], 1)
         q, kv = h if t.wqa is None else of_q, of_kv[:, : self.sizes.kv_rank]
         h = None
         if t.q_a_norm is not None:
@@ -294,7 +290,7 @@ class LatentSublayer(CoreSublayer):
         dq = None
         if "kv" in formed:
             if "kv_read" in formed and rope:
-                shared = dk[..., nope:qk].sum(1, dtype=torch.promote_types(dk.dtype, torch.float32))
+                shared = dk[..., nope:qk].sum(1, dtype=eager.wide_of(dk.dtype))
                 totals["rope"] = shared if "rope" not in totals else totals["rope"].add_(shared)
             dkv = dk.new_empty(self.B, self.S, H, nope + v)
             dkv[..., :nope].copy_(dk[..., :nope].transpose(1, 2))

@@ -343,12 +343,9 @@ class AttentionSublayer(CoreSublayer):
 
 def reference_qk_norm(heads: Tensor, weight: Tensor, bias: Tensor | None, o: AttentionOptions) -> Tensor:
     """The norm of q or k [B, S, heads, D] in differentiable PyTorch ops."""
-    if over_all_heads(weight, heads.shape[-1]):
-        return reference_norm(heads.flatten(-2), o.qk_norm, weight, bias, o.qk_norm_eps).view(heads.shape)
-    if weight.dim() == 1:
-        return reference_norm(heads, o.qk_norm, weight, bias, o.qk_norm_eps)
-    h = reference_norm(heads, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
-    return h if bias is None else h + cast_parameter(bias, heads.dtype)
+    rows = heads.flatten(-2) if over_all_heads(weight, heads.shape[-1]) else heads
+    h = reference_norm(rows, o.qk_norm, None, None, o.qk_norm_eps) * cast_parameter(weight, heads.dtype)
+    return (h if bias is None else h + cast_parameter(bias, heads.dtype)).view(heads.shape)
 
 
 def attention_reference(x: Tensor, t: AttentionTensors, o: AttentionOptions) -> Tensor:

@@ -258,17 +258,10 @@ def bytes_of_heads(rows: int, t: AttentionTensors, o: AttentionOptions) -> int:
     rotated = (raw if t.q_norm is not None else 0) + 2 * qkv + gate
     temporaries = 0 if not eagerly else (6 if t.q_norm is not None else 4) * q * max(size, 4)
     copied = 4 * q if eagerly and size < 4 else 0  # a CPU has no float32 matmul of 16-bit operands
-    if o.context is not None:
-        core += of_context(q, kv, o)
+    if o.context is not None and o.context.exchange == "gather":
+        # k and v of all ranks with what is sent and, in their order, copies, and the sums of their gradients in float32 twice
+        core += 2 * kv + o.context.size * kv * (4 + 4 * (max(4, size) // size))
+    elif o.context is not None:  # this rank's heads q, k, v, do and o, sent and arrived
+        core += 3 * (3 * q + 2 * kv)
     of_rows = (3 if t.sinks is None else 5) * 4 * rows * o.num_heads  # lse, and delta twice; what sinks make of them
     return max(core * size, rotated * size + temporaries, rotated * size + copied) + of_rows
-
-
-def of_context(q: int, kv: int, o: AttentionOptions) -> int:
-    """Elements of what comes from other ranks, beside q and kv of this one: k and v of all with what is sent and, in their
-    order, copies, and the sums of their gradients in float32 twice; or of this rank's heads q, k, v, do and o, sent and
-    arrived."""
-    if o.context.exchange == "gather":
-        wide = max(4, o.dtype.itemsize) // o.dtype.itemsize
-        return 2 * kv + o.context.size * kv * (4 + 4 * wide)
-    return 3 * (3 * q + 2 * kv)

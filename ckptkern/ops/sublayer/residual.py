@@ -219,8 +219,16 @@ class Sublayer:
             return self.norm_fwd(self.x, *self.normed, self.o.dtype) if self.leading else self.x.to(self.o.dtype)
         chunks = self.vector_chunks()
         if len(chunks) == 1:
-            n = self.norm_fwd(self.x, *self.normed, self.wide)
-            return self.by_sample.modulate(n, self.t.norm_scale, self.t.norm_shift).to(self.o.dtype)
+            n, scale = self.norm_fwd(self.x, *self.normed, self.wide), self.t.norm_scale
+            scale = None if scale is None else cast_parameter(scale + 1, n.dtype)
+            shift = cast_parameter(self.t.norm_shift, n.dtype)
+            for of, part in self.by_sample.parts(n):  # in place, each step rounded as PyTorch rounds it
+                if scale is not None:
+                    part.mul_(scale[of, None])
+                if shift is not None:
+                    part.add_(shift[of, None])
+            scale = shift = None
+            return n.to(self.o.dtype)
         h = self.x.new_empty(self.x.shape, dtype=self.o.dtype)
         for start, stop in chunks:
             h[start:stop] = self.rows(start, stop).inputs()

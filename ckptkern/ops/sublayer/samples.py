@@ -72,17 +72,6 @@ class Samples(NamedTuple):
             torch.mul(part, vectors[of, None], out=out)
         return y
 
-    def modulate(self, rows: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-        """rows * (1 + scale) + shift in place, each step rounded as PyTorch rounds it."""
-        scale = None if scale is None else cast_parameter(scale + 1, rows.dtype)
-        shift = cast_parameter(shift, rows.dtype)
-        for of, part in self.parts(rows):
-            if scale is not None:
-                part.mul_(scale[of, None])
-            if shift is not None:
-                part.add_(shift[of, None])
-        return rows
-
     def sums(self, rows: Tensor) -> Tensor:
         """[B, e] of float32 or float64 rows: the sum of each sample's; of a part, zeros for samples outside of it."""
         if not self.is_part:
