@@ -42,7 +42,7 @@ from .guard import Watch
 from .masks import register, signature_of
 from .reading import Argument, Reading
 from .report import AGAIN, RAN, WARNED, Row, warn_of
-from .trace import mapped
+from .trace import Call, leaves_of, mapped, recomputed
 
 # What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
 ANSWERED = frozenset(
@@ -392,9 +392,9 @@ def is_cache(value: object) -> bool:
     return hasattr(value, "get_seq_length")
 
 
-def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def without_caches(args: tuple, kwargs: dict[str, Any]) -> Call:
     """A call with None in place of caches."""
-    return tuple(None if is_cache(v) else v for v in args), {k: None if is_cache(v) else v for k, v in kwargs.items()}
+    return recomputed((args, kwargs), (None if is_cache(v) else v for v in leaves_of((args, kwargs))))
 
 
 class General(Forward):

@@ -194,10 +194,25 @@ class Form:
         return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Are all names known, or known to do nothing?"""
-        for name in kwargs:
-            if name not in self.known:
-                return not torch.compiler.is_compiling() and self.learns(kwargs)
+        """Are all names known, or known to do nothing? New ones are tried once, on the example: does it not look at them, or do
+        the same with these plain values?"""
+        new = {name: value for name, value in kwargs.items() if name not in self.known}
+        if not new or torch.compiler.is_compiling():
+            return not new
+        kinds = {(name, value if type(value) in PLAIN_VALUES else type(value)) for name, value in new.items()}
+        if not self.refused.isdisjoint(kinds):
+            return False
+        if not self.harmless.issuperset(kinds):
+            args, example = call = self.made()
+            with no_trace(self.module):  # in the middle of a training step
+                self.known |= set(not_looked_at(self.module, call, new))
+                new = {name: value for name, value in new.items() if name not in self.known}
+                plain = all(type(value) in PLAIN_VALUES for value in new.values())
+                usual = log_of(self.module, call) if plain else None
+                if usual is None or log_of(self.module, (args, example | new)) != usual:
+                    self.refused |= {one for one in kinds if one[0] in new}
+                    return False
+            self.harmless |= new.items()
         return True
 
     def difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
@@ -220,22 +235,3 @@ class Form:
                 dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
                 leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
         return recomputed(self.example, iter(leaves))
-
-    def learns(self, kwargs: dict[str, Any]) -> bool:
-        """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""
-        new = {name: value for name, value in kwargs.items() if name not in self.known}
-        kinds = {(name, value if type(value) in PLAIN_VALUES else type(value)) for name, value in new.items()}
-        if not self.refused.isdisjoint(kinds):
-            return False
-        if not self.harmless.issuperset(kinds):
-            args, example = call = self.made()
-            with no_trace(self.module):  # in the middle of a training step
-                self.known |= set(not_looked_at(self.module, call, new))
-                new = {name: value for name, value in new.items() if name not in self.known}
-                plain = all(type(value) in PLAIN_VALUES for value in new.values())
-                usual = log_of(self.module, call) if plain else None
-                if usual is None or log_of(self.module, (args, example | new)) != usual:
-                    self.refused |= {one for one in kinds if one[0] in new}
-                    return False
-            self.harmless |= new.items()
-        return True

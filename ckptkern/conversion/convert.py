@@ -31,7 +31,7 @@ from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, Conversion, Row
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
-from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched_off, upcast
+from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched, upcast
 
 DROP_INS = {
     nn.MultiheadAttention: drop_ins.MultiheadAttention,
@@ -65,10 +65,9 @@ def capture(model: nn.Module, call: Call) -> Probe:
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
-        own, (args, kwargs) = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
-        pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
-        if len(own) < PATTERNS and pattern not in own:
-            own[pattern] = args, kwargs
+        own, call = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
+        if len(own) < PATTERNS:
+            own.setdefault(pattern_of(call, []), call)
 
     within = {m: set(m.modules()) for m in model.modules() if not is_leaf(m) or is_experts(m)}
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
@@ -428,7 +427,7 @@ def convert(
             before, peak_before = step_of_all(model, args, kwargs, there)
             probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
             places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-            with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
+            with not_repacked(model), switched(model), progress("convert", len(places)) as shown:
                 conversion = _Conversion(
                     probe,
                     Shards(model),

@@ -17,7 +17,7 @@ from ..nn.unmodified import runs_class_forward, untouched
 from ..ops.dispatch.choices import autocast_dtype
 from .alike import call_kinds, same_inside
 from .arguments import named, rescaled
-from .binding import Fused, Segment, Unread, is_cache
+from .binding import Fused, Segment, Unread, is_cache, without_caches
 from .calls import Form, not_looked_at
 from .check import ROUNDING, TOLERANCE, Check, difference, in_float64, random_parameters, results, varied, wide
 from .computed import Computed, Followed, following, resolve, templates
@@ -29,7 +29,19 @@ from .moe import read_block, read_experts, routed, vary_choices
 from .protection import unmoved
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Probability, Reading, Steps
-from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, recomputed, trace
+from .trace import (
+    Call,
+    Trace,
+    Unreadable,
+    Watched,
+    is_floating,
+    is_leaf,
+    leaves_of,
+    mapped,
+    recomputed,
+    switched,
+    trace,
+)
 
 
 def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
@@ -73,9 +85,9 @@ def attempt(
             if log and trace(module, call, flat).log != log:
                 raise Unreadable("another trace")
         elif is_experts(module) or parts_of(module) is not None:
-            with torch.no_grad():
-                apart, log = apart_in(module, call), []
+            with switched(module, torch.float32), Watched(module) as watched, torch.no_grad():
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
+            apart, log = watched.apart, []
             reading = read_experts(module, flat) if is_experts(module) else read_block(module, call, flat)
         else:
             traced, steps = trace(module, call, flat), Steps(module)
@@ -287,14 +299,6 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
     return found
 
 
-def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
-    """(the call with None in place of caches, the places of these among the values that count)."""
-    flat = leaves_of(form.counting(*call))
-    caches = [i for i, value in enumerate(flat) if is_cache(value)]
-    args, kwargs = form.call_of([None if i in caches else value for i, value in enumerate(flat)], *call)
-    return (args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs), caches
-
-
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of the rows of both, those that differ least."""
     ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
@@ -305,7 +309,7 @@ def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 class Checked(NamedTuple):
     """A fused module, with which others are compared.
 
-    calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
+    calls: those that the model made of it; log: what the trace of the first of these that was checked called.
     """
 
     name: str
@@ -313,7 +317,6 @@ class Checked(NamedTuple):
     calls: list[tuple]
     fused: Fused
     log: list[tuple]
-    which: int
 
 
 class Attempt(NamedTuple):
@@ -328,7 +331,9 @@ class Attempt(NamedTuple):
 
 def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
     """The attempt of a complete call. Raises Unreadable."""
-    module, (call, caches) = form.module, without_caches(form, asked)
+    module, (args, kwargs) = form.module, without_caches(*asked)
+    caches = [i for i, value in enumerate(leaves_of(form.counting(*asked))) if is_cache(value)]
+    call = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
     segment, error, log = attempt(form, call, like)
     segment.caches = caches
     if any(p.dtype.itemsize < 4 for p in module.parameters()):
@@ -351,7 +356,7 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     segments = {
         pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
     }
-    call = form.complete(*calls[checked.which])
+    call = next(call for call in itertools.starmap(form.complete, calls) if form.pattern(*call) in segments)
     found = tried(form, call, (segments[form.pattern(*call)].reading, checked.log))
     return Fused(form, segments, recompute), found.error, found.call
 
@@ -385,7 +390,6 @@ def fuse(
             if same_call and all(x is y or torch.equal(x, y) for x, y in buffers):
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
-    which = 0  # the first call that was checked
 
     def add(*call: Any) -> None:
         asked = form.complete(*call)
@@ -393,8 +397,7 @@ def fuse(
         if pattern not in attempts:
             attempts[pattern] = tried(form, asked)
 
-    for i, call in enumerate(calls):
-        which = which if attempts else i
+    for call in calls:
         try:
             add(*call)
         except Exception as error:
@@ -416,7 +419,7 @@ def fuse(
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
     segments = {form.pattern(*one.asked): one.segment for one in attempts.values()}
     fused = Fused(form, segments, recompute)
-    checked.append(Checked(name, module, call_kinds(calls), fused, first.log, which))
+    checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
     return fused, max(one.error for one in attempts.values()), first.call
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..extras import missing
@@ -41,11 +40,11 @@ from .guard import Watch, reads_of
 from .logits import Matmul, Step, replayed
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
-from .recorder import saved_bytes
+from .recorder import floating_in, saved_bytes
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
 from .tokens import NEVER, LMHead, arguments_of, callers, is_loss
-from .trace import Call, Unreadable, is_floating, is_leaf, switched_off, tensors_in, trace, upcast
+from .trace import Call, Unreadable, is_leaf, switched, tensors_in, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -103,8 +102,7 @@ class Ran(TorchFunctionMode):
 
 def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
-    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [one for one in leaves if is_floating(one) and one.dim() == 0]
+    return [one for one in floating_in(output) if one.dim() == 0]
 
 
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
@@ -269,7 +267,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     try:
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
-        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {}), x) for run in runs)
+        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
     except Exception:  # what convert need not replace stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
@@ -330,7 +328,7 @@ class Heads:
         self.model, self.ran, self.before = model, ran, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
-        with switched_off(model):
+        with switched(model):
             self.adapted = {m: found for m in model.modules() if (found := adapted(m, ran.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)

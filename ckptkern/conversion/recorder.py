@@ -313,8 +313,15 @@ def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None
     `gradients_unmoved` and `unmoved` end."""
     for one in leaves:
         one.grad = torch.zeros_like(one) if id(one) in there else None
-        if hasattr(one, "main_grad"):
+        if isinstance(getattr(one, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
             one.main_grad = torch.zeros_like(one.main_grad)
+
+
+def floating_in(output: Any) -> list[Tensor]:
+    """Returns the floating-point tensors of what a model returned."""
+    return [
+        one for one in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output) if is_floating(one)
+    ]
 
 
 def differentiated(output: Any) -> list[Tensor]:
@@ -323,8 +330,7 @@ def differentiated(output: Any) -> list[Tensor]:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return [loss]
-    leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    tensors = [one for one in leaves if is_floating(one)]
+    tensors = floating_in(output)
     tensors = [one for one in tensors if one.requires_grad] or tensors
     return [one for one in tensors if one.dim() == 0] or tensors
 
@@ -362,8 +368,7 @@ def loss_of(
 def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
     or wrapped by DataParallel; RuntimeError in inference mode, and for tensors that were made in it."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
+    check_tensors(op, model, args, kwargs)
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
     if isinstance(model, nn.DataParallel):
@@ -371,7 +376,6 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
             f"{op}: the model is wrapped by nn.DataParallel, whose replicas would run the parameters of the first GPU. Pass "
             "model.module, and train with torch.nn.parallel.DistributedDataParallel"
         )
-    check_tensors(op, model, args, kwargs)
     batch = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(batch, Mapping) and batch and keywords_of(parameters_of(model)).issuperset(batch):
         raise TypeError(
@@ -381,7 +385,10 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
 
 
 def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises RuntimeError in inference mode, and for tensors that were made in it; ValueError for lazy modules."""
+    """Raises TypeError for what is no module; RuntimeError in inference mode, and for tensors that were made in it; ValueError
+    for lazy modules."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
@@ -397,8 +404,10 @@ def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]
         )
 
 
-def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
-    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
+def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None = None) -> int:
+    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x, the
+    first floating-point one if it is not named. Raises StopIteration if there is none."""
+    x = next(filter(is_floating, leaves_of(call))) if x is None else x
     wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
     args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
@@ -409,10 +418,9 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
 
 
 def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
-    """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+    """`saved_bytes`; None without a call that can be measured."""
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
-    x = next(filter(is_floating, leaves_of(call)), None) if x is None else x
     with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
         return saved_bytes(module, run, call, x)
     return None

@@ -33,34 +33,26 @@ def device_types(module: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def switched_off(module: nn.Module) -> Iterator[None]:
-    """Inside, autocast is off for the devices of the module."""
-    with contextlib.ExitStack() as stack:
-        for kind in device_types(module):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def switched_on(module: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Inside, autocast is on for the devices of the module; off, for a module with 16-bit parameters.
+def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, autocast is off for the devices of the module; with a dtype it is on, but for a module with 16-bit parameters.
 
     One that casts to float32 changes no number of a float32 forward, which shows then where it switches autocast off.
     """
-    if any(p.dtype in HALF for p in module.parameters()):
-        with switched_off(module):
-            yield
-        return
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
+    is_on = dtype is not None and not any(p.dtype in HALF for p in module.parameters())
+    with contextlib.ExitStack() as stack:
+        if is_on:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
         for kind in device_types(module):
-            stack.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
-            torch.set_autocast_dtype(kind, dtype)
+            on = {"dtype": torch.bfloat16, "cache_enabled": False} if is_on else {"enabled": False}
+            stack.enter_context(torch.autocast(kind, **on))
+            if is_on:
+                torch.set_autocast_dtype(kind, dtype)
         yield
 
 
 class Watched(TorchFunctionMode):
-    """Notes of a forward inside of `switched_on` what it keeps out of autocast.
+    """Notes of a forward inside of `switched`, on, what it keeps out of autocast.
 
     apart: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
     """
@@ -76,26 +68,18 @@ class Watched(TorchFunctionMode):
             return False
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
 
-    def would_round(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor) -> bool:
-        try:
-            with torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
-                return function(*args, **kwargs).itemsize < result.itemsize
-        except Exception:  # it returns something else, or takes no other dtype
-            return False
+    def note(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Notes the function if it is kept apart, and would round under autocast."""
+        if self.is_apart(result):
+            # it may return something else, or take no other dtype
+            with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
+                if function(*args, **kwargs).itemsize < result.itemsize:
+                    self.apart.append(getattr(function, "__name__", "a function"))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if self.is_apart(result) and self.would_round(function, args, kwargs or {}, result):
-            self.apart.append(getattr(function, "__name__", "a function"))
+        self.note(function, args, kwargs or {}, result)
         return result
-
-
-def apart_in(module: nn.Module, call: Call) -> list[str]:
-    """What the class's forward keeps out of autocast in this call."""
-    args, kwargs = call
-    with switched_on(module), Watched(module) as watched, torch.no_grad():
-        type(module).forward(module, *args, **kwargs)
-    return watched.apart
 
 
 def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -315,8 +299,8 @@ class Trace(Watched):
             trained = bool(list(self.inside[-1].parameters()))
         else:
             trained = any(self.node(one).trained for one in tensors_in((args, kwargs)))
-        if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
-            self.apart.append(name)
+        if trained:
+            self.note(function, args, kwargs, result)
         if not self.inside:
             changed = args[0] if is_in_place(name) else kwargs.get("out")
             forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
@@ -370,7 +354,7 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
-        with switched_on(module, autocast), tracer, torch.no_grad(), collecting_nothing():
+        with switched(module, autocast), tracer, torch.no_grad(), collecting_nothing():
             tracer.result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.protection import no_trace
+from ..conversion.quantized import setting
 from ..conversion.recorder import check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
@@ -115,19 +116,6 @@ def as_leaf(tensor: Tensor) -> Tensor:
     return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
 
 
-@contextlib.contextmanager
-def no_main_grad(module: nn.Module) -> Iterator[None]:
-    """Megatron-LM's sums of gradients are out of the way for a while, so that backward adds nothing to them."""
-    taken = [(p, p.main_grad) for p in module.parameters() if hasattr(p, "main_grad")]
-    try:
-        for p, _ in taken:
-            del p.main_grad
-        yield
-    finally:
-        for p, main_grad in taken:
-            p.main_grad = main_grad
-
-
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Forward in training mode, and backward outside of autocast, as training calls it."""
     if not model.training:  # a model in training may hold frozen parts, which stay so
@@ -165,8 +153,6 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError in inference mode, while a CUDA graph is
     captured, or if forward itself changed a parameter in place; what the model raises.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"warm_up: model must be a torch.nn.Module, not {type(model).__name__}")
     check_tensors("warm_up", model, example_inputs, example_kwargs)
     if not example_inputs and not example_kwargs:
         raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
@@ -183,7 +169,8 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             torch.inference_mode(False),
             torch.enable_grad(),
             no_trace(inner, call),
-            no_main_grad(model),
+            # Megatron-LM's sums of gradients, to which backward would add
+            setting([p for p in model.parameters() if hasattr(p, "main_grad")], "main_grad", None),
             progress("warm_up") as shown,
             compilations(shown) as found,
         ):
