@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection
 from types import MethodType
@@ -41,7 +40,7 @@ from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch
 from .masks import register, signature_of
 from .reading import Argument, Reading
-from .report import AGAIN, RAN, WARNED, Row, warn_of
+from .report import AGAIN, RAN, Row, warn_of, warn_once
 from .trace import Call, leaves_of, mapped, recomputed
 
 # What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
@@ -126,6 +125,7 @@ WITH_WORKSPACE = frozenset(
 )
 ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  # ops
 UNSEEN = object()
+LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
 FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
@@ -276,7 +276,7 @@ class Forward:
         """
         if not (torch.is_grad_enabled() and self.module.training) or any(one.get_seq_length() for one in caches):
             return False
-        _warn_of_cache()
+        warn_once("cache", LEFT_EMPTY)
         return True
 
     def checkpointed(
@@ -387,6 +387,12 @@ class Fused(Forward):
         return None
 
 
+def forward_of(module: nn.Module) -> Forward | None:
+    """What convert set as its forward, if it did."""
+    own = module.__dict__.get("forward")
+    return own if isinstance(own, Forward) else None
+
+
 def is_cache(value: object) -> bool:
     """Does it collect keys and values, as transformers' caches do?"""
     return hasattr(value, "get_seq_length")
@@ -437,13 +443,11 @@ class Own(Forward):
 
 class Runs(Forward):
     """nn.Sequential, in which runs of layers are fused or activation checkpoints. runs: (start, stop, what runs them), which is
-    the forward of an nn.Sequential of these layers."""
+    the forward of an nn.Sequential of these layers, set as that."""
 
     def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused | General]], recompute: str):
         super().__init__(module, recompute)
         self.runs, self.layers = runs, tuple(module)
-        for *_, run in runs:
-            run.module.forward = run
 
     def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
@@ -461,23 +465,6 @@ class Runs(Forward):
 
 def requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-@functools.cache
-def _warn_of_cache() -> None:
-    warnings.warn(
-        "ckptkern.convert: a converted layer does not fill a cache of keys and values in training. Pass use_cache=False",
-        stacklevel=4,
-    )
-
-
-def warn_again() -> None:
-    """Of what a model did that was converted before."""
-    WARNED.clear()
-    _warn_of_cache.cache_clear()
-
-
-_warn_of_cache._dynamo_marked_constant = True
 
 
 class Group:
@@ -546,8 +533,8 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
     modules = dict(model.named_modules())
     for row in rows:
         parent, _, number = row.name.rpartition(".")
-        forward = vars(modules[row.name]).get("forward") if row.name in modules else None
-        if number.isdigit() and row.replaced_by is not None and isinstance(forward, Forward):
+        forward = forward_of(modules[row.name]) if row.name in modules else None
+        if number.isdigit() and row.replaced_by is not None and forward is not None:
             lists.setdefault(parent, []).append((row.name, forward))
     groups = []
     for layers in lists.values():

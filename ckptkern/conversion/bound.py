@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from . import masks
-from .binding import Forward
+from .binding import Forward, forward_of
 from .protection import Bound
 from .sharding import set_class
 
@@ -40,8 +40,7 @@ def revert(model: nn.Module) -> nn.Module:
     check_not_split("revert", model)
     masks.give_back(model)
     for module in model.modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, Forward):
+        if forward := forward_of(module):
             forward.unbind()
         if ORIGINAL_CLASS in module.__dict__:
             set_class(module, module.__dict__.pop(ORIGINAL_CLASS))

@@ -18,7 +18,7 @@ from ..extras import progress
 from ..nn.unmodified import untouched
 from ..ops.dispatch.choices import check_choice, check_count, check_mode, modes_of_sublayers, parse_bytes
 from . import blocks, masks
-from .binding import Forward, General, Own, Runs, group_layers, warn_again, without_caches
+from .binding import Forward, General, Own, Runs, group_layers, without_caches
 from .blocks import Around, around, error_of, general, is_layer, is_marked
 from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import check_keywords, pattern_of
@@ -28,7 +28,7 @@ from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
 from .recorder import check_step, saved_by, step_of_all
-from .report import NOTHING, Conversion, Row
+from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
 from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
 from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched, upcast
@@ -46,16 +46,7 @@ PATTERNS = 4  # kinds of arguments that are checked of one module
 # -- the probe
 
 
-class Probe(NamedTuple):
-    """What the model's example call showed.
-
-    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
-    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
-    """
-
-    calls: dict[nn.Module, list[Call]]
-    hooked: set[nn.Module]
-    heads: Heads | None
+Probe = tuple[dict[nn.Module, list[Call]], set[nn.Module], "Heads | None"]  # calls, hooked, heads of `_Conversion`
 
 
 def capture(model: nn.Module, call: Call) -> Probe:
@@ -82,7 +73,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
         for hook in hooks:
             hook.remove()
     heads = Heads(model, call, ran, returned)
-    return Probe({module: list(own.values()) for module, own in calls.items()}, hooked, heads)
+    return {module: list(own.values()) for module, own in calls.items()}, hooked, heads
 
 
 def captured(model: nn.Module, call: Call) -> Probe:
@@ -113,9 +104,15 @@ class Found(NamedTuple):
 
 @dataclass
 class _Conversion:
-    """One call of convert. shown: is told the name of each module that is tried."""
+    """One call of convert. shown: is told the name of each module that is tried. What the model's example call showed:
 
-    probe: Probe
+    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
+    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
+    """
+
+    calls: dict[nn.Module, list[Call]]
+    hooked: set[nn.Module]
+    heads: Heads | None
     shards: Shards
     shown: Callable[[str], None]
     recompute: str | tuple[str, str]
@@ -128,7 +125,6 @@ class _Conversion:
         self.attention, self.mlp = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,) * 2
         # may layers become some?
         self.checkpoints = self.otherwise != "leave" and "none" not in (self.attention, self.mlp)
-        self.calls, self.hooked, self.heads = self.probe
         self.within = False  # a layer that an activation checkpoint may stand around
         self.rows: list[Row] = []
         self.seen: set[int] = set()
@@ -194,8 +190,7 @@ class _Conversion:
         row = Row(name, class_of(module).__name__, f"ckptkern.nn.{drop_in.__name__}")
         call = next(iter(self.calls.get(module, ())), None)
 
-        def put() -> None:
-            row.saved_before = saved_by(module, module.forward, call)
+        def become() -> None:
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
                 if kind in DROP_INS or kind is nn.Dropout:
@@ -204,10 +199,8 @@ class _Conversion:
                     if kind is not nn.Dropout:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
-            self.set(row, module, Own(module, self.recompute))
-            row.saved_after = saved_by(module, module.forward, call)
 
-        return Found([row], put)
+        return Found([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
 
     def head(self, name: str, module: nn.Module) -> Found | None:
         """An LM head, or the norm before it."""
@@ -257,14 +250,20 @@ class _Conversion:
         return Found([row], lambda: self.bind(row, made, without_caches(*calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
-        row.calls = forward.calls
-        for one in (forward, *(run for *_, run in getattr(forward, "runs", ()))):
-            one.workspace, one.name = self.workspace, row.name
+        row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
         module.forward = forward
 
-    def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
+    def bind(
+        self,
+        row: Row,
+        forward: Forward,
+        call: Call | None,
+        x: Tensor | None = None,
+        become: Callable[[], None] = lambda: None,
+    ) -> None:
         module = forward.module
         row.saved_before = saved_by(module, module.forward, call, x)
+        become()
         self.set(row, module, forward)
         row.saved_after = saved_by(module, forward, call, x)
 
@@ -301,8 +300,7 @@ class _Conversion:
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
                 if runs and own[0].layers is not None:
-                    module.forward = Runs(module, runs, self.mlp)
-                    module.forward.workspace, module.forward.name = self.workspace, names[module]
+                    self.set(row_of(names[module], module), module, Runs(module, runs, self.mlp))
         finally:
             for module, forward in before.items():
                 if module not in changed:
@@ -318,9 +316,9 @@ class _Conversion:
             rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 
         def put() -> None:
-            self.set(rows[0], module, Runs(module, [one[:3] for one in found], self.mlp))
             for row, (*_, run, _) in zip(rows, found, strict=True):
-                row.calls = run.calls
+                self.set(row, run.module, run)
+            self.set(row_of(name, module), module, Runs(module, [one[:3] for one in found], self.mlp))
 
         return Found(rows, put) if found else None
 
@@ -425,11 +423,11 @@ def convert(
         try:
             args, kwargs = example_inputs, example_kwargs
             before, peak_before = step_of_all(model, args, kwargs, there)
-            probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
+            probe = captured(model, (args, kwargs)) if args or kwargs else ({}, set(), None)
             places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
             with not_repacked(model), switched(model), progress("convert", len(places)) as shown:
                 conversion = _Conversion(
-                    probe,
+                    *probe,
                     Shards(model),
                     lambda name: shown(name, places[name]),
                     recompute,
@@ -449,7 +447,7 @@ def convert(
             after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
             for row in rows:
                 row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
-            warn_again()
+            WARNED.clear()  # of what a model did that was converted before
             if not (args or kwargs or rows):
                 warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
             regions = [names for group in groups for names in group.regions(ran=after is not None)]

@@ -85,7 +85,7 @@ class Step(TorchDispatchMode):
 
     def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
-        self.backs, self.holds, self.backward, self.has_output = backs, backs or holds, False, False
+        self.backs, self.holds, self.backward = backs, backs or holds, False
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.at_peak: list[Alive] = []
         self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
@@ -285,7 +285,6 @@ def step_of(
         begin = time.perf_counter()
         with memory.counting(step.save, hold=step.holds):
             output = model(*args, **kwargs)  # a training loop holds it while backward runs
-            step.has_output = True
             value = (loss or loss_of)(output) if step.backs or loss else None
         step.cut()
         step.backward, step.ops_of_forward = True, len(step.heights)
@@ -441,4 +440,4 @@ def step_of_all(
         warnings.simplefilter("ignore")
         step_of(model, args, kwargs, there=there, step=forward)
         peak = step_of(model, args, kwargs, there=there, profiles=False).peak
-    return (forward.saved if forward.has_output else None), peak
+    return (forward.saved if forward.backward else None), peak

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
-from ..conversion.binding import Forward
-from ..conversion.bound import ORIGINAL_CLASS, revert
+from ..conversion.binding import forward_of
+from ..conversion.blocks import is_converted
+from ..conversion.bound import revert
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
 from ..conversion.recorder import Loss, Step, device_of, loss_of, parts_of, step_of
-from ..conversion.report import aligned, name_of
+from ..conversion.report import Row, aligned, alike, name_of
 from ..conversion.trace import mapped
 from .segments import check_step, server_of
 
@@ -107,11 +108,10 @@ class Certificate:
         lines.append(f"dropout: {'none' if self.dropout else off}")
         order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
         errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
-        alike: dict[tuple[str, str], list[str]] = {}  # names that differ by a number
-        for name, by in self.replaced.items():
-            alike.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
+        groups = alike(Row(name, "", by) for name, by in self.replaced.items())
+        replaced = [(name_of([row.name for row in rows]), str(rows[0].replaced_by)) for rows in groups]
         for table in (
-            [("module", "replaced by"), *((name_of(names), by) for (_, by), names in alike.items())],
+            [("module", "replaced by"), *replaced],
             [("gradient of", "unmodified", "converted", "ratio"), *errors],
         ):
             lines += ["", *aligned(table)]
@@ -188,7 +188,7 @@ def certify(
     ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
-    forwards = {name: m.forward for name, m in ours.named_modules() if isinstance(m.__dict__.get("forward"), Forward)}
+    forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
     before = {name: dict(forward.calls) for name, forward in forwards.items()}
     theirs, converted = (ran(one, *batch, loss, not is_random) for one in (eager, ours))
     as_said = "fused", "checkpointed"
@@ -229,9 +229,8 @@ def replaced_by(model: nn.Module) -> dict[str, str]:
     """What replaces each module that convert changed, by name."""
     found = {}
     for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, Forward) or ORIGINAL_CLASS in module.__dict__:
-            kind = type(forward).__name__
+        if is_converted(module):
+            kind = type(forward_of(module)).__name__
             found[name] = OTHERS.get(kind) or server_of(module) or kind
     return found
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..memory import format_size
-from .table import Held, Table, total
+from .table import Held, Table, saved, total
 
 TRIES = 6  # steps that are measured for a budget and a workspace, at most
 STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
@@ -53,18 +53,14 @@ def choose(
     """The place of each region's strategy; without a budget, of those that save least. costs[s][w], held[s][w]: of region s in
     strategy w. Raises BudgetError with the least that would do."""
     groups, fixed = grouped(costs, held, rest)
-
-    def saved(chosen: list[int]) -> int:
-        return total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
-
     room = None if budget is None else budget - fixed
     while room is not None and (chosen := solved(groups, room)) is not None:
-        excess = saved(chosen) - budget
+        excess = saved(rest, held, chosen) - budget
         if excess <= 0:
             return chosen
         room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large region
     chosen = solved(groups, None)
-    least = saved(chosen)
+    least = saved(rest, held, chosen)
     if budget is None or least <= budget:
         return chosen
     raise BudgetError(

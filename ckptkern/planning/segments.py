@@ -11,7 +11,7 @@ from torch import nn
 
 from .. import nn as drop_ins
 from ..conversion import recorder
-from ..conversion.binding import Forward, Fused, General, Own, Runs
+from ..conversion.binding import Forward, Fused, General, Own, Runs, forward_of
 from ..conversion.bound import ORIGINAL_CLASS, check_not_split
 from ..conversion.selection import Which, matches
 from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
@@ -53,8 +53,7 @@ class Segment(NamedTuple):
     @property
     def forward(self) -> Forward | None:
         """What replaces its class's forward."""
-        own = self.module.__dict__.get("forward")
-        return own if isinstance(own, Forward) else None
+        return forward_of(self.module)
 
     @property
     def strategy(self) -> Strategy:
@@ -119,9 +118,9 @@ class Workspaces:
         self.size: int | None = None
         self.given: list[tuple[Any, int | str | None]] = []
         for module in model.modules():
-            forward = module.__dict__.get("forward")
+            forward = forward_of(module)
             found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
-            if isinstance(forward, Forward):
+            if forward is not None:
                 found += [forward, *(run for *_, run in runs_of(module))]
             self.given += [(one, one.workspace) for one in found]
 
@@ -170,13 +169,13 @@ def segments_of(
 
 def runs_of(module: nn.Module) -> list[tuple[int, int, Fused | General]]:
     """Returns the runs of layers of an nn.Sequential that convert replaced: (start, stop, what runs them)."""
-    forward = module.__dict__.get("forward")
+    forward = forward_of(module)
     return forward.runs if isinstance(forward, Runs) else []
 
 
 def server_of(module: nn.Module) -> str | None:
     """What replaces a module that has a mode."""
-    forward = module.__dict__.get("forward")
+    forward = forward_of(module)
     if isinstance(forward, Fused):
         return next(one.op for one in forward.segments.values() if one is not None)
     if isinstance(forward, Runs):

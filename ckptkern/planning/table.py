@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -163,7 +164,7 @@ class Table:
 
     def saved(self, chosen: Sequence[int]) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
-        return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
+        return saved(self.rest, [row.held for row in self.rows], chosen)
 
     def times(self) -> list[list[float]]:
         """Seconds of each region's forwards and backwards, in each strategy; on the meta device, flops of their matmuls."""
@@ -173,8 +174,7 @@ class Table:
         ]
 
     def cost_of(self, chosen: Sequence[int]) -> float:
-        each = zip(self.rows, chosen, strict=True)
-        return sum(self.kinds[kind].costs[strategy].time for row, strategy in each for kind in row.kinds)
+        return sum(map(operator.getitem, self.times(), chosen))
 
     def peak(self, chosen: Sequence[int]) -> int:
         """What the step is predicted to allocate at its peak if the regions run in these strategies: the step at "full" that
@@ -255,6 +255,11 @@ def joined(held: Iterable[Held]) -> Held:
 
 def total(held: Iterable[Held]) -> int:
     return joined(held).bytes
+
+
+def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Sequence[int]) -> int:
+    """Returns the bytes of a choice. held[s][w]: of region s in strategy w; rest: outside of all."""
+    return total([rest, *map(operator.getitem, held, chosen)])
 
 
 # -- several ranks

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern.conversion import binding
 from ckptkern.conversion.binding import Unread
+from ckptkern.conversion.report import WARNED
 from ckptkern.eager import ACTIVATIONS
 
 LAYER = ["transformer_layer"]
@@ -480,7 +480,7 @@ def test_a_cache_is_filled_in_evaluation_and_not_in_training(kind, replaced_by):
         layer(x, **with_tables(x), cache=cache).sum().backward()
         return len(cache.keys)
 
-    binding._warn_of_cache.cache_clear()  # which warns once
+    WARNED.clear()
     with pytest.warns(UserWarning, match="use_cache=False"):
         assert filled(Cache()) == 0
     layer.eval()
