@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from . import masks
 from .binding import Forward, forward_of
-from .protection import Bound
 from .sharding import set_class
 
 ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
 OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
 
-def bound(model: nn.Module) -> Bound:
+def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
     found = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
     for module in model.modules():

@@ -149,7 +149,11 @@ class _Conversion:
             layer = None
             if is_block(name, module) or is_marked(module):
                 self.rows += found.rows
-                layer = self.layer(name, module) if found.rows and not self.within else None
+                may_be_one = found.rows and not self.within and self.checkpoints and is_layer(name, module)
+                if may_be_one and module not in self.hooked and not holds_sharded(module):
+                    layer = around(
+                        module, self.calls.get(module, [])
+                    )  # if an activation checkpoint may stand around it
             start, outer, self.within = len(self.rows), self.within, self.within or layer is not None
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
@@ -158,12 +162,6 @@ class _Conversion:
             is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
                 self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
-
-    def layer(self, name: str, module: nn.Module) -> Around | None:
-        """The layer, if an activation checkpoint may stand around it."""
-        if not self.checkpoints or module in self.hooked or holds_sharded(module):
-            return None
-        return around(module, self.calls.get(module, [])) if is_layer(name, module) else None
 
     def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
         """Puts an activation checkpoint around the layer, if all ranks find that it can be."""
@@ -418,12 +416,11 @@ def convert(
     check_not_split("convert", model)
     check_names(model, include, exclude)
     revert(model)
-    there = [p for p in model.parameters() if p.grad is not None]
-    with no_trace(model, (example_inputs, example_kwargs), bound):
+    there, call = [p for p in model.parameters() if p.grad is not None], (example_inputs, example_kwargs)
+    with no_trace(model, call):
         try:
-            args, kwargs = example_inputs, example_kwargs
-            before, peak_before = step_of_all(model, args, kwargs, there)
-            probe = captured(model, (args, kwargs)) if args or kwargs else ({}, set(), None)
+            before, peak_before = step_of_all(model, call, there)
+            probe = captured(model, call) if any(call) else ({}, set(), None)
             places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
             with not_repacked(model), switched(model), progress("convert", len(places)) as shown:
                 conversion = _Conversion(
@@ -439,21 +436,24 @@ def convert(
                 conversion.visit("", model)
             masks.open_up(model)
             if before is not None and blocks.may_be_found(model):
-                conversion.blocks(model, (args, kwargs))
+                conversion.blocks(model, call)
             rows = conversion.rows
             if not rows and before is not None:
                 rows.append(row_of("", model, NOTHING))
             groups = group_layers(model, rows, every) if every > 1 else []
-            after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
+            after, peak_after = step_of_all(model, call, there) if before is not None else (None, None)
             for row in rows:
                 row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
             WARNED.clear()  # of what a model did that was converted before
-            if not (args or kwargs or rows):
+            if not (any(call) or rows):
                 warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
             regions = [names for group in groups for names in group.regions(ran=after is not None)]
             if groups and not regions:
                 warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=2)
-            return Conversion(rows, before, after, peak_before, peak_after, regions)
+            stays = bound(model)
         except BaseException:
             revert(model)
             raise
+    for attributes, own in stays:
+        attributes.update(own)
+    return Conversion(rows, before, after, peak_before, peak_after, regions)

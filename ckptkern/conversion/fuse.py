@@ -279,10 +279,9 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
     places = list(inspect.signature(type(module).forward).parameters)[1:]
     names = [name for name in places if "mask" in name]
     x = inputs[0]
-    B, S = (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, x.shape[0])
+    B, S, _ = (1, *x.shape)[-3:]
     seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
-    least = torch.finfo(x.dtype).min
-    added = [torch.zeros(m.shape, dtype=x.dtype, device=x.device).masked_fill(~m, least) for m in seen]
+    added = [torch.zeros_like(m, dtype=x.dtype).masked_fill(~m, torch.finfo(x.dtype).min) for m in seen]
     if len(inputs) == 1:
         # attention layers with our implementation get padding masks [B, S]
         is_adopted = any(has_ours(getattr(m, "config", None)) for m in module.modules())

@@ -109,9 +109,13 @@ def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
     numbers; None for other modules."""
     base = module._modules.get("base_layer")
-    if base is None or not is_linear(base) or len(base.weight) not in classes or base.weight.is_meta:
-        return None
-    if not (dense(base) and all(map(untouched, module.modules()))):
+    if (
+        base is None
+        or not (
+            is_linear(base) and len(base.weight) in classes and dense(base) and all(map(untouched, module.modules()))
+        )
+        or base.weight.is_meta
+    ):
         return None
     try:
         with unmoved(module), random_parameters(module):

@@ -457,9 +457,9 @@ class Logits(Tensor):
         return self.tokens.class_dim
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
-        matmul = self.matmul
-        if torch.is_grad_enabled() and not self.detached and not options.get("return_accuracy"):
+        matmul, wants_gradient = self.matmul, torch.is_grad_enabled() and not self.detached
+        if wants_gradient and not options.get("return_accuracy"):
             matmul.gather()
         matmul.check()
-        with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
+        with matmul.precision, torch.set_grad_enabled(wants_gradient):
             return self.formula.cross_entropy(matmul.head, self.tokens.shown(), target, lora=matmul.lora, **options)

@@ -36,7 +36,6 @@ FULLY_SHARD = "__composable_api_state_key"  # begins the names of attributes in 
 
 # what an object held when it was found: its attributes or items
 Held = tuple[Any, Any]
-Bound = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 # -- random states
@@ -181,13 +180,11 @@ class _State:
 
 
 @contextlib.contextmanager
-def unmoved(
-    module: nn.Module, others: Iterable[Any] = (), bound: Callable[[nn.Module], Bound] | None = None
-) -> Iterator[None]:
+def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
     """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
     values, the contents of containers, and the attributes of objects such as configurations.
 
-    others: more of such objects. bound: returns (an object's attributes, those among them that stay as they are at the end).
+    others: more of such objects.
     """
     state = _State(list(module.modules()), others)
     is_outer = _COPIES.get() is None
@@ -197,10 +194,7 @@ def unmoved(
     finally:
         if token is not None:
             _COPIES.reset(token)
-        stays = bound(module) if bound else []
         state.restore()
-        for attributes, own in stays:
-            attributes.update(own)
 
 
 # -- training
@@ -225,10 +219,8 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_trace(
-    module: nn.Module, call: tuple = ((), {}), bound: Callable[[nn.Module], Bound] | None = None
-) -> Iterator[None]:
-    """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for bound.
+def no_trace(module: nn.Module, call: tuple = ((), {})) -> Iterator[None]:
+    """Leaves the model, random states, gradients and the arguments of the call as they were.
 
     Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
     are not, because a copy would take the model's memory once more.
@@ -236,7 +228,7 @@ def no_trace(
     parameters = [p for p in module.parameters() if not (p.is_inference() or is_lazy(p))]
     sharded = is_sharded(module) or holds_sharded(module)
     args, kwargs = call
-    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values()), bound):
+    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values())):
         small = [Written(p, p.detach().clone() if p.dim() < 2 else None) for p in parameters if not sharded]
         try:
             yield

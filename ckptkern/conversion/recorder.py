@@ -121,13 +121,9 @@ class Step(TorchDispatchMode):
 
     def note(self, result: Any, arguments: Any, op: str) -> None:
         """Adds the storages of an op's result. Those of its arguments that are not alive were there before."""
-        new = {}
-        for part in parts_of(result):
-            if (key := part.untyped_storage()._cdata) not in self.alive:
-                new[key] = part
-        if new:
-            for part in parts_of(arguments):
-                new.pop(part.untyped_storage()._cdata, None)
+        new = {key: part for part in parts_of(result) if (key := part.untyped_storage()._cdata) not in self.alive}
+        for part in parts_of(arguments) if new else ():
+            new.pop(part.untyped_storage()._cdata, None)
         for key, part in new.items():
             storage = part.untyped_storage()
             alive = Alive(storage.nbytes(), op, tuple(part.shape), part.dtype, self.place)
@@ -268,9 +264,7 @@ def step_of(
     leaves = [one for one in (*model.parameters(), *tensors_in((args, kwargs))) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
-    with contextlib.ExitStack() as stack:
-        for context in (seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves)):
-            stack.enter_context(context)
+    with seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves), contextlib.ExitStack() as stack:
         set_gradients(leaves, before)
         for i, (name, module) in enumerate(regions):
             for handle in step.watch(i, name, module):
@@ -425,12 +419,10 @@ def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | No
     return None
 
 
-def step_of_all(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor]
-) -> tuple[int | None, int | None]:
+def step_of_all(model: nn.Module, call: Call, there: list[Tensor]) -> tuple[int | None, int | None]:
     """Returns the bytes that a training step of the model saves for backward, besides parameters, and those of its peak; None
     for what cannot be measured. there: as in `step_of`."""
-    if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
+    if not any(call) or is_sharded(model) or holds_sharded(model):
         return None, None  # a forward that no backward follows would leave their state open
     # the reducer of DistributedDataParallel would wait for ranks that do not convert
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -438,6 +430,6 @@ def step_of_all(
     # whatever its forward makes of it in training
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step_of(model, args, kwargs, there=there, step=forward)
-        peak = step_of(model, args, kwargs, there=there, profiles=False).peak
+        step_of(model, *call, there=there, step=forward)
+        peak = step_of(model, *call, there=there, profiles=False).peak
     return (forward.saved if forward.backward else None), peak

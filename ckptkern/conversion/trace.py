@@ -349,8 +349,7 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
     tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
-    given = [value for value in flat if isinstance(value, Tensor) and not value.is_inference()]
-    versions = [one._version for one in given]
+    given = [(one, one._version) for one in flat if isinstance(one, Tensor) and not one.is_inference()]
     hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
@@ -359,7 +358,7 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     finally:
         for hook in hooks:
             hook.remove()
-    if versions != [one._version for one in given]:
+    if any(one._version != version for one, version in given):
         raise Unreadable("forward changes its arguments in place")
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")

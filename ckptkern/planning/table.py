@@ -23,6 +23,8 @@ from .timing import Rates
 
 SHOWN = 8  # lines of what stands at a peak
 
+Choice = tuple[int, ...]  # the place of each region's strategy
+
 
 class Held(NamedTuple):
     """Bytes that one owner saves: storages that no other sees, and others by name. What is neither a parameter nor an input or
@@ -116,31 +118,29 @@ class Table:
     workspace: int | None = None
     rates: Rates | None = None  # of the GPU that a model on the meta device is planned for
     group: dist.ProcessGroup | None = None
-    steps: dict[tuple[int, ...], Step] = field(default_factory=dict)
-    peaks: dict[tuple[int, ...], int] = field(default_factory=dict)
+    steps: dict[Choice, Step] = field(default_factory=dict)
+    peaks: dict[Choice, int] = field(default_factory=dict)
 
     @property
     def segments(self) -> list[Segment]:
         return [row.segment for row in self.rows]
 
-    def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
+    def strategies(self, chosen: Choice) -> list[Strategy]:
         return [row.strategies[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
-    def step(self, chosen: Sequence[int]) -> Step:
+    def step(self, chosen: Choice) -> Step:
         """Records a step with the regions in these strategies and the table's workspace, which are afterwards as before. Of a
         choice that was recorded returns that."""
-        key = tuple(chosen)
-        if key not in self.steps:
-            with in_strategies(self.segments, self.strategies(key)), self.workspaces.at(self.workspace):
-                self.steps[key] = self.example.step(self.segments)
-        return self.steps[key]
+        if chosen not in self.steps:
+            with in_strategies(self.segments, self.strategies(chosen)), self.workspaces.at(self.workspace):
+                self.steps[chosen] = self.example.step(self.segments)
+        return self.steps[chosen]
 
-    def measured(self, chosen: Sequence[int]) -> int:
+    def measured(self, chosen: Choice) -> int:
         """Returns the peak of a step in these strategies, which is recorded once."""
-        key = tuple(chosen)
-        if key not in self.peaks:
-            self.peaks[key] = max(gathered(self.step(key).peak, self.group))
-        return self.peaks[key]
+        if chosen not in self.peaks:
+            self.peaks[chosen] = max(gathered(self.step(chosen).peak, self.group))
+        return self.peaks[chosen]
 
     @property
     def outside(self) -> int:
@@ -148,21 +148,21 @@ class Table:
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
-    def costs(self, chosen: Sequence[int]) -> list[Cost]:
+    def costs(self, chosen: Choice) -> list[Cost]:
         """The cost of a call of each region."""
         return [self.kinds[row.kinds[0]].costs[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
-    def transient(self, chosen: Sequence[int]) -> int:
+    def transient(self, chosen: Choice) -> int:
         """The most that the backward of one region rises above what is saved, besides gradients."""
         return max((cost.transient for cost in self.costs(chosen)), default=0)
 
-    def rise(self, chosen: Sequence[int]) -> int:
+    def rise(self, chosen: Choice) -> int:
         """The most that a smaller workspace could take from the peak."""
         stretches = self.step(self.uniform("full")).stretches
         outside = [one.highest - one.start for one in stretches if one.region is None]
         return max(*outside, *(max(cost.forward, cost.transient) for cost in self.costs(chosen)))
 
-    def saved(self, chosen: Sequence[int]) -> int:
+    def saved(self, chosen: Choice) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
         return saved(self.rest, [row.held for row in self.rows], chosen)
 
@@ -173,10 +173,10 @@ class Table:
             for row in self.rows
         ]
 
-    def cost_of(self, chosen: Sequence[int]) -> float:
+    def cost_of(self, chosen: Choice) -> float:
         return sum(map(operator.getitem, self.times(), chosen))
 
-    def peak(self, chosen: Sequence[int]) -> int:
+    def peak(self, chosen: Choice) -> int:
         """What the step is predicted to allocate at its peak if the regions run in these strategies: the step at "full" that
         was recorded, with what its regions save and their rises in place of what they were.
 
@@ -193,15 +193,15 @@ class Table:
             highest = max(highest, stretch.highest + now - was + rise)
         return highest
 
-    def uniform(self, mode: str) -> list[int]:
+    def uniform(self, mode: str) -> Choice:
         """Every region in one mode, or "full" where it does not have it."""
-        return [
+        return tuple(
             row.strategies.index(Strategy(mode if Strategy(mode) in row.strategies else "full")) for row in self.rows
-        ]
+        )
 
     # -- as text
 
-    def text(self, chosen: Sequence[int] | None = None) -> list[str]:
+    def text(self, chosen: Choice | None = None) -> list[str]:
         """Returns the lines of a table: each strategy of the regions, those that are alike in one. chosen: with how many of
         them run in it."""
         lines = [("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")]
@@ -257,7 +257,7 @@ def total(held: Iterable[Held]) -> int:
     return joined(held).bytes
 
 
-def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Sequence[int]) -> int:
+def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Choice) -> int:
     """Returns the bytes of a choice. held[s][w]: of region s in strategy w; rest: outside of all."""
     return total([rest, *map(operator.getitem, held, chosen)])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..conversion.protection import no_trace
 from ..conversion.quantized import setting
-from ..conversion.recorder import check_tensors, differentiated
+from ..conversion.recorder import as_input, check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
@@ -112,7 +112,7 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
 
 def as_leaf(tensor: Tensor) -> Tensor:
     """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
-    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    leaf = as_input(tensor)
     return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
 
 
