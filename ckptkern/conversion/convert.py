@@ -18,9 +18,19 @@ from ..extras import progress
 from ..nn.unmodified import untouched
 from ..ops.dispatch.choices import check_choice, check_count, check_mode, modes_of_sublayers, parse_bytes
 from . import blocks, masks
-from .binding import Forward, General, Own, Runs, group_layers, without_caches
+from .binding import (
+    ORIGINAL_CLASS,
+    Forward,
+    General,
+    Own,
+    Runs,
+    bound,
+    check_not_split,
+    group_layers,
+    revert,
+    without_caches,
+)
 from .blocks import Around, around, error_of, general, is_layer, is_marked
-from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import check_keywords, pattern_of
 from .fuse import Checked, calls_of, fuse, runs_of
 from .heads import NOT_RUN, Heads, Ran, scalars
@@ -30,7 +40,7 @@ from .quantized import not_repacked, why_unreadable
 from .recorder import check_step, saved_by, step_of_all
 from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
-from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
+from .sharding import Shards, class_of, holds_sharded, set_class
 from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched, upcast
 
 DROP_INS = {
@@ -56,7 +66,8 @@ def capture(model: nn.Module, call: Call) -> Probe:
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
-        own, call = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
+        with torch._C.DisableTorchFunction():  # `Ran` would note parameters whose dtype is read
+            own, call = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
         if len(own) < PATTERNS:
             own.setdefault(pattern_of(call, []), call)
 
@@ -216,10 +227,10 @@ class _Conversion:
             calls = calls_of(module[0])
         if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
             return Found([])
-        row = row_of(name, module)
         if module in self.hooked:
-            row.reason = "there are hooks or parametrizations inside that last for a call of the model only"
-            return Found([row])
+            reason = "there are hooks or parametrizations inside that last for a call of the model only"
+            return Found([row_of(name, module, reason)])
+        row = row_of(name, module)
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)
         except Unreadable as reason:
@@ -233,7 +244,7 @@ class _Conversion:
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
-        x = leaves_of(forward.form.counting(*call))[segment.x]
+        x = leaves_of(forward.form.counting(call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
     def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
@@ -245,7 +256,7 @@ class _Conversion:
             row.reason = f"{why}; {problem}" if why else str(problem)
             return Found([row])
         row.replaced_by = "checkpoint"
-        return Found([row], lambda: self.bind(row, made, without_caches(*calls[0])))
+        return Found([row], lambda: self.bind(row, made, without_caches(calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
         row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
@@ -402,7 +413,8 @@ def convert(
     module, unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is
     its own.
     """
-    check_step("convert", model, example_inputs, example_kwargs)
+    call = example_inputs, example_kwargs
+    check_step("convert", model, call)
     if isinstance(recompute, (tuple, list)):
         attention, other = modes_of_sublayers("convert", recompute)
         recompute = attention if attention == other else (attention, other)
@@ -412,11 +424,10 @@ def convert(
     check_count("convert", "every", every)
     parse_bytes("convert", workspace)
     check_keywords("convert", convert, model, example_kwargs)
-    check_not_fsdp1(model)
     check_not_split("convert", model)
     check_names(model, include, exclude)
     revert(model)
-    there, call = [p for p in model.parameters() if p.grad is not None], (example_inputs, example_kwargs)
+    there = [p for p in model.parameters() if p.grad is not None]
     with no_trace(model, call):
         try:
             before, peak_before = step_of_all(model, call, there)

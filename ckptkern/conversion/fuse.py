@@ -74,11 +74,11 @@ def attempt(
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
-    blocks = read_blocks(module, leaves_of(form.counting(*call))) if like is None else {}
+    blocks = read_blocks(module, leaves_of(form.counting(call))) if like is None else {}
     with unmoved(module), random_parameters(module):
         vary_choices(module)
         call = args, kwargs = mapped(wide, call)
-        flat = leaves_of(form.counting(*call))
+        flat = leaves_of(form.counting(call))
         module.train()  # shows where dropout is
         if like is not None:
             reading, log = like
@@ -118,14 +118,14 @@ def attempt(
 def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
     """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
     None if no such trace is alike."""
-    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(*call))]
+    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(call))]
     x = flat[reading.x]
     inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
         values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
         # sizes, or a dtype, that the module does not take
         with contextlib.suppress(Exception), in_float64(form.module):
-            calls = trace(form.module, form.call_of(values, *call), values).calls
+            calls = trace(form.module, form.call_of(values, call), values).calls
             found = following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
             if found is not None:
                 return found
@@ -155,7 +155,7 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
             like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            found[path] = attempt(form, form.complete(*call))[0].reading
+            found[path] = attempt(form, form.complete(call))[0].reading
         except Exception as error:
             found[path] = reason_of(error)
     return found
@@ -171,7 +171,7 @@ class RegionCheck(Check):
     def __init__(self, form: Form, reading: Reading, call: Call, randomizes: bool = True):
         self.form, self.module, self.call = form, form.module, call
         self.segment = segment = Segment(form.module, reading)
-        self.flat = leaves_of(form.counting(*call))
+        self.flat = leaves_of(form.counting(call))
         self.masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
         for i, value in enumerate(self.flat) if randomizes else ():
             if i in segment.inputs or (i in segment.conditions and is_floating(value)):
@@ -180,7 +180,7 @@ class RegionCheck(Check):
                 self.flat[i] = varied(value, segment.excludes)
 
     def original(self, flat: list[Any]) -> Tensor:
-        args, kwargs = self.form.call_of(flat, *self.call)
+        args, kwargs = self.form.call_of(flat, self.call)
         # a trace has seen that the other results are probabilities
         return result_of(type(self.module).forward(self.module, *args, **kwargs), flat, lambda _: True)[0]
 
@@ -330,8 +330,8 @@ class Attempt(NamedTuple):
 
 def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
     """The attempt of a complete call. Raises Unreadable."""
-    module, (args, kwargs) = form.module, without_caches(*asked)
-    caches = [i for i, value in enumerate(leaves_of(form.counting(*asked))) if is_cache(value)]
+    module, (args, kwargs) = form.module, without_caches(asked)
+    caches = [i for i, value in enumerate(leaves_of(form.counting(asked))) if is_cache(value)]
     call = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
     segment, error, log = attempt(form, call, like)
     segment.caches = caches
@@ -355,8 +355,8 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     segments = {
         pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
     }
-    call = next(call for call in itertools.starmap(form.complete, calls) if form.pattern(*call) in segments)
-    found = tried(form, call, (segments[form.pattern(*call)].reading, checked.log))
+    call = next(call for call in map(form.complete, calls) if form.pattern(call) in segments)
+    found = tried(form, call, (segments[form.pattern(call)].reading, checked.log))
     return Fused(form, segments, recompute), found.error, found.call
 
 
@@ -390,15 +390,15 @@ def fuse(
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
 
-    def add(*call: Any) -> None:
-        asked = form.complete(*call)
-        pattern = form.pattern(*asked)
+    def add(call: Call) -> None:
+        asked = form.complete(call)
+        pattern = form.pattern(asked)
         if pattern not in attempts:
             attempts[pattern] = tried(form, asked)
 
     for call in calls:
         try:
-            add(*call)
+            add(call)
         except Exception as error:
             reason = reason_of(error)
     if not attempts:
@@ -406,17 +406,17 @@ def fuse(
         raise Unreadable(f"{adapter}: {reason}") if adapter else reason
     first = next(iter(attempts.values()))
     if first.segment.attends:
-        flat = leaves_of(form.counting(*first.call))
+        flat = leaves_of(form.counting(first.call))
         inputs = [flat[i] for i in first.segment.inputs]
         for like in (first.call, first.asked) if first.segment.caches else (first.call,):
             for call in mask_variants(module, like, inputs):
                 with contextlib.suppress(Exception):  # a mask that this module does not take
-                    add(*call)
+                    add(call)
     ignored = form.keywords
     for _, call, *_ in attempts.values():
         ignored = not_looked_at(module, call, [name for name in ignored if name in call[1]])
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
-    segments = {form.pattern(*one.asked): one.segment for one in attempts.values()}
+    segments = {form.pattern(one.asked): one.segment for one in attempts.values()}
     fused = Fused(form, segments, recompute)
     checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
     return fused, max(one.error for one in attempts.values()), first.call

@@ -169,16 +169,16 @@ class Held(NamedTuple):
 def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str] = ()) -> Iterator[Held]:
     """The owner's and those of the objects that it holds."""
     own, is_module = vars(owner), isinstance(owner, nn.Module)
-    names = own.keys() if reads is None else reads.keys()
+    names = [name for name in (own if reads is None else reads) if name not in skipped]
     if is_module:
         names = [name for name in names if name not in OF_EVERY_MODULE and not name.startswith(FULLY_SHARD)]
-    absent = frozenset(names) - own.keys() - {*skipped}
+    absent = frozenset(names) - own.keys()
     if is_module:
         absent -= owner._parameters.keys() | owner._buffers.keys() | owner._modules.keys()
     found = Held(owner, path, {}, {}, absent, frozenset(own) if reads is None else None)
     for name in names:
         value = own.get(name)
-        if name not in own or name in skipped or isinstance(value, Tensor):
+        if name not in own or isinstance(value, Tensor):
             continue
         if isinstance(value, VALUES) or is_container(value):
             found.values[name] = snapshot(value)

@@ -147,16 +147,19 @@ class Head(Forward):
     before: its class (LoRA), hooks, a weight that is no plain memory. template: of a layer with a low-rank update (`adapted`).
     """
 
+    arguments: Callable | None = None
+    watch: Watch | None = None
+    log: list[tuple[Step, bool]] | None = None  # during the example's call
+    only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
+
     def __init__(self, module: nn.Module, recompute: str, template: dict[str, Any] | None = None):
         super().__init__(module, recompute)
-        self.kind, self.linear, self.arguments, self.watch = type(module), module, None, None
+        self.kind, self.linear = type(module), module
         if template is not None:
             self.linear, self.arguments = module.base_layer, arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
             self.watch = Watch(module, reads_of(module, ((x,), {})), live_attributes(module, template))
-        self.log: list[tuple[Step, bool]] | None = None  # during the example's call
-        self.inputs: list[Tensor] = []  # of that call, before autocast rounds them
-        self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
+        self.inputs: list[Tensor] = []  # of the example's call, before autocast rounds them
 
     def run(self, *args, **kwargs):
         compiling, trains = is_compiling(), torch.is_grad_enabled()
@@ -164,7 +167,9 @@ class Head(Forward):
         may_be_traced = self.only_loss and self.watch is None and not torch.compiler.is_exporting()
         if not trains or (compiling and not may_be_traced):
             return self.original(*args, **kwargs)
-        lora = self.update(args)
+        lora = None  # the layer's low-rank update in this call, if it has one and is what was checked
+        if self.watch is not None and len(args) == 1 and self.watch.unchanged():
+            lora = LoRA(*self.arguments(Inputs([args[0]], self.module.training, 0, args[0]))["lora"])
         if why := self.why_not(args, kwargs, lora):
             return self.unfused(lambda: why, args, kwargs)
         weight, bias = self.linear.weight, self.linear.bias
@@ -184,12 +189,6 @@ class Head(Forward):
         if self.module.training:
             self.calls["fused"] -= 1
             self.count("original", lambda: cause)
-
-    def update(self, args: tuple) -> LoRA | None:
-        """The layer's low-rank update in this call, if it has one and is what was checked."""
-        if self.watch is None or len(args) != 1 or is_compiling() or not self.watch.unchanged():
-            return None
-        return LoRA(*self.arguments(Inputs([args[0]], self.module.training, 0, args[0]))["lora"])
 
     def why_not(self, args: tuple, kwargs: dict[str, Any], lora: LoRA | None) -> str:
         """Why the layer's own forward runs in a training call, and the remedy; "" if it need not."""
@@ -285,13 +284,8 @@ class Chain:
 
     def __init__(self, last: Step):
         self.last, logits = last, last.logits[0]
-        self.matmul, self.steps = logits.matmul, (*logits.steps, last)
-
-    @property
-    def kind(self) -> tuple:
-        return tuple(
-            (step.name, str([one for one in step.others if not isinstance(one, Tensor)])) for step in self.steps
-        )
+        self.matmul, steps = logits.matmul, (*logits.steps, last)
+        self.kind = tuple((s.name, str([one for one in s.others if not isinstance(one, Tensor)])) for s in steps)
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""

@@ -29,7 +29,7 @@ from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .calls import keywords_of, parameters_of
 from .protection import gradients_unmoved, seeded, unmoved
-from .sharding import holds_sharded, is_sharded
+from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
 Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
@@ -83,22 +83,24 @@ class Step(TorchDispatchMode):
     flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
     alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
 
+    bytes = peak = highest = start = 0  # highest: of the stretch
+    flops = ops = ops_of_forward = gradients = 0
+    seconds, loss = 0.0, None
+    backward = False
+    region: int | None = None
+    place = ""
+    count = 0  # calls
+
     def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
-        self.backs, self.holds, self.backward = backs, backs or holds, False
+        self.backs, self.holds = backs, backs or holds
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.at_peak: list[Alive] = []
-        self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
-        self.flops = self.ops = self.ops_of_forward = self.gradients = 0
         self.heights: list[int] = []  # after ops that may have reached a new one, and every SELDOM-th
-        self.seconds, self.loss = 0.0, None
         self.timeline = memory.Timeline()
-        self.region: int | None = None
-        self.place = ""
         self.done: set[int] = set()
         self.stretches: list[Stretch] = []
         self.calls: dict[int, list[Called]] = {}
-        self.count = 0  # calls
         self.names: Names = {}
         self.outside: Saved = {}
 
@@ -242,8 +244,7 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
 
 def step_of(
     model: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: Call,
     regions: Sequence[tuple[str, nn.Module]] = (),
     *,
     loss: Loss | None = None,
@@ -260,8 +261,8 @@ def step_of(
     in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
     before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
-    step = step or Step()
-    leaves = [one for one in (*model.parameters(), *tensors_in((args, kwargs))) if one.requires_grad and one.is_leaf]
+    step, (args, kwargs) = step or Step(), call
+    leaves = [one for one in (*model.parameters(), *tensors_in(call)) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
     with seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves), contextlib.ExitStack() as stack:
@@ -270,7 +271,7 @@ def step_of(
             for handle in step.watch(i, name, module):
                 stack.callback(handle.remove)
         model.train(trains)
-        device = device_of(model, (args, kwargs))
+        device = device_of(model, call)
         # a profiler of the user's would end with ours
         if profiles and step.backs and device.type in ("cpu", "cuda") and not torch.autograd._profiler_enabled():
             step.timeline = stack.enter_context(memory.memory_timeline(device))
@@ -358,10 +359,11 @@ def loss_of(
 # -- what can run, and what it saves
 
 
-def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_step(op: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
-    or wrapped by DataParallel; RuntimeError in inference mode, and for tensors that were made in it."""
-    check_tensors(op, model, args, kwargs)
+    or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors that were made in
+    it."""
+    check_tensors(op, model, call)
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
     if isinstance(model, nn.DataParallel):
@@ -369,6 +371,8 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
             f"{op}: the model is wrapped by nn.DataParallel, whose replicas would run the parameters of the first GPU. Pass "
             "model.module, and train with torch.nn.parallel.DistributedDataParallel"
         )
+    check_not_fsdp1(model)
+    args, kwargs = call
     batch = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(batch, Mapping) and batch and keywords_of(parameters_of(model)).issuperset(batch):
         raise TypeError(
@@ -377,7 +381,7 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         )
 
 
-def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_tensors(op: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError for what is no module; RuntimeError in inference mode, and for tensors that were made in it; ValueError
     for lazy modules."""
     if not isinstance(model, nn.Module):
@@ -387,7 +391,7 @@ def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]
             f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
             "torch.no_grad() is no problem"
         )
-    tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+    tensors = [*model.parameters(), *tensors_in(call)]
     if any(is_lazy(one) for one in tensors):
         raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
     if any(one.is_inference() for one in tensors):
@@ -430,6 +434,6 @@ def step_of_all(model: nn.Module, call: Call, there: list[Tensor]) -> tuple[int 
     # whatever its forward makes of it in training
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step_of(model, *call, there=there, step=forward)
-        peak = step_of(model, *call, there=there, profiles=False).peak
+        step_of(model, call, there=there, step=forward)
+        peak = step_of(model, call, there=there, profiles=False).peak
     return (forward.saved if forward.backward else None), peak

@@ -99,14 +99,14 @@ class Conversion:
 
     def __str__(self) -> str:
         lines = [("module", "class", "replaced by", "saved before", "saved after", "error")]
-        for rows in alike(self.rows):
+        for name, rows in alike(self.rows):
             before, after, errors = (
-                [value for row in rows if (value := getattr(row, name)) is not None]
-                for name in ("saved_before", "saved_after", "error")
+                [value for row in rows if (value := getattr(row, column)) is not None]
+                for column in ("saved_before", "saved_after", "error")
             )
             lines.append(
                 (
-                    name_of([row.name for row in rows]),
+                    name,
                     rows[0].kind,
                     rows[0].replaced_by or "left",
                     *(memory.format_size(sum(bytes_)) if bytes_ else "" for bytes_ in (before, after)),
@@ -114,9 +114,9 @@ class Conversion:
                 )
             )
         text = aligned(lines)
-        for rows in alike([row for row in self.rows if row.reason]):
+        for name, rows in alike([row for row in self.rows if row.reason]):
             what = "an activation checkpoint, because: " if rows[0].replaced_by else ""
-            text.append(f"{name_of([row.name for row in rows])}: {what}{rows[0].reason}")
+            text.append(f"{name}: {what}{rows[0].reason}")
         for names in self.groups:
             text.append(f"{names[0]} to {names[-1]} are one region")
         count = len(self.converted)
@@ -155,12 +155,12 @@ def write_rows(path: str | os.PathLike, rows: Iterable[dict[str, object]]) -> No
         writer.writerows(rows)
 
 
-def alike(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows that differ by a number in their name."""
+def alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows that differ by a number in their name, each with one name for all."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault((re.sub(r"\d+", "#", row.name), row.kind, row.replaced_by, row.reason), []).append(row)
-    return list(groups.values())
+    return [(name_of([row.name for row in group]), group) for group in groups.values()]
 
 
 def name_of(names: list[str]) -> str:

@@ -69,7 +69,7 @@ class Watched(TorchFunctionMode):
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
 
     def note(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        """Notes the function if it is kept apart, and would round under autocast."""
+        """Notes the function if it runs apart from autocast, which would round its result."""
         if self.is_apart(result):
             # it may return something else, or take no other dtype
             with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
@@ -84,11 +84,8 @@ class Watched(TorchFunctionMode):
 
 def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a module's inputs would be without autocast: as they are, or in float32 if autocast rounded them."""
-    if (
-        not torch._C._is_any_autocast_enabled()
-        or any(p.dtype in HALF for p in module.parameters())
-        or not any(map(torch.is_autocast_enabled, device_types(module)))
-    ):
+    is_on = any(map(torch.is_autocast_enabled, device_types(module)))
+    if not is_on or any(p.dtype in HALF for p in module.parameters()):
         return Tensor.detach
     return lambda one: one.detach().float() if one.dtype in HALF else one.detach()
 
@@ -262,29 +259,21 @@ class Trace(Watched):
             self.alive.append(tensor)
         return self.nodes[id(tensor)]
 
-    def counted(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, dict[str, Any]]:
-        """(the place of a call among all, its args and kwargs with Nodes)."""
-        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of((args, kwargs))])
-        return len(self.calls) - 1, *mapped(self.node, (args, kwargs))
+    def counted(self, call: Call) -> tuple[int, Call]:
+        """(the place of a call among all, the call with Nodes)."""
+        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of(call)])
+        return len(self.calls) - 1, mapped(self.node, call)
 
-    def record(
-        self,
-        kind: str,
-        source: str,
-        args: tuple,
-        kwargs: dict[str, Any],
-        results: object,
-        function: Callable | None = None,
-    ) -> None:
-        at, args, kwargs = self.counted(args, kwargs)
-        leaves = leaves_of((args, kwargs))
+    def record(self, kind: str, source: str, call: Call, results: object, function: Callable | None = None) -> None:
+        at, call = self.counted(call)
+        leaves = leaves_of(call)
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
         trained = any(isinstance(one, Node) and one.trained for one in leaves) or (
             kind == "module" and bool(list(self.module.get_submodule(source).parameters()))
         )
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                self.nodes[id(result)] = node = Node(kind, source, result.shape, args, kwargs, i, at, function)
+                self.nodes[id(result)] = node = Node(kind, source, result.shape, *call, i, at, function)
                 node.apart, node.trained = self.is_apart(result), trained
                 self.alive.append(result)
 
@@ -304,7 +293,7 @@ class Trace(Watched):
         if not self.inside:
             changed = args[0] if is_in_place(name) else kwargs.get("out")
             forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
-            self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result, function)
+            self.record("function", name, (args, kwargs), changed if isinstance(changed, Tensor) else result, function)
             for before, now in forgotten:
                 now.written = before, self.nodes[id(changed)]
         return result
@@ -332,12 +321,12 @@ class Trace(Watched):
         path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
         if of_leaf:
             if id(result) not in given:
-                self.record("module", path, args, kwargs, result)
+                self.record("module", path, (args, kwargs), result)
             return
-        at, args, kwargs = self.counted(args, kwargs)
+        at, call = self.counted((args, kwargs))
         for i, one in enumerate(tree_leaves(result)):
             if isinstance(one, Tensor) and id(one) not in given:
-                outer = Node("module", path, one.shape, args, kwargs, i, at, apart=self.is_apart(one))
+                outer = Node("module", path, one.shape, *call, i, at, apart=self.is_apart(one))
                 self.node(one).calls.append(outer)
 
 

@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
-from ..conversion.binding import forward_of
+from ..conversion.binding import forward_of, revert
 from ..conversion.blocks import is_converted
-from ..conversion.bound import revert
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
 from ..conversion.recorder import Loss, Step, device_of, loss_of, parts_of, step_of
-from ..conversion.report import Row, aligned, alike, name_of
-from ..conversion.trace import mapped
+from ..conversion.report import Row, aligned, alike
+from ..conversion.trace import Call, mapped
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
@@ -109,7 +108,7 @@ class Certificate:
         order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
         errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
         groups = alike(Row(name, "", by) for name, by in self.replaced.items())
-        replaced = [(name_of([row.name for row in rows]), str(rows[0].replaced_by)) for rows in groups]
+        replaced = [(name, str(rows[0].replaced_by)) for name, rows in groups]
         for table in (
             [("module", "replaced by"), *replaced],
             [("gradient of", "unmodified", "converted", "ratio"), *errors],
@@ -177,11 +176,11 @@ def certify(
     Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
     wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
-    check_step("certify", model, example_inputs, example_kwargs)
     batch = example_inputs, example_kwargs
+    check_step("certify", model, batch)
     eager = revert(copied(model))
-    is_random = random(eager.train(), *batch)
-    if is_random and random(eager.eval(), *batch):
+    is_random = random(eager.train(), batch)
+    if is_random and random(eager.eval(), batch):
         raise ValueError(
             "certify: two calls in eval mode give two results, so there is nothing to compare: make it deterministic"
         )
@@ -190,7 +189,7 @@ def certify(
         convert(ours, *example_inputs, **example_kwargs)
     forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
     before = {name: dict(forward.calls) for name, forward in forwards.items()}
-    theirs, converted = (ran(one, *batch, loss, not is_random) for one in (eager, ours))
+    theirs, converted = (ran(one, batch, loss, not is_random) for one in (eager, ours))
     as_said = "fused", "checkpointed"
     unused = [name for name, one in forwards.items() if all(one.calls[how] == before[name][how] for how in as_said)]
     replaced = replaced_by(ours)
@@ -198,7 +197,7 @@ def certify(
     try:
         with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
-            exact = ran(eager.double(), *wide, loss, not is_random)
+            exact = ran(eager.double(), wide, loss, not is_random)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
@@ -235,21 +234,21 @@ def replaced_by(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+def random(model: nn.Module, call: Call) -> bool:
     """Do two calls differ?"""
+    args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
         outputs = [model(*args, **kwargs) for _ in range(2)]
     tensors = [parts_of(dict(one) if hasattr(one, "keys") else one) for one in outputs]
     return not all(map(torch.equal, *tensors))
 
 
-def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, trains: bool) -> Ran:
+def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
     """Runs one step, always from the same seed, with zeros as gradients before."""
     gradients: dict[str, Tensor] = {}
     step = step_of(
         model,
-        args,
-        kwargs,
+        call,
         loss=functools.partial(loss_of, loss=loss, summed=weighted, op="certify"),
         there=model.parameters(),
         trains=trains,

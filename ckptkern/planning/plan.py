@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.binding import revert
 from ..conversion.blocks import Cuts, by_module, recorded
-from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
 from ..conversion.recorder import Alive, Loss, as_input
@@ -177,16 +177,16 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
 
     Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
     number, and its time does."""
-    model, args, kwargs = example.model, example.args, example.kwargs
+    model, call = example.model, example.call
     segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        small_args, small_kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), (args, kwargs))
+        args, kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), call)
         try:
-            convert(model, *small_args, recompute="full", **options, **small_kwargs)
-        except Exception:  # of the model's own: its inputs go together in another way
             convert(model, *args, recompute="full", **options, **kwargs)
+        except Exception:  # of the model's own: its inputs go together in another way
+            convert(model, *call[0], recompute="full", **options, **call[1])
         segments = segments_of(model)
-    record, taken = recorded(model, (args, kwargs)), {m for segment in segments for m in segment.module.modules()}
+    record, taken = recorded(model, call), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return segments
     # blocks in which there is no region: those with which a step peaks lowest
@@ -257,7 +257,7 @@ def plan(
     name, given = ("saved", saved) if budget is None else ("budget", budget)
     limit = math.inf if given is None else bytes_of("plan", name, given)
     by_peak = budget is not None
-    example = Example("plan", model, example_inputs, example_kwargs, loss)
+    example = Example("plan", model, (example_inputs, example_kwargs), loss)
     with converted(example) as shown:
         check_keywords("plan", plan, model, example_kwargs)
         if device not in (None, *RATES):
@@ -368,7 +368,7 @@ def frontier(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
     first = min(multiple, limit or multiple)
-    example = Example("frontier", model, *arguments_of(make_inputs(first)), loss)
+    example = Example("frontier", model, arguments_of(make_inputs(first)), loss)
     with converted(example) as shown:
         for segment in found_segments(example, include, exclude):
             segment.set(Strategy("full"))
@@ -376,7 +376,7 @@ def frontier(
         def peak_of(size: int) -> float:
             shown(f"size {size}")
             try:
-                return Example("frontier", model, *arguments_of(make_inputs(size)), loss).step().peak
+                return Example("frontier", model, arguments_of(make_inputs(size)), loss).step().peak
             except torch.OutOfMemoryError:
                 return math.inf
 

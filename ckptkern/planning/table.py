@@ -90,18 +90,18 @@ class Example:
     """The training step that a table is of, as it begins now: with the gradients that are there. loss: from what the model
     returns to what is differentiated. Raises TypeError, ValueError and RuntimeError, which name `op`, if it cannot run."""
 
-    def __init__(self, op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None = None):
-        check_step(op, model, args, kwargs)
-        self.op, self.model, self.args, self.kwargs = op, model, args, kwargs
+    def __init__(self, op: str, model: nn.Module, call: Call, loss: Loss | None = None):
+        check_step(op, model, call)
+        self.op, self.model, self.call = op, model, call
         self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
-        leaves = *model.parameters(), *tensors_in((args, kwargs))
+        leaves = *model.parameters(), *tensors_in(call)
         self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
-        self.device = device_of(model, (args, kwargs))
+        self.device = device_of(model, call)
 
     def step(self, segments: Sequence[Segment] = (), backs: bool = True) -> Step:
         """Records it, with the model as it is. backs=False: a forward, of which nothing is left but the figures and calls."""
         regions, step = [(one.name, one.module) for one in segments], Step(backs)
-        return step_of(self.model, self.args, self.kwargs, regions, loss=self.loss, there=self.there, step=step)
+        return step_of(self.model, self.call, regions, loss=self.loss, there=self.there, step=step)
 
 
 @dataclass

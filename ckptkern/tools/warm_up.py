@@ -153,15 +153,15 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError in inference mode, while a CUDA graph is
     captured, or if forward itself changed a parameter in place; what the model raises.
     """
-    check_tensors("warm_up", model, example_inputs, example_kwargs)
-    if not example_inputs and not example_kwargs:
+    call = example_inputs, example_kwargs
+    check_tensors("warm_up", model, call)
+    if not any(call):
         raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
     check_not_fsdp1(model, "warm_up")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
     # DistributedDataParallel's own attributes go with its reducer, which counts the step
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    call = example_inputs, example_kwargs
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
     started = time.perf_counter()
     try:

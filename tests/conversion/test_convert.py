@@ -379,13 +379,15 @@ NOT_RUN = {
     "exclude": ({"exclude": "vision*"}, {"other"}),
     "include what ran": ({"include": "text*"}, set()),
     "include a part": ({"include": "vision.layers.1"}, {"vision.layers.1"}),
+    "under autocast": ({}, {"vision.layers", "other"}),
 }
 
 
 @pytest.mark.parametrize("what", NOT_RUN)
 def test_what_the_example_does_not_run_has_a_row(what):
     options, names = NOT_RUN[what]
-    conversion = ckptkern.convert(Towers(), ids(), every=2, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "under autocast"):
+        conversion = ckptkern.convert(Towers(), ids(), every=2, **options)
     rows = {row.name: row for row in conversion.left if "did not run it" in row.reason}
     assert rows.keys() == names, str(conversion)
     text = f"{'/'.join(names)}: the example's call did not run it. Give convert a call that does"
