@@ -171,7 +171,7 @@ def count(model: nn.Module, variant: Variant, batch: int, tokens: int, size: int
         warnings.simplefilter("ignore")
         layers = layers_of(model)[1]
         ends = [(str(i), layers[i]) for i in sorted({0, len(layers) - 1})]
-        step = step_of(training, (ids,), {}, ends, there=training.parameters())
+        step = step_of(training, ((ids,), {}), ends, there=training.parameters())
     saved = next(one.start for one in step.stretches if one.backward)
     return Counted(*peaks_of(step, len(ends) - 1), saved, step.flops)
 

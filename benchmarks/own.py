@@ -78,7 +78,7 @@ class Called(nn.Module):
 def segments_in(replica: Called) -> list[Segment]:
     """The regions of ckptkern.nn that it has, or else what convert fuses."""
     args, kwargs = replica.inputs(replica.x)
-    return [one for one in found_segments(Example("bench", replica.module, args, kwargs)) if not one.is_block]
+    return [one for one in found_segments(Example("bench", replica.module, (args, kwargs))) if not one.is_block]
 
 
 def in_mode(model: Called, mode: str) -> Function:

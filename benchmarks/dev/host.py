@@ -90,7 +90,7 @@ def guard() -> float:
 
     def decide() -> None:
         forward.form.takes(given)
-        forward.segment_of(pattern_of(forward.form.counting((x,), given), []))
+        forward.segment_of(pattern_of(forward.form.counting(((x,), given)), []))
         forward.watch.unchanged()
 
     start = time.thread_time()  # after a conversion torch's other threads spin for a while

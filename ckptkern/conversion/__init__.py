@@ -6,7 +6,7 @@ and the graph is read backwards as one fused op (`attention`, `grammar`), which 
 the LM head before a loss, whose logits are lazy (`logits`), and `report` says what was done.
 """
 
-from .bound import revert
+from .binding import revert
 from .convert import convert
 from .heads import patch_trl
 from .moe import register_experts

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .calls import pattern_of
-from .guard import inside, objects_of, ties_of
-from .trace import Call, leaves_of, plain_attributes
+from .guard import OF_EVERY_MODULE, ties_of
+from .protection import FULLY_SHARD
+from .trace import PLAIN_VALUES, Call
 
 
 class Numbers(NamedTuple):
@@ -38,8 +39,8 @@ class Numbers(NamedTuple):
             return x == y or x.split(".") == [str(self.ours) if p == str(self.theirs) else p for p in y.split(".")]
         if type(x).__eq__ is not object.__eq__:
             return not hasattr(x, "__array__") and bool(x == y)
-        held = inside(x)
-        return bool(held) and self.same(held, inside(y))
+        held = getattr(x, "__dict__", None)
+        return bool(held) and self.same(held, vars(y))
 
 
 def same_inside(name: str, module: nn.Module, other_name: str, other: nn.Module) -> bool:
@@ -59,9 +60,9 @@ def number_in(name: str) -> int | None:
 def call_kinds(calls: list[Call]) -> list[tuple]:
     """Patterns of the arguments, and their shapes."""
     kinds = []
-    for args, kwargs in calls:
-        shapes = [t.shape for t in leaves_of((args, kwargs)) if isinstance(t, Tensor)]
-        kinds.append((*kwargs, pattern_of((*args, *kwargs.values()), []), *shapes))
+    for call in calls:
+        flat: list[Any] = []
+        kinds.append((pattern_of(call, flat), *(t.shape for t in flat if isinstance(t, Tensor))))
     return kinds
 
 
@@ -78,5 +79,13 @@ def tensors_of(named: dict[str, Tensor | None]) -> list[tuple]:
 
 
 def attributes_of(module: nn.Module) -> list[Any]:
-    """Plain ones and others, of all modules inside."""
-    return [[plain_attributes(m) for m in module.modules()], [(name, value) for _, name, value in objects_of(module)]]
+    """Plain ones, and others that are no tensors: functions, lists, configurations, of all modules inside."""
+    return [
+        {
+            name: value
+            for name, value in vars(m).items()
+            if type(value) in PLAIN_VALUES
+            or not (name in OF_EVERY_MODULE or isinstance(value, Tensor) or name.startswith(FULLY_SHARD))
+        }
+        for m in module.modules()
+    ]

@@ -1,5 +1,7 @@
 """Replaces a module's forward by the fused call, or by the original if the guard sees a change.
 
+`bound` finds all that convert set in a model, and `revert` undoes it.
+
 Hooks: some last for a call of the model, such as those by which peft tells adapters which sample is whose (`adapter_names`),
 and are gone when backward recomputes; the recompute runs with those that were there in forward. Placeholders stand for
 attention's probabilities, which hardly any caller reads: the original forward computes them when they are read. Groups: several
@@ -11,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection
 from types import MethodType
@@ -35,14 +36,18 @@ from ..segments.decisions import saved_decisions
 from ..segments.reachable import makes_cached
 from ..segments.segment import Span
 from ..storage import Store
+from . import masks
 from .arguments import arguments_getter, live_attributes, named, values_of
 from .calls import Form, pattern_of, regardless_of_precision
 from .computed import Computed, Inputs, conditions, templates
 from .guard import Watch
-from .masks import register, signature_of
 from .reading import Argument, Reading
-from .report import AGAIN, RAN, WARNED, Row, warn_of
-from .trace import mapped
+from .report import AGAIN, RAN, Row, warn_of, warn_once
+from .sharding import set_class
+from .trace import Call, leaves_of, mapped, recomputed
+
+ORIGINAL_CLASS = "_ckptkern_class"  # where a module that became its drop-in replacement keeps the class that it had
+OF_DROP_IN = (ORIGINAL_CLASS, "recompute", "workspace")
 
 # What a placeholder answers without values: data parallelism asks all outputs, to hook those that require a gradient.
 ANSWERED = frozenset(
@@ -126,6 +131,7 @@ WITH_WORKSPACE = frozenset(
 )
 ATTENDING = ("transformer_layer", "attention_block", "latent_attention_block")  # ops
 UNSEEN = object()
+LEFT_EMPTY = "a converted layer does not fill a cache of keys and values in training. Pass use_cache=False"
 FILLED = "it is given a cache of keys and values that is not empty. Pass use_cache=False in training"
 REMEMBERED = 64  # patterns of a module; numbers among its arguments may differ in each call
 
@@ -145,10 +151,10 @@ class Segment:
 
     def __init__(self, module: nn.Module, reading: Reading, caches: Collection[int] = ()):
         self.module, self.reading, self.caches = module, reading, caches
-        self.op, self.template, self.x = reading.op, reading.arguments, reading.x
+        self.op = reading.op
+        self.template, self.x = template, x = reading.arguments, reading.x
         self.router = module.get_submodule(reading.logits_of) if reading.logits_of else None
         self.attends = self.op in ATTENDING
-        template, x = self.template, self.x
         self.arguments = arguments_getter(module, template)
         self.inputs = [x, *(one.index for one in named(template, "key_value", "top_k_weights"))]
         found = {one.index for one in templates(template, Argument)}
@@ -213,15 +219,16 @@ class Forward:
     forward, without those under torch.compile. name: of its row.
     """
 
+    differs = False  # did the last call run otherwise than the row says?
+    workspace: int | str | None = None
+    store: Store | None = None
+    group: tuple[Any, int] | None = None  # (a Group, its place there)
+
     def __init__(self, module: nn.Module, recompute: str | tuple[str, str]):
         self.module, self.recompute = module, recompute
         self.name = type(module).__name__
         self.calls = dict.fromkeys(RAN, 0)
-        self.differs = False  # did the last call run otherwise than the row says?
         self.previous: Callable | None = module.__dict__.get("forward")
-        self.workspace: int | str | None = None
-        self.store: Store | None = None
-        self.group: tuple[Any, int] | None = None  # (a Group, its place there)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"store": None}
@@ -230,7 +237,7 @@ class Forward:
         """In another process the attention implementation that the configuration names may not be known yet."""
         self.__dict__.update(state)
         if "transformers.masking_utils" in sys.modules:
-            register()
+            masks.register()
 
     def __call__(self, *args, **kwargs):
         if self.group is not None:
@@ -250,7 +257,7 @@ class Forward:
         if self.previous is not None:
             self.module.forward = self.previous
 
-    __signature__ = property(signature_of)
+    __signature__ = property(masks.signature_of)
 
     def original(self, *args, **kwargs):
         refuse_shard(f"{type(self.module).__name__} was called with other arguments than convert checked")
@@ -276,7 +283,7 @@ class Forward:
         """
         if not (torch.is_grad_enabled() and self.module.training) or any(one.get_seq_length() for one in caches):
             return False
-        _warn_of_cache()
+        warn_once("cache", LEFT_EMPTY)
         return True
 
     def checkpointed(
@@ -291,7 +298,7 @@ class Forward:
         if caches:
             if not self.may_leave_empty(caches):
                 return self.unfused(lambda: FILLED, args, kwargs)
-            args, kwargs = without_caches(args, kwargs)
+            args, kwargs = without_caches((args, kwargs))
         if is_compiling():  # Dynamo makes no bound method of a converted module
             run = functools.partial(type(self.module).forward, self.module)
             return checkpoint(run, *args, context_fn=context_fn, **kwargs)
@@ -340,9 +347,9 @@ class Fused(Forward):
             return self.original(*args, **kwargs)
         flat: list[Any] = []
         takes = self.form.takes(kwargs)
-        segment = self.segment_of(pattern_of(self.form.counting(args, kwargs), flat)) if takes else None
+        segment = self.segment_of(pattern_of(self.form.counting((args, kwargs)), flat)) if takes else None
         if segment is None:
-            return self.unfused(lambda: self.form.difference(args, kwargs), args, kwargs)
+            return self.unfused(lambda: self.form.difference((args, kwargs)), args, kwargs)
         if segment.caches and not self.may_leave_empty([flat[i] for i in segment.caches]):
             return self.unfused(lambda: FILLED, args, kwargs)
         if (why := self.why_changed(segment, flat)) is not None:
@@ -387,14 +394,20 @@ class Fused(Forward):
         return None
 
 
+def forward_of(module: nn.Module) -> Forward | None:
+    """What convert set as its forward, if it did."""
+    own = module.__dict__.get("forward")
+    return own if isinstance(own, Forward) else None
+
+
 def is_cache(value: object) -> bool:
     """Does it collect keys and values, as transformers' caches do?"""
     return hasattr(value, "get_seq_length")
 
 
-def without_caches(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def without_caches(call: Call) -> Call:
     """A call with None in place of caches."""
-    return tuple(None if is_cache(v) else v for v in args), {k: None if is_cache(v) else v for k, v in kwargs.items()}
+    return recomputed(call, (None if is_cache(v) else v for v in leaves_of(call)))
 
 
 class General(Forward):
@@ -437,13 +450,11 @@ class Own(Forward):
 
 class Runs(Forward):
     """nn.Sequential, in which runs of layers are fused or activation checkpoints. runs: (start, stop, what runs them), which is
-    the forward of an nn.Sequential of these layers."""
+    the forward of an nn.Sequential of these layers, set as that."""
 
     def __init__(self, module: nn.Sequential, runs: list[tuple[int, int, Fused | General]], recompute: str):
         super().__init__(module, recompute)
         self.runs, self.layers = runs, tuple(module)
-        for *_, run in runs:
-            run.module.forward = run
 
     def run(self, input: Tensor) -> Tensor:
         if tuple(self.module._modules.values()) != self.layers:
@@ -461,23 +472,6 @@ class Runs(Forward):
 
 def requires_grad(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-@functools.cache
-def _warn_of_cache() -> None:
-    warnings.warn(
-        "ckptkern.convert: a converted layer does not fill a cache of keys and values in training. Pass use_cache=False",
-        stacklevel=4,
-    )
-
-
-def warn_again() -> None:
-    """Of what a model did that was converted before."""
-    WARNED.clear()
-    _warn_of_cache.cache_clear()
-
-
-_warn_of_cache._dynamo_marked_constant = True
 
 
 class Group:
@@ -519,7 +513,7 @@ class Group:
             or (caches and not forward.may_leave_empty(caches))
         ):
             return forward.run(*args, **kwargs)
-        args, kwargs = without_caches(args, kwargs) if caches else (args, kwargs)
+        args, kwargs = without_caches((args, kwargs)) if caches else (args, kwargs)
         # a layer's op in its own mode: its backward comes long after its recompute
         run = own_modes()(forward.run) if isinstance(forward, (Fused, Own)) else forward.run
         after, open_ = self.open  # perhaps another thread's, whose tensors are not this call's
@@ -546,8 +540,8 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
     modules = dict(model.named_modules())
     for row in rows:
         parent, _, number = row.name.rpartition(".")
-        forward = vars(modules[row.name]).get("forward") if row.name in modules else None
-        if number.isdigit() and row.replaced_by is not None and isinstance(forward, Forward):
+        forward = forward_of(modules[row.name]) if row.name in modules else None
+        if number.isdigit() and row.replaced_by is not None and forward is not None:
             lists.setdefault(parent, []).append((row.name, forward))
     groups = []
     for layers in lists.values():
@@ -557,3 +551,42 @@ def group_layers(model: nn.Module, rows: list[Row], every: int) -> list[Group]:
             for place, (_, forward) in enumerate(some):
                 forward.group = groups[-1], place
     return groups
+
+
+# -- what convert set in a model
+
+
+def bound(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns (the attributes of a module or a configuration, those among them that convert set) of each."""
+    found = [(vars(config), (masks.ATTRIBUTE,)) for _, config in masks.configurations(model) if masks.has_ours(config)]
+    for module in model.modules():
+        attributes = vars(module)
+        names = OF_DROP_IN if ORIGINAL_CLASS in attributes else ()
+        if isinstance(attributes.get("forward"), (Forward, masks.Unpacked)):
+            names = (*names, "forward")
+        found.append((attributes, names))
+    return [
+        (attributes, {name: attributes[name] for name in names if name in attributes}) for attributes, names in found
+    ]
+
+
+def check_not_split(op: str, model: nn.Module) -> None:
+    """Raises ValueError if ckptkern.parallel split a block, whose forward stands around what convert would set."""
+    for module in model.modules():
+        for name, style in (("shard", "TensorParallel"), ("context", "ContextParallel")):
+            if hasattr(module.__dict__.get("forward"), name):
+                raise ValueError(f"{op}: the model is already sharded by {style}: convert first, then shard")
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undoes convert: every module runs the forward that it had. Returns the model. ValueError after a parallel style."""
+    check_not_split("revert", model)
+    masks.give_back(model)
+    for module in model.modules():
+        if forward := forward_of(module):
+            forward.unbind()
+        if ORIGINAL_CLASS in module.__dict__:
+            set_class(module, module.__dict__.pop(ORIGINAL_CLASS))
+            for name in OF_DROP_IN[1:]:
+                module.__dict__.pop(name, None)
+    return model

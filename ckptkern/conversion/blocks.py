@@ -26,8 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 from .. import memory
 from ..nn.unmodified import runs_class_forward
 from ..segments.decisions import decides
-from .binding import Forward, General, without_caches
-from .bound import ORIGINAL_CLASS
+from .binding import ORIGINAL_CLASS, Forward, General, without_caches
 from .check import TOLERANCE, difference, random_parameters, results, wide
 from .protection import drawn_elsewhere, seeded, unmoved
 from .recorder import Saved, Step, saved_bytes, step_of
@@ -68,7 +67,7 @@ def general(module: nn.Module, recompute: str, call: Call) -> General:
     """An activation checkpoint around it, which saves its decisions: if it makes any, or if that cannot be tried."""
     made = General(module, recompute)
     if not holds_sharded(module):  # a forward that no backward follows would leave their state open
-        args, kwargs = without_caches(*mapped(lambda one: one, call))  # it may empty a list that it is given
+        args, kwargs = without_caches(mapped(lambda one: one, call))  # it may empty a list that it is given
         # whatever a forward makes of its call in training
         with contextlib.suppress(Exception), unmoved(module), torch.no_grad():
             module.train()
@@ -81,7 +80,7 @@ class Around:
     StopIteration for a call without a floating-point input."""
 
     def __init__(self, module: nn.Module, call: Call):
-        self.module, self.call = module, without_caches(*call)
+        self.module, self.call = module, without_caches(call)
         self.x = next(i for i, v in enumerate(leaves_of(self.call)) if is_floating(v))
         self.before = self.saved(module.forward)
 
@@ -247,7 +246,7 @@ def recorded(model: nn.Module, call: Call) -> Record | None:
     record = Record(model)
     regions = [("", module) for module in outside_of_converted(model)]  # inside, a hook would change what runs
     with contextlib.suppress(Exception):
-        step_of(model, *call, regions, there=(), step=record)
+        step_of(model, call, regions, there=(), step=record)
         record.root.stop = len(record.saves)
         return record
     return None
@@ -420,5 +419,5 @@ def calls_of(model: nn.Module, call: Call, cuts: Sequence[Cut]) -> dict[nn.Modul
     begin = list({cut.begins for cut in cuts})
     if not begin:
         return {}
-    step = step_of(model, *call, [("", module) for module in begin], there=(), step=Step(backs=False, holds=True))
+    step = step_of(model, call, [("", module) for module in begin], there=(), step=Step(backs=False, holds=True))
     return {module: step.calls[i][0].call for i, module in enumerate(begin)}

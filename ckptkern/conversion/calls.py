@@ -164,7 +164,7 @@ class Form:
         if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
             self.by_place = []  # these stay where they are
         self.defaults = {p.name: p.default for p in usual if p.default is not p.empty}
-        calls = [self.complete(args, kwargs) for args, kwargs in calls]
+        calls = [self.complete(call) for call in calls]
         self.keywords = list(dict.fromkeys(name for _, kwargs in calls for name in kwargs))
         self.known = frozenset((*self.keywords, *self.by_place, *self.defaults))
         self.reads: dict[str, Any] = {}  # `Reads` of its modules' attributes, of forward in the calls that were checked
@@ -173,57 +173,34 @@ class Form:
         self.harmless: set[tuple[str, Any]] = set()  # values of other names with which a call does the same
         self.example = mapped(lambda one: Like(one.shape, one.dtype), calls[0])
 
-    def complete(self, args: tuple, kwargs: dict[str, Any]) -> Call:
+    def complete(self, call: Call) -> Call:
         """The call by keywords, with the defaults of what is not given."""
+        args, kwargs = call
         given = self.defaults | dict(zip(self.by_place, args, strict=False)) | kwargs
         return args[len(self.by_place) :], {name: given[name] for name in self.by_place if name in given} | given
 
-    def counting(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    def counting(self, call: Call) -> list[Any]:
         """The values that count, in their order, and what stands for the others."""
+        args, kwargs = call
         given = {**self.defaults, **dict(zip(self.by_place, args, strict=False)), **kwargs, **self.fixed}
         return [*args[len(self.by_place) :], *map(given.get, self.keywords)]
 
-    def pattern(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    def pattern(self, call: Call) -> tuple:
         """What a call must have in common with those that were checked, whatever its precision."""
-        return regardless_of_precision(pattern_of(self.counting(args, kwargs), []))
+        return regardless_of_precision(pattern_of(self.counting(call), []))
 
-    def call_of(self, flat: list[Any], args: tuple, kwargs: dict[str, Any]) -> Call:
+    def call_of(self, flat: list[Any], call: Call) -> Call:
         """A complete call with these leaves in place of the values that count."""
-        values = recomputed(self.counting(args, kwargs), iter(flat))
+        values, (args, kwargs) = recomputed(self.counting(call), iter(flat)), call
         named = dict(zip(self.keywords, values[len(args) :], strict=True))
         return tuple(values[: len(args)]), kwargs | {n: v for n, v in named.items() if n not in self.fixed}
 
     def takes(self, kwargs: dict[str, Any]) -> bool:
-        """Are all names known, or known to do nothing?"""
-        for name in kwargs:
-            if name not in self.known:
-                return not torch.compiler.is_compiling() and self.learns(kwargs)
-        return True
-
-    def difference(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        """What is not in this call as in the example's, and the remedy."""
-        again = "Give convert a call like those of training"
-        if names := ", ".join(name for name in kwargs if name not in self.known):
-            return f"the example for convert had no {names}. {again}"
-        ours, examples = self.counting(args, kwargs), self.counting(*self.made())
-        names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
-        for name, one, example in zip(names, ours, examples, strict=False):
-            if len({regardless_of_precision(pattern_of([value], [])) for value in (one, example)}) > 1:
-                return f"{name} is {described(one)}, and was {described(example)} in the example for convert. {again}"
-        return f"it has other arguments than the example for convert. {again}"
-
-    def made(self) -> Call:
-        """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
-        parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
-        for i, one in enumerate(leaves):
-            if isinstance(one, Like):
-                dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
-                leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
-        return recomputed(self.example, iter(leaves))
-
-    def learns(self, kwargs: dict[str, Any]) -> bool:
-        """Tries new names once, on the example: does it not look at them, or do the same with these plain values?"""
+        """Are all names known, or known to do nothing? New ones are tried once, on the example: does it not look at them, or do
+        the same with these plain values?"""
         new = {name: value for name, value in kwargs.items() if name not in self.known}
+        if not new or torch.compiler.is_compiling():
+            return not new
         kinds = {(name, value if type(value) in PLAIN_VALUES else type(value)) for name, value in new.items()}
         if not self.refused.isdisjoint(kinds):
             return False
@@ -239,3 +216,24 @@ class Form:
                     return False
             self.harmless |= new.items()
         return True
+
+    def difference(self, call: Call) -> str:
+        """What is not in this call as in the example's, and the remedy."""
+        again = "Give convert a call like those of training"
+        if names := ", ".join(name for name in call[1] if name not in self.known):
+            return f"the example for convert had no {names}. {again}"
+        ours, examples = self.counting(call), self.counting(self.made())
+        names = [*map("argument {}".format, range(len(ours) - len(self.keywords))), *self.keywords]
+        for name, one, example in zip(names, ours, examples, strict=False):
+            if len({regardless_of_precision(pattern_of([value], [])) for value in (one, example)}) > 1:
+                return f"{name} is {described(one)}, and was {described(example)} in the example for convert. {again}"
+        return f"it has other arguments than the example for convert. {again}"
+
+    def made(self) -> Call:
+        """A call like the example, of zeros, for the module as it is now: it may have moved, or have another dtype."""
+        parameter, leaves = next(self.module.parameters()), leaves_of(self.example)
+        for i, one in enumerate(leaves):
+            if isinstance(one, Like):
+                dtype = parameter.dtype if one.dtype.is_floating_point else one.dtype
+                leaves[i] = torch.zeros(one.shape, dtype=dtype, device=parameter.device)
+        return recomputed(self.example, iter(leaves))

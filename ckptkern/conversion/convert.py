@@ -18,9 +18,19 @@ from ..extras import progress
 from ..nn.unmodified import untouched
 from ..ops.dispatch.choices import check_choice, check_count, check_mode, modes_of_sublayers, parse_bytes
 from . import blocks, masks
-from .binding import Forward, General, Own, Runs, group_layers, warn_again, without_caches
+from .binding import (
+    ORIGINAL_CLASS,
+    Forward,
+    General,
+    Own,
+    Runs,
+    bound,
+    check_not_split,
+    group_layers,
+    revert,
+    without_caches,
+)
 from .blocks import Around, around, error_of, general, is_layer, is_marked
-from .bound import ORIGINAL_CLASS, bound, check_not_split, revert
 from .calls import check_keywords, pattern_of
 from .fuse import Checked, calls_of, fuse, runs_of
 from .heads import NOT_RUN, Heads, Ran, scalars
@@ -28,10 +38,10 @@ from .layouts import is_experts
 from .protection import no_trace, seeded, unmoved
 from .quantized import not_repacked, why_unreadable
 from .recorder import check_step, saved_by, step_of_all
-from .report import NOTHING, Conversion, Row
+from .report import NOTHING, WARNED, Conversion, Row
 from .selection import Which, check_names, matches, selected
-from .sharding import Shards, check_not_fsdp1, class_of, holds_sharded, set_class
-from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched_off, upcast
+from .sharding import Shards, class_of, holds_sharded, set_class
+from .trace import Call, Unreadable, is_leaf, leaves_of, mapped, switched, upcast
 
 DROP_INS = {
     nn.MultiheadAttention: drop_ins.MultiheadAttention,
@@ -46,16 +56,7 @@ PATTERNS = 4  # kinds of arguments that are checked of one module
 # -- the probe
 
 
-class Probe(NamedTuple):
-    """What the model's example call showed.
-
-    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
-    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
-    """
-
-    calls: dict[nn.Module, list[Call]]
-    hooked: set[nn.Module]
-    heads: Heads | None
+Probe = tuple[dict[nn.Module, list[Call]], set[nn.Module], "Heads | None"]  # calls, hooked, heads of `_Conversion`
 
 
 def capture(model: nn.Module, call: Call) -> Probe:
@@ -65,10 +66,10 @@ def capture(model: nn.Module, call: Call) -> Probe:
 
     def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         seen.extend((module, m, count_hooks(m)) for m in within[module] if count_hooks(m) != counts[m])
-        own, (args, kwargs) = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
-        pattern = (*kwargs, pattern_of((*args, *kwargs.values()), []))
-        if len(own) < PATTERNS and pattern not in own:
-            own[pattern] = args, kwargs
+        with torch._C.DisableTorchFunction():  # `Ran` would note parameters whose dtype is read
+            own, call = calls.setdefault(module, {}), mapped(upcast(module), (args, kwargs))
+        if len(own) < PATTERNS:
+            own.setdefault(pattern_of(call, []), call)
 
     within = {m: set(m.modules()) for m in model.modules() if not is_leaf(m) or is_experts(m)}
     hooks = [m.register_forward_pre_hook(before, with_kwargs=True) for m in within]
@@ -83,7 +84,7 @@ def capture(model: nn.Module, call: Call) -> Probe:
         for hook in hooks:
             hook.remove()
     heads = Heads(model, call, ran, returned)
-    return Probe({module: list(own.values()) for module, own in calls.items()}, hooked, heads)
+    return {module: list(own.values()) for module, own in calls.items()}, hooked, heads
 
 
 def captured(model: nn.Module, call: Call) -> Probe:
@@ -114,9 +115,15 @@ class Found(NamedTuple):
 
 @dataclass
 class _Conversion:
-    """One call of convert. shown: is told the name of each module that is tried."""
+    """One call of convert. shown: is told the name of each module that is tried. What the model's example call showed:
 
-    probe: Probe
+    calls: one of each pattern that it made of each submodule; hooked: modules in which hooks were that last for the model's
+    call only, so that a recompute in backward would run without them; heads: those of the loss that it computed.
+    """
+
+    calls: dict[nn.Module, list[Call]]
+    hooked: set[nn.Module]
+    heads: Heads | None
     shards: Shards
     shown: Callable[[str], None]
     recompute: str | tuple[str, str]
@@ -129,7 +136,6 @@ class _Conversion:
         self.attention, self.mlp = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,) * 2
         # may layers become some?
         self.checkpoints = self.otherwise != "leave" and "none" not in (self.attention, self.mlp)
-        self.calls, self.hooked, self.heads = self.probe
         self.within = False  # a layer that an activation checkpoint may stand around
         self.rows: list[Row] = []
         self.seen: set[int] = set()
@@ -154,7 +160,11 @@ class _Conversion:
             layer = None
             if is_block(name, module) or is_marked(module):
                 self.rows += found.rows
-                layer = self.layer(name, module) if found.rows and not self.within else None
+                may_be_one = found.rows and not self.within and self.checkpoints and is_layer(name, module)
+                if may_be_one and module not in self.hooked and not holds_sharded(module):
+                    layer = around(
+                        module, self.calls.get(module, [])
+                    )  # if an activation checkpoint may stand around it
             start, outer, self.within = len(self.rows), self.within, self.within or layer is not None
             for child, m in module.named_children():
                 self.visit(f"{name}.{child}" if name else child, m)
@@ -163,12 +173,6 @@ class _Conversion:
             is_unknown = may_be and not found.rows and all(row.reason == NOT_RUN for row in self.rows[start:])
             if is_unknown and self.heads is not None and self.heads.ran.misses(module):
                 self.rows[start:] = [row_of(name, module, NOT_RUN)]  # in place of those inside
-
-    def layer(self, name: str, module: nn.Module) -> Around | None:
-        """The layer, if an activation checkpoint may stand around it."""
-        if not self.checkpoints or module in self.hooked or holds_sharded(module):
-            return None
-        return around(module, self.calls.get(module, [])) if is_layer(name, module) else None
 
     def surround(self, module: nn.Module, layer: Around | None, rows: list[Row], inner: list[Row]) -> None:
         """Puts an activation checkpoint around the layer, if all ranks find that it can be."""
@@ -195,8 +199,7 @@ class _Conversion:
         row = Row(name, class_of(module).__name__, f"ckptkern.nn.{drop_in.__name__}")
         call = next(iter(self.calls.get(module, ())), None)
 
-        def put() -> None:
-            row.saved_before = saved_by(module, module.forward, call)
+        def become() -> None:
             for m in module.modules():  # a layer's attention and dropouts with it
                 kind = class_of(m)
                 if kind in DROP_INS or kind is nn.Dropout:
@@ -205,10 +208,8 @@ class _Conversion:
                     if kind is not nn.Dropout:
                         m.recompute = self.attention if kind is nn.MultiheadAttention else self.recompute
                         m.workspace = self.workspace
-            self.set(row, module, Own(module, self.recompute))
-            row.saved_after = saved_by(module, module.forward, call)
 
-        return Found([row], put)
+        return Found([row], lambda: self.bind(row, Own(module, self.recompute), call, become=become))
 
     def head(self, name: str, module: nn.Module) -> Found | None:
         """An LM head, or the norm before it."""
@@ -226,10 +227,10 @@ class _Conversion:
             calls = calls_of(module[0])
         if not calls or not (any(p.dim() == 2 for p in module.parameters()) or is_experts(module) or is_marked(module)):
             return Found([])
-        row = row_of(name, module)
         if module in self.hooked:
-            row.reason = "there are hooks or parametrizations inside that last for a call of the model only"
-            return Found([row])
+            reason = "there are hooks or parametrizations inside that last for a call of the model only"
+            return Found([row_of(name, module, reason)])
+        row = row_of(name, module)
         try:
             forward, row.error, call = fuse(name, module, calls, self.recompute, self.checked)
         except Unreadable as reason:
@@ -243,7 +244,7 @@ class _Conversion:
         row.replaced_by = segment.op
         if segment.op != "transformer_layer":
             forward.recompute = self.attention if segment.attends else self.mlp
-        x = leaves_of(forward.form.counting(*call))[segment.x]
+        x = leaves_of(forward.form.counting(call))[segment.x]
         return Found([row], lambda: self.bind(row, forward, call, x))
 
     def general(self, row: Row, module: nn.Module, calls: list[Call], why: str) -> Found:
@@ -255,17 +256,23 @@ class _Conversion:
             row.reason = f"{why}; {problem}" if why else str(problem)
             return Found([row])
         row.replaced_by = "checkpoint"
-        return Found([row], lambda: self.bind(row, made, without_caches(*calls[0])))
+        return Found([row], lambda: self.bind(row, made, without_caches(calls[0])))
 
     def set(self, row: Row, module: nn.Module, forward: Forward) -> None:
-        row.calls = forward.calls
-        for one in (forward, *(run for *_, run in getattr(forward, "runs", ()))):
-            one.workspace, one.name = self.workspace, row.name
+        row.calls, forward.workspace, forward.name = forward.calls, self.workspace, row.name
         module.forward = forward
 
-    def bind(self, row: Row, forward: Forward, call: Call, x: Tensor | None = None) -> None:
+    def bind(
+        self,
+        row: Row,
+        forward: Forward,
+        call: Call | None,
+        x: Tensor | None = None,
+        become: Callable[[], None] = lambda: None,
+    ) -> None:
         module = forward.module
         row.saved_before = saved_by(module, module.forward, call, x)
+        become()
         self.set(row, module, forward)
         row.saved_after = saved_by(module, forward, call, x)
 
@@ -302,8 +309,7 @@ class _Conversion:
                         runs.append((*(cut.layers or (0, 0)), cut.part.forward))
                     self.rows.append(row)
                 if runs and own[0].layers is not None:
-                    module.forward = Runs(module, runs, self.mlp)
-                    module.forward.workspace, module.forward.name = self.workspace, names[module]
+                    self.set(row_of(names[module], module), module, Runs(module, runs, self.mlp))
         finally:
             for module, forward in before.items():
                 if module not in changed:
@@ -319,9 +325,9 @@ class _Conversion:
             rows.append(Row(f"{name}[{start}:{stop}]", "Sequential", op, *bytes_, error))
 
         def put() -> None:
-            self.set(rows[0], module, Runs(module, [one[:3] for one in found], self.mlp))
             for row, (*_, run, _) in zip(rows, found, strict=True):
-                row.calls = run.calls
+                self.set(row, run.module, run)
+            self.set(row_of(name, module), module, Runs(module, [one[:3] for one in found], self.mlp))
 
         return Found(rows, put) if found else None
 
@@ -407,7 +413,8 @@ def convert(
     module, unknown recompute modes and another `otherwise`; RuntimeError in inference mode. An error of the model's own call is
     its own.
     """
-    check_step("convert", model, example_inputs, example_kwargs)
+    call = example_inputs, example_kwargs
+    check_step("convert", model, call)
     if isinstance(recompute, (tuple, list)):
         attention, other = modes_of_sublayers("convert", recompute)
         recompute = attention if attention == other else (attention, other)
@@ -417,20 +424,18 @@ def convert(
     check_count("convert", "every", every)
     parse_bytes("convert", workspace)
     check_keywords("convert", convert, model, example_kwargs)
-    check_not_fsdp1(model)
     check_not_split("convert", model)
     check_names(model, include, exclude)
     revert(model)
     there = [p for p in model.parameters() if p.grad is not None]
-    with no_trace(model, (example_inputs, example_kwargs), bound):
+    with no_trace(model, call):
         try:
-            args, kwargs = example_inputs, example_kwargs
-            before, peak_before = step_of_all(model, args, kwargs, there)
-            probe = captured(model, (args, kwargs)) if args or kwargs else Probe({}, set(), None)
+            before, peak_before = step_of_all(model, call, there)
+            probe = captured(model, call) if any(call) else ({}, set(), None)
             places = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
-            with not_repacked(model), switched_off(model), progress("convert", len(places)) as shown:
+            with not_repacked(model), switched(model), progress("convert", len(places)) as shown:
                 conversion = _Conversion(
-                    probe,
+                    *probe,
                     Shards(model),
                     lambda name: shown(name, places[name]),
                     recompute,
@@ -442,21 +447,24 @@ def convert(
                 conversion.visit("", model)
             masks.open_up(model)
             if before is not None and blocks.may_be_found(model):
-                conversion.blocks(model, (args, kwargs))
+                conversion.blocks(model, call)
             rows = conversion.rows
             if not rows and before is not None:
                 rows.append(row_of("", model, NOTHING))
             groups = group_layers(model, rows, every) if every > 1 else []
-            after, peak_after = step_of_all(model, args, kwargs, there) if before is not None else (None, None)
+            after, peak_after = step_of_all(model, call, there) if before is not None else (None, None)
             for row in rows:
                 row.calls.update(dict.fromkeys(row.calls, 0))  # of training, without what was measured
-            warn_again()
-            if not (args or kwargs or rows):
+            WARNED.clear()  # of what a model did that was converted before
+            if not (any(call) or rows):
                 warnings.warn("ckptkern.convert: without example inputs it found nothing to convert", stacklevel=2)
             regions = [names for group in groups for names in group.regions(ran=after is not None)]
             if groups and not regions:
                 warnings.warn(f"ckptkern.convert: every={every} {NO_REGIONS}", stacklevel=2)
-            return Conversion(rows, before, after, peak_before, peak_after, regions)
+            stays = bound(model)
         except BaseException:
             revert(model)
             raise
+    for attributes, own in stays:
+        attributes.update(own)
+    return Conversion(rows, before, after, peak_before, peak_after, regions)

@@ -17,7 +17,7 @@ from ..nn.unmodified import runs_class_forward, untouched
 from ..ops.dispatch.choices import autocast_dtype
 from .alike import call_kinds, same_inside
 from .arguments import named, rescaled
-from .binding import Fused, Segment, Unread, is_cache
+from .binding import Fused, Segment, Unread, is_cache, without_caches
 from .calls import Form, not_looked_at
 from .check import ROUNDING, TOLERANCE, Check, difference, in_float64, random_parameters, results, varied, wide
 from .computed import Computed, Followed, following, resolve, templates
@@ -29,7 +29,19 @@ from .moe import read_block, read_experts, routed, vary_choices
 from .protection import unmoved
 from .quantized import autocast_like, why_unreadable
 from .reading import Argument, Probability, Reading, Steps
-from .trace import Call, Trace, Unreadable, apart_in, is_floating, is_leaf, leaves_of, mapped, recomputed, trace
+from .trace import (
+    Call,
+    Trace,
+    Unreadable,
+    Watched,
+    is_floating,
+    is_leaf,
+    leaves_of,
+    mapped,
+    recomputed,
+    switched,
+    trace,
+)
 
 
 def result_of(output: object, arguments: list[Any], unread: Callable[[Tensor], bool]) -> tuple[Tensor, tuple | None]:
@@ -62,20 +74,20 @@ def attempt(
     module = form.module
     if any(t.is_meta for t in module.parameters()):
         raise Unreadable("its parameters are on the meta device, where nothing can be checked")
-    blocks = read_blocks(module, leaves_of(form.counting(*call))) if like is None else {}
+    blocks = read_blocks(module, leaves_of(form.counting(call))) if like is None else {}
     with unmoved(module), random_parameters(module):
         vary_choices(module)
         call = args, kwargs = mapped(wide, call)
-        flat = leaves_of(form.counting(*call))
+        flat = leaves_of(form.counting(call))
         module.train()  # shows where dropout is
         if like is not None:
             reading, log = like
             if log and trace(module, call, flat).log != log:
                 raise Unreadable("another trace")
         elif is_experts(module) or parts_of(module) is not None:
-            with torch.no_grad():
-                apart, log = apart_in(module, call), []
+            with switched(module, torch.float32), Watched(module) as watched, torch.no_grad():
                 _, result = result_of(type(module).forward(module, *args, **kwargs), flat, lambda _: False)
+            apart, log = watched.apart, []
             reading = read_experts(module, flat) if is_experts(module) else read_block(module, call, flat)
         else:
             traced, steps = trace(module, call, flat), Steps(module)
@@ -106,14 +118,14 @@ def attempt(
 def followed(form: Form, reading: Reading, traced: Trace, call: Call) -> Followed | None:
     """What in a trace follows the input: in float64, and with twice as many samples if the module takes them, it is another.
     None if no such trace is alike."""
-    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(*call))]
+    flat = [value.double() if is_floating(value) else value for value in leaves_of(form.counting(call))]
     x = flat[reading.x]
     inputs = {reading.x, *(one.index for one in named(reading.arguments, "key_value"))}
     for more in [*(samples(flat, x, inputs) if x.dim() > 2 else ()), set()]:
         values = [torch.cat((value, value)) if i in more else value for i, value in enumerate(flat)]
         # sizes, or a dtype, that the module does not take
         with contextlib.suppress(Exception), in_float64(form.module):
-            calls = trace(form.module, form.call_of(values, *call), values).calls
+            calls = trace(form.module, form.call_of(values, call), values).calls
             found = following(traced.calls, calls, *((len(x), 2) if more else (1, 1)))
             if found is not None:
                 return found
@@ -143,7 +155,7 @@ def read_blocks(module: nn.Module, flat: list[Any]) -> dict[str, Reading | Unrea
             like = next(one for one in flat if is_floating(one) and one.shape[-1:] == (d,))
             call = (torch.randn_like(like),), {}
             form = Form(block, [call])
-            found[path] = attempt(form, form.complete(*call))[0].reading
+            found[path] = attempt(form, form.complete(call))[0].reading
         except Exception as error:
             found[path] = reason_of(error)
     return found
@@ -159,7 +171,7 @@ class RegionCheck(Check):
     def __init__(self, form: Form, reading: Reading, call: Call, randomizes: bool = True):
         self.form, self.module, self.call = form, form.module, call
         self.segment = segment = Segment(form.module, reading)
-        self.flat = leaves_of(form.counting(*call))
+        self.flat = leaves_of(form.counting(call))
         self.masks = {one.index for one in named(segment.template, "attn_mask", "key_padding_mask")}
         for i, value in enumerate(self.flat) if randomizes else ():
             if i in segment.inputs or (i in segment.conditions and is_floating(value)):
@@ -168,7 +180,7 @@ class RegionCheck(Check):
                 self.flat[i] = varied(value, segment.excludes)
 
     def original(self, flat: list[Any]) -> Tensor:
-        args, kwargs = self.form.call_of(flat, *self.call)
+        args, kwargs = self.form.call_of(flat, self.call)
         # a trace has seen that the other results are probabilities
         return result_of(type(self.module).forward(self.module, *args, **kwargs), flat, lambda _: True)[0]
 
@@ -267,10 +279,9 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
     places = list(inspect.signature(type(module).forward).parameters)[1:]
     names = [name for name in places if "mask" in name]
     x = inputs[0]
-    B, S = (x.shape[0], x.shape[1]) if x.dim() == 3 else (1, x.shape[0])
+    B, S, _ = (1, *x.shape)[-3:]
     seen = [torch.ones(B, 1, S, one.shape[-2], dtype=torch.bool, device=x.device).tril() for one in inputs]
-    least = torch.finfo(x.dtype).min
-    added = [torch.zeros(m.shape, dtype=x.dtype, device=x.device).masked_fill(~m, least) for m in seen]
+    added = [torch.zeros_like(m, dtype=x.dtype).masked_fill(~m, torch.finfo(x.dtype).min) for m in seen]
     if len(inputs) == 1:
         # attention layers with our implementation get padding masks [B, S]
         is_adopted = any(has_ours(getattr(m, "config", None)) for m in module.modules())
@@ -287,14 +298,6 @@ def mask_variants(module: nn.Module, call: Call, inputs: list[Tensor]) -> list[C
     return found
 
 
-def without_caches(form: Form, call: Call) -> tuple[Call, list[int]]:
-    """(the call with None in place of caches, the places of these among the values that count)."""
-    flat = leaves_of(form.counting(*call))
-    caches = [i for i, value in enumerate(flat) if is_cache(value)]
-    args, kwargs = form.call_of([None if i in caches else value for i, value in enumerate(flat)], *call)
-    return (args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs), caches
-
-
 def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
     """Three quarters of the rows of both, those that differ least."""
     ours, theirs = (one.reshape(-1, one.shape[-1]) for one in (ours, theirs))
@@ -305,7 +308,7 @@ def nearest_rows(ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
 class Checked(NamedTuple):
     """A fused module, with which others are compared.
 
-    calls: those that the model made of it; which: the place of the first of these that was checked; log: what its trace called.
+    calls: those that the model made of it; log: what the trace of the first of these that was checked called.
     """
 
     name: str
@@ -313,7 +316,6 @@ class Checked(NamedTuple):
     calls: list[tuple]
     fused: Fused
     log: list[tuple]
-    which: int
 
 
 class Attempt(NamedTuple):
@@ -328,7 +330,9 @@ class Attempt(NamedTuple):
 
 def tried(form: Form, asked: Call, like: tuple[Reading, list[tuple]] | None = None) -> Attempt:
     """The attempt of a complete call. Raises Unreadable."""
-    module, (call, caches) = form.module, without_caches(form, asked)
+    module, (args, kwargs) = form.module, without_caches(asked)
+    caches = [i for i, value in enumerate(leaves_of(form.counting(asked))) if is_cache(value)]
+    call = args, kwargs | {"use_cache": False} if caches and "use_cache" in kwargs else kwargs
     segment, error, log = attempt(form, call, like)
     segment.caches = caches
     if any(p.dtype.itemsize < 4 for p in module.parameters()):
@@ -351,8 +355,8 @@ def fuse_like(checked: Checked, module: nn.Module, calls: list[Call], recompute:
     segments = {
         pattern: Segment(module, one.reading, one.caches) for pattern, one in first.segments.items() if one is not None
     }
-    call = form.complete(*calls[checked.which])
-    found = tried(form, call, (segments[form.pattern(*call)].reading, checked.log))
+    call = next(call for call in map(form.complete, calls) if form.pattern(call) in segments)
+    found = tried(form, call, (segments[form.pattern(call)].reading, checked.log))
     return Fused(form, segments, recompute), found.error, found.call
 
 
@@ -385,18 +389,16 @@ def fuse(
             if same_call and all(x is y or torch.equal(x, y) for x, y in buffers):
                 return fuse_like(other, module, calls, recompute)
     attempts: dict[tuple, Attempt] = {}  # by the pattern of their call
-    which = 0  # the first call that was checked
 
-    def add(*call: Any) -> None:
-        asked = form.complete(*call)
-        pattern = form.pattern(*asked)
+    def add(call: Call) -> None:
+        asked = form.complete(call)
+        pattern = form.pattern(asked)
         if pattern not in attempts:
             attempts[pattern] = tried(form, asked)
 
-    for i, call in enumerate(calls):
-        which = which if attempts else i
+    for call in calls:
         try:
-            add(*call)
+            add(call)
         except Exception as error:
             reason = reason_of(error)
     if not attempts:
@@ -404,19 +406,19 @@ def fuse(
         raise Unreadable(f"{adapter}: {reason}") if adapter else reason
     first = next(iter(attempts.values()))
     if first.segment.attends:
-        flat = leaves_of(form.counting(*first.call))
+        flat = leaves_of(form.counting(first.call))
         inputs = [flat[i] for i in first.segment.inputs]
         for like in (first.call, first.asked) if first.segment.caches else (first.call,):
             for call in mask_variants(module, like, inputs):
                 with contextlib.suppress(Exception):  # a mask that this module does not take
-                    add(*call)
+                    add(call)
     ignored = form.keywords
     for _, call, *_ in attempts.values():
         ignored = not_looked_at(module, call, [name for name in ignored if name in call[1]])
     form.fixed = {name: recomputed(form.example[1].get(name), itertools.repeat(None)) for name in ignored}
-    segments = {form.pattern(*one.asked): one.segment for one in attempts.values()}
+    segments = {form.pattern(one.asked): one.segment for one in attempts.values()}
     fused = Fused(form, segments, recompute)
-    checked.append(Checked(name, module, call_kinds(calls), fused, first.log, which))
+    checked.append(Checked(name, module, call_kinds(calls), fused, first.log))
     return fused, max(one.error for one in attempts.values()), first.call
 
 

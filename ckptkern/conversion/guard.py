@@ -122,16 +122,6 @@ def all_reads(one: Reads | None, other: Reads | None) -> Any:
 HARMLESS = (REPACKS, "gradient_checkpointing")
 
 
-def inside(value: object) -> list | dict | set | None:
-    """What a container or an object holds, to be compared later; None if it holds tensors or arrays, whose == has no truth
-    value."""
-    held = value if isinstance(value, (list, dict, set)) else getattr(value, "__dict__", None)
-    if not isinstance(held, (list, dict, set)):
-        return None
-    items = held.values() if isinstance(held, dict) else held
-    return None if any(hasattr(one, "__array__") for one in items) else held
-
-
 def is_container(value: object) -> bool:
     """Returns whether it is a container of things whose == has a truth value."""
     if not isinstance(value, CONTAINERS):
@@ -147,17 +137,6 @@ def snapshot(value: Any) -> Any:
     if type(value) is dict:
         return {key: snapshot(one) for key, one in value.items()}
     return copy.copy(value) if isinstance(value, (list, dict, set)) else value
-
-
-def objects_of(module: nn.Module) -> list[tuple[nn.Module, str, object]]:
-    """(module, name, value) of attributes that are neither plain nor tensors: functions, lists, configurations."""
-    return [
-        (m, name, value)
-        for m in module.modules()
-        for name, value in m.__dict__.items()
-        if not (name in OF_EVERY_MODULE or type(value) in PLAIN_VALUES or isinstance(value, Tensor))
-        and not name.startswith(FULLY_SHARD)
-    ]
 
 
 def ties_of(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module, str]]:
@@ -186,25 +165,20 @@ class Held(NamedTuple):
     absent: frozenset[str]
     known: frozenset[str] | None = None
 
-    def added(self) -> set[str]:
-        """The names of new attributes that forward would read."""
-        now = vars(self.owner).keys()
-        return now & self.absent if self.known is None else now - self.known - OF_EVERY_MODULE
-
 
 def held_of(owner: Any, path: str, reads: Reads | None, skipped: Collection[str] = ()) -> Iterator[Held]:
     """The owner's and those of the objects that it holds."""
     own, is_module = vars(owner), isinstance(owner, nn.Module)
-    names = own.keys() if reads is None else reads.keys()
+    names = [name for name in (own if reads is None else reads) if name not in skipped]
     if is_module:
         names = [name for name in names if name not in OF_EVERY_MODULE and not name.startswith(FULLY_SHARD)]
-    absent = frozenset(names) - own.keys() - {*skipped}
+    absent = frozenset(names) - own.keys()
     if is_module:
         absent -= owner._parameters.keys() | owner._buffers.keys() | owner._modules.keys()
     found = Held(owner, path, {}, {}, absent, frozenset(own) if reads is None else None)
     for name in names:
         value = own.get(name)
-        if name not in own or name in skipped or isinstance(value, Tensor):
+        if name not in own or isinstance(value, Tensor):
             continue
         if isinstance(value, VALUES) or is_container(value):
             found.values[name] = snapshot(value)
@@ -234,7 +208,10 @@ class Watch:
         """reads: by the path of each module (reads_of); live: (path, attribute) of what each call reads anew; given:
         paths of modules whose hooks a call gives what they collect."""
         self.module, self.given = module, [module.get_submodule(path) for path in given]
-        self.structure = [(m, path, type(m), tuple(m._modules.items())) for path, m in module.named_modules()]
+        self.structure = [
+            (m, path, {name: (child, type(child)) for name, child in m._modules.items()})
+            for path, m in module.named_modules()
+        ]
         found = [
             one
             for path, m in module.named_modules()
@@ -253,22 +230,17 @@ class Watch:
         were."""
         modules, flat = [m for m, *_ in self.structure], itertools.chain.from_iterable
         inner = modules[1:]
-        hooks = [  # all empty
-            d
-            for m in inner
-            for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-            if not (d is m._forward_hooks and m in self.given)
+        hooks = [
+            d for m in inner for d in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
         ]
-        given = [m._forward_hooks for m in self.given]  # of routers, which a call gives the logits
-        children = [m._modules.values() for m, *_, children in self.structure if children]
-        below = [child for *_, children in self.structure for _, child in children]
-        kinds = {id(None): type(None), **{id(m): kind for m, _, kind, _ in self.structure}}  # a child may be None
-        classes = [kinds[id(m)] for m in below]
+        given = {id(m._forward_hooks) for m in self.given}  # of routers, which a call gives the logits
+        children = [m._modules.values() for m, _, children in self.structure if children]
+        below, classes = ([one[i] for *_, held in self.structure for one in held.values()] for i in (0, 1))
         valued = [(vars(one.owner), one.values) for one in self.held if one.values]
         settings = [(operator.itemgetter(*names), d) for d, names in valued]
         values = [operator.itemgetter(*names)(names) for _, names in valued]
         parameters = [m._parameters.values() for m in modules if m._parameters]
-        modes = [vars(m) for m, *_, children in self.structure[1:] if children]
+        modes = [vars(m) for m, _, children in self.structure[1:] if children]
         attributes = list(({id(m): vars(m) for m in inner} | {id(h.owner): vars(h.owner) for h in self.held}).values())
         counts = [-1] * len(attributes)
         objects = [(vars(one.owner), name, value) for one in self.held for name, value in one.objects.items()]
@@ -283,8 +255,10 @@ class Watch:
             return (
                 live == below
                 and list(map(type, live)) == classes
-                and (not any(hooks) or all(map(dormant, filter(None, hooks))))
-                and (not any(given) or all(map(collects_first if collects else dormant, given)))
+                and (
+                    not any(hooks)
+                    or all(collects_first(d) if collects and id(d) in given else dormant(d) for d in hooks if d)
+                )
                 and [get(d) for get, d in settings] == values
                 and self.kinds.issuperset(map(type, flat(parameters)))
                 and all([mode["training"] is training for mode in modes])  # noqa: C419 (a list is quicker than a generator)
@@ -306,30 +280,31 @@ class Watch:
 
     def added(self) -> Iterator[str]:
         """Says which attributes there are that forward would read, or run."""
-        for m, path, *_ in self.structure[1:]:
+        for m, path, _ in self.structure[1:]:
             if not untouched(m):
                 yield f"{path} has a hook, or a forward of its own"
-        for one in self.held:
-            for name in one.added():
-                yield f"{joined(one.path, name)} is {vars(one.owner)[name]!r}"
+        for owner, path, _, _, absent, known in self.held:
+            now = vars(owner).keys()
+            for name in now & absent if known is None else now - known - OF_EVERY_MODULE:
+                yield f"{joined(path, name)} is {vars(owner)[name]!r}"
 
-    def differences(self, collects: bool = True) -> Iterator[str]:
+    def differences(self) -> Iterator[str]:
         """Says what is not as it was checked."""
         training = self.module.training
-        for m, path, kind, children in self.structure:
-            if m is not self.module and type(m) is not kind:
-                yield f"{path} is of class {type(m).__name__}, and was {kind.__name__}"
-            for name in m._modules.keys() | dict(children).keys():
-                was, now = (type(of.get(name)).__name__ for of in (dict(children), m._modules))
-                if dict(children).get(name) is not m._modules.get(name):
-                    yield f"{joined(path, name)} is another module: a {now}, and was a {was}"
+        for m, path, children in self.structure:
+            for name in m._modules.keys() | children.keys():
+                now, (was, kind) = m._modules.get(name), children.get(name, (None, type(None)))
+                if now is not was:
+                    yield f"{joined(path, name)} is another module: a {type(now).__name__}, and was a {kind.__name__}"
+                elif type(now) is not kind:
+                    yield f"{joined(path, name)} is of class {type(now).__name__}, and was {kind.__name__}"
             for name, p in m._parameters.items():
                 if type(p) not in self.kinds:
                     yield f"{joined(path, name)} is a {type(p).__name__}"
             if children and m.training is not training:
                 yield f"{path} is in {'training' if m.training else 'evaluation'} mode, other than the layer that it is in"
         yield from self.added()
-        for m, path, *_ in self.structure[1:]:
+        for m, path, _ in self.structure[1:]:
             if m in self.given and m._forward_hooks and not collects_first(m._forward_hooks):
                 yield f"{path} has a hook that does not collect its logits"
         for owner, path, values, objects, *_ in self.held:

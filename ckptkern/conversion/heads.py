@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from .. import ops
 from ..extras import missing
@@ -41,11 +40,11 @@ from .guard import Watch, reads_of
 from .logits import Matmul, Step, replayed
 from .protection import seeded, unmoved
 from .reading import Steps, is_linear
-from .recorder import saved_bytes
+from .recorder import floating_in, saved_bytes
 from .report import AGAIN, Row
 from .sharding import class_of, stays_gathered
 from .tokens import NEVER, LMHead, arguments_of, callers, is_loss
-from .trace import Call, Unreadable, is_floating, is_leaf, switched_off, tensors_in, trace, upcast
+from .trace import Call, Unreadable, is_leaf, switched, tensors_in, trace, upcast
 from .traced import TracedLogits
 
 OP = "linear_cross_entropy"
@@ -103,17 +102,20 @@ class Ran(TorchFunctionMode):
 
 def scalars(output: Any) -> list[Tensor]:
     """What a model returns that may be a loss."""
-    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [one for one in leaves if is_floating(one) and one.dim() == 0]
+    return [one for one in floating_in(output) if one.dim() == 0]
 
 
 def adapted(module: nn.Module, classes: set[int]) -> dict[str, Any] | None:
     """The template {"lora"} of a linear layer of so many classes with one low-rank update that was read and checked on random
     numbers; None for other modules."""
     base = module._modules.get("base_layer")
-    if base is None or not is_linear(base) or len(base.weight) not in classes or base.weight.is_meta:
-        return None
-    if not (dense(base) and all(map(untouched, module.modules()))):
+    if (
+        base is None
+        or not (
+            is_linear(base) and len(base.weight) in classes and dense(base) and all(map(untouched, module.modules()))
+        )
+        or base.weight.is_meta
+    ):
         return None
     try:
         with unmoved(module), random_parameters(module):
@@ -145,16 +147,19 @@ class Head(Forward):
     before: its class (LoRA), hooks, a weight that is no plain memory. template: of a layer with a low-rank update (`adapted`).
     """
 
+    arguments: Callable | None = None
+    watch: Watch | None = None
+    log: list[tuple[Step, bool]] | None = None  # during the example's call
+    only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
+
     def __init__(self, module: nn.Module, recompute: str, template: dict[str, Any] | None = None):
         super().__init__(module, recompute)
-        self.kind, self.linear, self.arguments, self.watch = type(module), module, None, None
+        self.kind, self.linear = type(module), module
         if template is not None:
             self.linear, self.arguments = module.base_layer, arguments_getter(module, template)
             x = self.linear.weight.new_zeros(1, 2, self.linear.in_features)
             self.watch = Watch(module, reads_of(module, ((x,), {})), live_attributes(module, template))
-        self.log: list[tuple[Step, bool]] | None = None  # during the example's call
-        self.inputs: list[Tensor] = []  # of that call, before autocast rounds them
-        self.only_loss = False  # was nothing but F.cross_entropy taken of the logits in the example's call?
+        self.inputs: list[Tensor] = []  # of the example's call, before autocast rounds them
 
     def run(self, *args, **kwargs):
         compiling, trains = is_compiling(), torch.is_grad_enabled()
@@ -162,7 +167,9 @@ class Head(Forward):
         may_be_traced = self.only_loss and self.watch is None and not torch.compiler.is_exporting()
         if not trains or (compiling and not may_be_traced):
             return self.original(*args, **kwargs)
-        lora = self.update(args)
+        lora = None  # the layer's low-rank update in this call, if it has one and is what was checked
+        if self.watch is not None and len(args) == 1 and self.watch.unchanged():
+            lora = LoRA(*self.arguments(Inputs([args[0]], self.module.training, 0, args[0]))["lora"])
         if why := self.why_not(args, kwargs, lora):
             return self.unfused(lambda: why, args, kwargs)
         weight, bias = self.linear.weight, self.linear.bias
@@ -182,12 +189,6 @@ class Head(Forward):
         if self.module.training:
             self.calls["fused"] -= 1
             self.count("original", lambda: cause)
-
-    def update(self, args: tuple) -> LoRA | None:
-        """The layer's low-rank update in this call, if it has one and is what was checked."""
-        if self.watch is None or len(args) != 1 or is_compiling() or not self.watch.unchanged():
-            return None
-        return LoRA(*self.arguments(Inputs([args[0]], self.module.training, 0, args[0]))["lora"])
 
     def why_not(self, args: tuple, kwargs: dict[str, Any], lora: LoRA | None) -> str:
         """Why the layer's own forward runs in a training call, and the remedy; "" if it need not."""
@@ -269,7 +270,7 @@ def replaced_norm(name: str, module: nn.Module, x: Tensor, recompute: str) -> tu
     try:
         check_token_wise(module, forward.original, x, x.dim() - 2, x.shape[-2])
         runs = module.forward, forward
-        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {}), x) for run in runs)
+        row.saved_before, row.saved_after = (saved_bytes(module, run, ((x,), {})) for run in runs)
     except Exception:  # what convert need not replace stays as it is
         return None
     return (row, forward) if row.saved_before - row.saved_after >= x.numel() * x.element_size() else None
@@ -283,13 +284,8 @@ class Chain:
 
     def __init__(self, last: Step):
         self.last, logits = last, last.logits[0]
-        self.matmul, self.steps = logits.matmul, (*logits.steps, last)
-
-    @property
-    def kind(self) -> tuple:
-        return tuple(
-            (step.name, str([one for one in step.others if not isinstance(one, Tensor)])) for step in self.steps
-        )
+        self.matmul, steps = logits.matmul, (*logits.steps, last)
+        self.kind = tuple((s.name, str([one for one in s.others if not isinstance(one, Tensor)])) for s in steps)
 
     def loss(self, flat: list[Tensor], mode: str | None = None) -> Tensor:
         """The loss of these tensors in place of the head's; with a mode by lazy logits."""
@@ -330,7 +326,7 @@ class Heads:
         self.model, self.ran, self.before = model, ran, before
         self.embedded = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
         # those with a low-rank update, and what they are read as
-        with switched_off(model):
+        with switched(model):
             self.adapted = {m: found for m in model.modules() if (found := adapted(m, ran.classes)) is not None}
         inside = {inner for m in self.adapted for inner in m.modules() if inner is not m}
         linears = (m for m in model.modules() if is_linear(m) and len(m.weight) in ran.classes and m not in inside)

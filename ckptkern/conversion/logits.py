@@ -104,7 +104,7 @@ class Step(NamedTuple):
 
     @property
     def logits(self) -> list[Logits]:
-        return logits_in((self.args, self.kwargs))
+        return logits_in(self[1:])
 
     @property
     def is_in_place(self) -> bool:
@@ -122,13 +122,13 @@ class Step(NamedTuple):
 
     def of(self, values: Callable[[Logits], Any]) -> Any:
         """The function's result of these in place of logits."""
-        args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, (self.args, self.kwargs))
+        args, kwargs = mapped(lambda one: values(one) if isinstance(one, Logits) else one, self[1:])
         return self.function(*args, **kwargs)
 
     @property
     def others(self) -> list[Any]:
         """What else is among its arguments."""
-        return [one for one in leaves_of((self.args, self.kwargs)) if not isinstance(one, Logits)]
+        return [one for one in leaves_of(self[1:]) if not isinstance(one, Logits)]
 
 
 def replayed(step: Step | None, z: Tensor) -> Tensor:
@@ -143,19 +143,19 @@ class Matmul:
     logits are followed without gradients, too.
     """
 
+    lora: ReplayedLoRA | None = None
+    has_loss = is_shown = False
+    on_values: Callable[[str], None] | None = None  # gets the cause of the first values with a graph
+
     def __init__(self, x: Tensor, head: LMHead, log: list[tuple[Step, bool]] | None = None, lora: LoRA | None = None):
         self.x, self.head, self.log = cast_input("convert", x, head.weight), head, log
-        self.lora: ReplayedLoRA | None = None
         if lora is not None:
             # the loss of all tokens and values have one mask, in which a loss of some counts these tokens
             self.lora_dtype = update_dtype(x, self.x.dtype, lora[:2])
             self.lora = ReplayedLoRA(*lora, draw_state(x, lora.dropout_p, True))
         self.precision = state.Precision()
         self.marks = [(one._version, one.data_ptr()) for one in self.tensors]
-        self.has_loss = False
-        self.is_shown = False
         self.aliases: list[Tensor] = []
-        self.on_values: Callable[[str], None] | None = None  # gets the cause of the first values with a graph
         self.before_backward: list[Callable] = []  # hooks of fully_shard
         self.shards: list[tuple[Tensor, int]] = []  # its parameters, with their versions
         self.given: weakref.WeakValueDictionary[int, Logits] = weakref.WeakValueDictionary()
@@ -457,9 +457,9 @@ class Logits(Tensor):
         return self.tokens.class_dim
 
     def cross_entropy(self, target: Tensor, **options: Any) -> Any:
-        matmul = self.matmul
-        if torch.is_grad_enabled() and not self.detached and not options.get("return_accuracy"):
+        matmul, wants_gradient = self.matmul, torch.is_grad_enabled() and not self.detached
+        if wants_gradient and not options.get("return_accuracy"):
             matmul.gather()
         matmul.check()
-        with matmul.precision, torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
+        with matmul.precision, torch.set_grad_enabled(wants_gradient):
             return self.formula.cross_entropy(matmul.head, self.tokens.shown(), target, lora=matmul.lora, **options)

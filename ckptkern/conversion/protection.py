@@ -36,7 +36,6 @@ FULLY_SHARD = "__composable_api_state_key"  # begins the names of attributes in 
 
 # what an object held when it was found: its attributes or items
 Held = tuple[Any, Any]
-Bound = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 # -- random states
@@ -142,39 +141,35 @@ class _State:
         if type(value) in PLAIN_VALUES or id(value) in self.seen or isinstance(value, (type, nn.Module)):
             return ()
         self.seen.add(id(value))
+        if isinstance(value, nn.Parameter):
+            self.held.append((vars(value), dict(vars(value))))  # a quantised weight's scales
+            return ()
         if isinstance(value, Tensor):
-            self.take_tensor(value)
+            if not (value.is_inference() or is_lazy(value)):
+                one = (_COPIES.get() or {}).get(id(value))
+                if one is None or one.tensor is not value or one.version != value._version:
+                    one = Written(value, value.detach().clone())
+                self.tensors.append(one)
             return ()
         if isinstance(value, tuple):
             return value
-        if isinstance(value, CONTAINERS):
-            return self.take_items(value)
         if (restore := restorer_of(value)) is not None:
             self.restorers.append(restore)
             return ()
-        attributes = None if type(value).__module__.partition(".")[0] in NOT_DATA else getattr(value, "__dict__", None)
-        return self.take_items(attributes) if type(attributes) is dict else ()
-
-    def take_items(self, value: Any) -> Iterable[Any]:
+        if not isinstance(value, CONTAINERS):
+            value = None if type(value).__module__.partition(".")[0] in NOT_DATA else getattr(value, "__dict__", None)
+            if type(value) is not dict:
+                return ()
         before = dict(value) if isinstance(value, dict) else list(value)
         self.held.append((value, before))
         if isinstance(before, list):
             return before
         return [one for name, one in before.items() if not (isinstance(name, str) and name.startswith(FULLY_SHARD))]
 
-    def take_tensor(self, tensor: Tensor) -> None:
-        if isinstance(tensor, nn.Parameter):
-            self.take_items(vars(tensor))  # a quantised weight's scales
-        elif not (tensor.is_inference() or is_lazy(tensor)):
-            copies = _COPIES.get() or {}
-            one = copies.get(id(tensor))
-            if one is None or one.tensor is not tensor or one.version != tensor._version:
-                one = Written(tensor, tensor.detach().clone())
-            self.tensors.append(one)
-
     def restore(self) -> None:
         for value, before in self.held:
-            if not _holds(value, before):
+            now, was = ([*one, *(one.values() if isinstance(one, dict) else ())] for one in (value, before))
+            if len(now) != len(was) or not all(map(operator.is_, now, was)):  # it holds other objects
                 kind: Any = next(one for one in CONTAINERS if isinstance(value, one))
                 kind.clear(value)
                 (kind.extend if kind in (list, collections.deque) else kind.update)(value, before)
@@ -184,23 +179,12 @@ class _State:
             one.restore()
 
 
-def _holds(value: Any, before: Any) -> bool:
-    """Does it hold these very objects?"""
-    if len(value) != len(before):
-        return False
-    if isinstance(value, dict):
-        return list(value) == list(before) and all(map(operator.is_, value.values(), before.values()))
-    return all(map(operator.is_, value, before))
-
-
 @contextlib.contextmanager
-def unmoved(
-    module: nn.Module, others: Iterable[Any] = (), bound: Callable[[nn.Module], Bound] | None = None
-) -> Iterator[None]:
+def unmoved(module: nn.Module, others: Iterable[Any] = ()) -> Iterator[None]:
     """Leaves what the modules hold as it was: modes, attributes, hooks, submodules, buffers and other tensors with their
     values, the contents of containers, and the attributes of objects such as configurations.
 
-    others: more of such objects. bound: returns (an object's attributes, those among them that stay as they are at the end).
+    others: more of such objects.
     """
     state = _State(list(module.modules()), others)
     is_outer = _COPIES.get() is None
@@ -210,10 +194,7 @@ def unmoved(
     finally:
         if token is not None:
             _COPIES.reset(token)
-        stays = bound(module) if bound else []
         state.restore()
-        for attributes, own in stays:
-            attributes.update(own)
 
 
 # -- training
@@ -238,10 +219,8 @@ def gradients_unmoved(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_trace(
-    module: nn.Module, call: tuple = ((), {}), bound: Callable[[nn.Module], Bound] | None = None
-) -> Iterator[None]:
-    """Leaves the model, random states, gradients and the arguments of the call as they were; see `unmoved` for bound.
+def no_trace(module: nn.Module, call: tuple = ((), {})) -> Iterator[None]:
+    """Leaves the model, random states, gradients and the arguments of the call as they were.
 
     Parameters stay the same objects in the same memory. The values of vectors and scalars are restored, too; those of matrices
     are not, because a copy would take the model's memory once more.
@@ -249,7 +228,7 @@ def no_trace(
     parameters = [p for p in module.parameters() if not (p.is_inference() or is_lazy(p))]
     sharded = is_sharded(module) or holds_sharded(module)
     args, kwargs = call
-    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values()), bound):
+    with seeded(), gradients_unmoved(parameters), unmoved(module, (*args, *kwargs.values())):
         small = [Written(p, p.detach().clone() if p.dim() < 2 else None) for p in parameters if not sharded]
         try:
             yield

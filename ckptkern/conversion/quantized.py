@@ -100,7 +100,7 @@ def why_different(module: nn.Module) -> str:
     "" if none."""
     for path, leaf in module.named_modules():
         weight = leaf._parameters.get("weight")
-        if weight is None or not is_quantised(weight) or not isinstance(leaf, nn.Linear):
+        if not is_quantised(weight) or not isinstance(leaf, nn.Linear):
             continue
         frozen, dtype = Frozen(weight), compute_dtype(leaf)
         x = torch.randn(4, frozen.shape[1], dtype=dtype or frozen.dtype, device=frozen.device)

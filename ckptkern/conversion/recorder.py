@@ -29,7 +29,7 @@ from ..ops.registration.functions import bodies_seen
 from ..ops.registration.library import FLOPS
 from .calls import keywords_of, parameters_of
 from .protection import gradients_unmoved, seeded, unmoved
-from .sharding import holds_sharded, is_sharded
+from .sharding import check_not_fsdp1, holds_sharded, is_sharded
 from .trace import Call, is_floating, leaves_of, mapped, tensors_in
 
 Loss = Callable[[Any], Tensor]  # of what a model returns, to the number that a step differentiates
@@ -83,22 +83,24 @@ class Step(TorchDispatchMode):
     flops of matmuls, and of the regions of `step_of` the stretches and calls. backs: a backward follows. holds: what a forward
     alone saves is there, as for one that differentiates inside; without it a model may be measured that does not fit."""
 
+    bytes = peak = highest = start = 0  # highest: of the stretch
+    flops = ops = ops_of_forward = gradients = 0
+    seconds, loss = 0.0, None
+    backward = False
+    region: int | None = None
+    place = ""
+    count = 0  # calls
+
     def __init__(self, backs: bool = True, holds: bool = False):
         super().__init__()
-        self.backs, self.holds, self.backward, self.has_output = backs, backs or holds, False, False
+        self.backs, self.holds = backs, backs or holds
         self.alive: dict[int, tuple[StorageWeakRef, Alive]] = {}
         self.at_peak: list[Alive] = []
-        self.bytes = self.peak = self.highest = self.start = 0  # highest: of the stretch
-        self.flops = self.ops = self.ops_of_forward = self.gradients = 0
         self.heights: list[int] = []  # after ops that may have reached a new one, and every SELDOM-th
-        self.seconds, self.loss = 0.0, None
         self.timeline = memory.Timeline()
-        self.region: int | None = None
-        self.place = ""
         self.done: set[int] = set()
         self.stretches: list[Stretch] = []
         self.calls: dict[int, list[Called]] = {}
-        self.count = 0  # calls
         self.names: Names = {}
         self.outside: Saved = {}
 
@@ -121,13 +123,9 @@ class Step(TorchDispatchMode):
 
     def note(self, result: Any, arguments: Any, op: str) -> None:
         """Adds the storages of an op's result. Those of its arguments that are not alive were there before."""
-        new = {}
-        for part in parts_of(result):
-            if (key := part.untyped_storage()._cdata) not in self.alive:
-                new[key] = part
-        if new:
-            for part in parts_of(arguments):
-                new.pop(part.untyped_storage()._cdata, None)
+        new = {key: part for part in parts_of(result) if (key := part.untyped_storage()._cdata) not in self.alive}
+        for part in parts_of(arguments) if new else ():
+            new.pop(part.untyped_storage()._cdata, None)
         for key, part in new.items():
             storage = part.untyped_storage()
             alive = Alive(storage.nbytes(), op, tuple(part.shape), part.dtype, self.place)
@@ -246,8 +244,7 @@ def device_of(model: nn.Module, call: Call) -> torch.device:
 
 def step_of(
     model: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
+    call: Call,
     regions: Sequence[tuple[str, nn.Module]] = (),
     *,
     loss: Loss | None = None,
@@ -264,19 +261,17 @@ def step_of(
     in training mode. step: what records; Step(backs=False) runs a forward alone, of which nothing is held. ended: is called
     before gradients are given back. profiles: adds what kernels take for themselves, which no op returns, by torch.profiler.
     """
-    step = step or Step()
-    leaves = [one for one in (*model.parameters(), *tensors_in((args, kwargs))) if one.requires_grad and one.is_leaf]
+    step, (args, kwargs) = step or Step(), call
+    leaves = [one for one in (*model.parameters(), *tensors_in(call)) if one.requires_grad and one.is_leaf]
     before = {id(one) for one in (there if there is not None else [one for one in leaves if one.grad is not None])}
     step.names |= owned_by(model)
-    with contextlib.ExitStack() as stack:
-        for context in (seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves)):
-            stack.enter_context(context)
+    with seeded(), unmoved(model), torch.enable_grad(), gradients_unmoved(leaves), contextlib.ExitStack() as stack:
         set_gradients(leaves, before)
         for i, (name, module) in enumerate(regions):
             for handle in step.watch(i, name, module):
                 stack.callback(handle.remove)
         model.train(trains)
-        device = device_of(model, (args, kwargs))
+        device = device_of(model, call)
         # a profiler of the user's would end with ours
         if profiles and step.backs and device.type in ("cpu", "cuda") and not torch.autograd._profiler_enabled():
             step.timeline = stack.enter_context(memory.memory_timeline(device))
@@ -285,7 +280,6 @@ def step_of(
         begin = time.perf_counter()
         with memory.counting(step.save, hold=step.holds):
             output = model(*args, **kwargs)  # a training loop holds it while backward runs
-            step.has_output = True
             value = (loss or loss_of)(output) if step.backs or loss else None
         step.cut()
         step.backward, step.ops_of_forward = True, len(step.heights)
@@ -313,8 +307,15 @@ def set_gradients(leaves: Iterable[Tensor], there: Collection[int] = ()) -> None
     `gradients_unmoved` and `unmoved` end."""
     for one in leaves:
         one.grad = torch.zeros_like(one) if id(one) in there else None
-        if hasattr(one, "main_grad"):
+        if isinstance(getattr(one, "main_grad", None), Tensor):  # not `accumulate_in_place`'s, which stands for .grad
             one.main_grad = torch.zeros_like(one.main_grad)
+
+
+def floating_in(output: Any) -> list[Tensor]:
+    """Returns the floating-point tensors of what a model returned."""
+    return [
+        one for one in tree_leaves(list(output.values()) if isinstance(output, Mapping) else output) if is_floating(one)
+    ]
 
 
 def differentiated(output: Any) -> list[Tensor]:
@@ -323,8 +324,7 @@ def differentiated(output: Any) -> list[Tensor]:
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return [loss]
-    leaves = leaves_of(list(output.values()) if isinstance(output, dict) else output)
-    tensors = [one for one in leaves if is_floating(one)]
+    tensors = floating_in(output)
     tensors = [one for one in tensors if one.requires_grad] or tensors
     return [one for one in tensors if one.dim() == 0] or tensors
 
@@ -359,11 +359,11 @@ def loss_of(
 # -- what can run, and what it saves
 
 
-def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_step(op: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError for what is no module, or a batch as one positional dict; ValueError for a model that is compiled, lazy
-    or wrapped by DataParallel; RuntimeError in inference mode, and for tensors that were made in it."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
+    or wrapped by DataParallel or FullyShardedDataParallel; RuntimeError in inference mode, and for tensors that were made in
+    it."""
+    check_tensors(op, model, call)
     if hasattr(model, "_orig_mod"):
         raise ValueError(f"{op}: the model is compiled: {op} first, then compile")
     if isinstance(model, nn.DataParallel):
@@ -371,7 +371,8 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
             f"{op}: the model is wrapped by nn.DataParallel, whose replicas would run the parameters of the first GPU. Pass "
             "model.module, and train with torch.nn.parallel.DistributedDataParallel"
         )
-    check_tensors(op, model, args, kwargs)
+    check_not_fsdp1(model)
+    args, kwargs = call
     batch = args[0] if len(args) == 1 and not kwargs else None
     if isinstance(batch, Mapping) and batch and keywords_of(parameters_of(model)).issuperset(batch):
         raise TypeError(
@@ -380,14 +381,17 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         )
 
 
-def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises RuntimeError in inference mode, and for tensors that were made in it; ValueError for lazy modules."""
+def check_tensors(op: str, model: nn.Module, call: Call) -> None:
+    """Raises TypeError for what is no module; RuntimeError in inference mode, and for tensors that were made in it; ValueError
+    for lazy modules."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, not {type(model).__name__}")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             f"{op}: torch.inference_mode() is on, in which no step can be differentiated. Call {op} outside of it; "
             "torch.no_grad() is no problem"
         )
-    tensors = [*model.parameters(), *tensors_in((args, kwargs))]
+    tensors = [*model.parameters(), *tensors_in(call)]
     if any(is_lazy(one) for one in tensors):
         raise ValueError(f"{op}: a lazy module has no parameters yet. Call the model once first")
     if any(one.is_inference() for one in tensors):
@@ -397,8 +401,10 @@ def check_tensors(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]
         )
 
 
-def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
-    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x."""
+def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor | None = None) -> int:
+    """What one training call of `run`, a forward of `module`, saves, besides parameters and the arguments other than x, the
+    first floating-point one if it is not named. Raises StopIteration if there is none."""
+    x = next(filter(is_floating, leaves_of(call))) if x is None else x
     wanted, shared = x.detach().requires_grad_(), [one for one in tensors_in(call) if one is not x]
     args, kwargs = mapped(lambda one: wanted if one is x else one, call)
     with unmoved(module), torch.enable_grad():
@@ -409,21 +415,18 @@ def saved_bytes(module: nn.Module, run: Callable, call: Call, x: Tensor) -> int:
 
 
 def saved_by(module: nn.Module, run: Callable, call: Call | None, x: Tensor | None = None) -> int | None:
-    """`saved_bytes` for the input x, the first of the call if it is not named; None without a call that can be measured."""
+    """`saved_bytes`; None without a call that can be measured."""
     if call is None or holds_sharded(module):  # a forward that no backward follows would leave their state open
         return None
-    x = next(filter(is_floating, leaves_of(call)), None) if x is None else x
     with contextlib.suppress(Exception):  # what convert checks does not hang on this measurement
         return saved_bytes(module, run, call, x)
     return None
 
 
-def step_of_all(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any], there: list[Tensor]
-) -> tuple[int | None, int | None]:
+def step_of_all(model: nn.Module, call: Call, there: list[Tensor]) -> tuple[int | None, int | None]:
     """Returns the bytes that a training step of the model saves for backward, besides parameters, and those of its peak; None
     for what cannot be measured. there: as in `step_of`."""
-    if not (args or kwargs) or is_sharded(model) or holds_sharded(model):
+    if not any(call) or is_sharded(model) or holds_sharded(model):
         return None, None  # a forward that no backward follows would leave their state open
     # the reducer of DistributedDataParallel would wait for ranks that do not convert
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -431,6 +434,6 @@ def step_of_all(
     # whatever its forward makes of it in training
     with contextlib.suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step_of(model, args, kwargs, there=there, step=forward)
-        peak = step_of(model, args, kwargs, there=there, profiles=False).peak
-    return (forward.saved if forward.has_output else None), peak
+        step_of(model, call, there=there, step=forward)
+        peak = step_of(model, call, there=there, profiles=False).peak
+    return (forward.saved if forward.backward else None), peak

@@ -6,7 +6,7 @@ import csv
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .. import memory
@@ -19,18 +19,23 @@ NOTHING = "no module of it is a fused op, and checkpoints of its modules do not 
 RAN = ("fused", "checkpointed", "original")  # what a call of a converted module may run
 
 AGAIN = "Convert the model once more, as it is trained now"  # the remedy where its inside has changed
-WARNED: set[tuple[str, str, str]] = set()
+WARNED: set[Hashable] = set()  # since a model was converted
+
+
+def warn_once(key: Hashable, text: str) -> None:
+    if key not in WARNED:
+        WARNED.add(key)
+        warnings.warn(f"ckptkern.convert: {text}", stacklevel=6)
 
 
 def warn_of(name: str, ran: str, kind: str, why: str) -> None:
     """Warns of the first module of a class, `kind`, that runs otherwise than its row says for this cause."""
-    if (ran, kind, why) in WARNED:
-        return
-    WARNED.add((ran, kind, why))
-    what = (
-        "its original forward, which saves everything" if ran == "original" else "an activation checkpoint, not fused"
-    )
-    warnings.warn(f"ckptkern.convert: a training call of {name} ({kind}) runs {what}: {why}", stacklevel=6)
+    original = "its original forward, which saves everything"
+    what = original if ran == "original" else "an activation checkpoint, not fused"
+    warn_once((ran, kind, why), f"a training call of {name} ({kind}) runs {what}: {why}")
+
+
+warn_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -94,12 +99,24 @@ class Conversion:
 
     def __str__(self) -> str:
         lines = [("module", "class", "replaced by", "saved before", "saved after", "error")]
-        for rows in _alike(self.rows):
-            lines.append(_line(rows))
+        for name, rows in alike(self.rows):
+            before, after, errors = (
+                [value for row in rows if (value := getattr(row, column)) is not None]
+                for column in ("saved_before", "saved_after", "error")
+            )
+            lines.append(
+                (
+                    name,
+                    rows[0].kind,
+                    rows[0].replaced_by or "left",
+                    *(memory.format_size(sum(bytes_)) if bytes_ else "" for bytes_ in (before, after)),
+                    f"{max(errors):.1e}" if errors else "",
+                )
+            )
         text = aligned(lines)
-        for rows in _alike([row for row in self.rows if row.reason]):
+        for name, rows in alike([row for row in self.rows if row.reason]):
             what = "an activation checkpoint, because: " if rows[0].replaced_by else ""
-            text.append(f"{name_of([row.name for row in rows])}: {what}{rows[0].reason}")
+            text.append(f"{name}: {what}{rows[0].reason}")
         for names in self.groups:
             text.append(f"{names[0]} to {names[-1]} are one region")
         count = len(self.converted)
@@ -138,29 +155,15 @@ def write_rows(path: str | os.PathLike, rows: Iterable[dict[str, object]]) -> No
         writer.writerows(rows)
 
 
-def _alike(rows: list[Row]) -> list[list[Row]]:
-    """Rows that differ by a number in their name."""
+def alike(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
+    """Rows that differ by a number in their name, each with one name for all."""
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         groups.setdefault((re.sub(r"\d+", "#", row.name), row.kind, row.replaced_by, row.reason), []).append(row)
-    return list(groups.values())
+    return [(name_of([row.name for row in group]), group) for group in groups.values()]
 
 
 def name_of(names: list[str]) -> str:
     """One for modules whose names differ by a number."""
     name = names[0] or "(the model)"
     return name if len(names) == 1 else f"{re.sub(r'[0-9]+', '*', name)} ({len(names)})"
-
-
-def _line(rows: list[Row]) -> tuple[str, ...]:
-    before, after, errors = (
-        [value for row in rows if (value := getattr(row, name)) is not None]
-        for name in ("saved_before", "saved_after", "error")
-    )
-    return (
-        name_of([row.name for row in rows]),
-        rows[0].kind,
-        rows[0].replaced_by or "left",
-        *(memory.format_size(sum(bytes_)) if bytes_ else "" for bytes_ in (before, after)),
-        f"{max(errors):.1e}" if errors else "",
-    )

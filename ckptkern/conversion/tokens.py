@@ -116,10 +116,8 @@ class Tokens(NamedTuple):
             or seen.itemsize < before.itemsize
         ):
             return None
-        if share(seen, before):
-            found = self._replace(placeholder=seen)
-        else:
-            found = self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
+        shown = self._replace(placeholder=seen)
+        found = shown if share(seen, before) else self.copied(seen.shape, seen.dtype) if step.name in COPIES else None
         return found if found is not None and found.class_dim is not None else None
 
     def are(self, others: Tokens) -> bool:

@@ -33,34 +33,26 @@ def device_types(module: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def switched_off(module: nn.Module) -> Iterator[None]:
-    """Inside, autocast is off for the devices of the module."""
-    with contextlib.ExitStack() as stack:
-        for kind in device_types(module):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def switched_on(module: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[None]:
-    """Inside, autocast is on for the devices of the module; off, for a module with 16-bit parameters.
+def switched(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside, autocast is off for the devices of the module; with a dtype it is on, but for a module with 16-bit parameters.
 
     One that casts to float32 changes no number of a float32 forward, which shows then where it switches autocast off.
     """
-    if any(p.dtype in HALF for p in module.parameters()):
-        with switched_off(module):
-            yield
-        return
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
+    is_on = dtype is not None and not any(p.dtype in HALF for p in module.parameters())
+    with contextlib.ExitStack() as stack:
+        if is_on:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", ".*autocast")  # of a forward that asks for the dtype of autocast in here
         for kind in device_types(module):
-            stack.enter_context(torch.autocast(kind, torch.bfloat16, cache_enabled=False))
-            torch.set_autocast_dtype(kind, dtype)
+            on = {"dtype": torch.bfloat16, "cache_enabled": False} if is_on else {"enabled": False}
+            stack.enter_context(torch.autocast(kind, **on))
+            if is_on:
+                torch.set_autocast_dtype(kind, dtype)
         yield
 
 
 class Watched(TorchFunctionMode):
-    """Notes of a forward inside of `switched_on` what it keeps out of autocast.
+    """Notes of a forward inside of `switched`, on, what it keeps out of autocast.
 
     apart: the functions around which it switches autocast off, and whose results would have fewer bits under autocast.
     """
@@ -76,35 +68,24 @@ class Watched(TorchFunctionMode):
             return False
         return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) != self.dtype
 
-    def would_round(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Tensor) -> bool:
-        try:
-            with torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
-                return function(*args, **kwargs).itemsize < result.itemsize
-        except Exception:  # it returns something else, or takes no other dtype
-            return False
+    def note(self, function: Callable, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """Notes the function if it runs apart from autocast, which would round its result."""
+        if self.is_apart(result):
+            # it may return something else, or take no other dtype
+            with contextlib.suppress(Exception), torch.no_grad(), torch.autocast(result.device.type, torch.bfloat16):
+                if function(*args, **kwargs).itemsize < result.itemsize:
+                    self.apart.append(getattr(function, "__name__", "a function"))
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if self.is_apart(result) and self.would_round(function, args, kwargs or {}, result):
-            self.apart.append(getattr(function, "__name__", "a function"))
+        self.note(function, args, kwargs or {}, result)
         return result
-
-
-def apart_in(module: nn.Module, call: Call) -> list[str]:
-    """What the class's forward keeps out of autocast in this call."""
-    args, kwargs = call
-    with switched_on(module), Watched(module) as watched, torch.no_grad():
-        type(module).forward(module, *args, **kwargs)
-    return watched.apart
 
 
 def upcast(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What a module's inputs would be without autocast: as they are, or in float32 if autocast rounded them."""
-    if (
-        not torch._C._is_any_autocast_enabled()
-        or any(p.dtype in HALF for p in module.parameters())
-        or not any(map(torch.is_autocast_enabled, device_types(module)))
-    ):
+    is_on = any(map(torch.is_autocast_enabled, device_types(module)))
+    if not is_on or any(p.dtype in HALF for p in module.parameters()):
         return Tensor.detach
     return lambda one: one.detach().float() if one.dtype in HALF else one.detach()
 
@@ -278,29 +259,21 @@ class Trace(Watched):
             self.alive.append(tensor)
         return self.nodes[id(tensor)]
 
-    def counted(self, args: tuple, kwargs: dict[str, Any]) -> tuple[int, tuple, dict[str, Any]]:
-        """(the place of a call among all, its args and kwargs with Nodes)."""
-        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of((args, kwargs))])
-        return len(self.calls) - 1, *mapped(self.node, (args, kwargs))
+    def counted(self, call: Call) -> tuple[int, Call]:
+        """(the place of a call among all, the call with Nodes)."""
+        self.calls.append([None if isinstance(one, Tensor) else one for one in leaves_of(call)])
+        return len(self.calls) - 1, mapped(self.node, call)
 
-    def record(
-        self,
-        kind: str,
-        source: str,
-        args: tuple,
-        kwargs: dict[str, Any],
-        results: object,
-        function: Callable | None = None,
-    ) -> None:
-        at, args, kwargs = self.counted(args, kwargs)
-        leaves = leaves_of((args, kwargs))
+    def record(self, kind: str, source: str, call: Call, results: object, function: Callable | None = None) -> None:
+        at, call = self.counted(call)
+        leaves = leaves_of(call)
         self.log.append((kind, source, *((x.kind, x.source) if isinstance(x, Node) else str(x) for x in leaves)))
         trained = any(isinstance(one, Node) and one.trained for one in leaves) or (
             kind == "module" and bool(list(self.module.get_submodule(source).parameters()))
         )
         for i, result in enumerate(tree_leaves(results)):
             if isinstance(result, Tensor):
-                self.nodes[id(result)] = node = Node(kind, source, result.shape, args, kwargs, i, at, function)
+                self.nodes[id(result)] = node = Node(kind, source, result.shape, *call, i, at, function)
                 node.apart, node.trained = self.is_apart(result), trained
                 self.alive.append(result)
 
@@ -315,12 +288,12 @@ class Trace(Watched):
             trained = bool(list(self.inside[-1].parameters()))
         else:
             trained = any(self.node(one).trained for one in tensors_in((args, kwargs)))
-        if trained and self.is_apart(result) and self.would_round(function, args, kwargs, result):
-            self.apart.append(name)
+        if trained:
+            self.note(function, args, kwargs, result)
         if not self.inside:
             changed = args[0] if is_in_place(name) else kwargs.get("out")
             forgotten = self.forget_views(changed, name) if isinstance(changed, Tensor) else []
-            self.record("function", name, args, kwargs, changed if isinstance(changed, Tensor) else result, function)
+            self.record("function", name, (args, kwargs), changed if isinstance(changed, Tensor) else result, function)
             for before, now in forgotten:
                 now.written = before, self.nodes[id(changed)]
         return result
@@ -348,12 +321,12 @@ class Trace(Watched):
         path, given = self.paths[id(module)], {id(value) for value in leaves_of((args, kwargs))}
         if of_leaf:
             if id(result) not in given:
-                self.record("module", path, args, kwargs, result)
+                self.record("module", path, (args, kwargs), result)
             return
-        at, args, kwargs = self.counted(args, kwargs)
+        at, call = self.counted((args, kwargs))
         for i, one in enumerate(tree_leaves(result)):
             if isinstance(one, Tensor) and id(one) not in given:
-                outer = Node("module", path, one.shape, args, kwargs, i, at, apart=self.is_apart(one))
+                outer = Node("module", path, one.shape, *call, i, at, apart=self.is_apart(one))
                 self.node(one).calls.append(outer)
 
 
@@ -365,17 +338,16 @@ def trace(module: nn.Module, call: Call, flat: list[Any] | None = None, autocast
     """
     (args, kwargs), flat = call, leaves_of(call) if flat is None else flat
     tracer, before, drawn = Trace(module, flat, autocast), settings(module), random.getstate()  # of Python's own
-    given = [value for value in flat if isinstance(value, Tensor) and not value.is_inference()]
-    versions = [one._version for one in given]
+    given = [(one, one._version) for one in flat if isinstance(one, Tensor) and not one.is_inference()]
     hooks = [m.register_forward_pre_hook(lambda leaf, _: tracer.inside.append(leaf)) for m in tracer.leaves]
     hooks += [m.register_forward_hook(tracer.after, with_kwargs=True) for m in tracer.inner]
     try:
-        with switched_on(module, autocast), tracer, torch.no_grad(), collecting_nothing():
+        with switched(module, autocast), tracer, torch.no_grad(), collecting_nothing():
             tracer.result = type(module).forward(module, *args, **kwargs)  # not one that convert has set
     finally:
         for hook in hooks:
             hook.remove()
-    if versions != [one._version for one in given]:
+    if any(one._version != version for one, version in given):
         raise Unreadable("forward changes its arguments in place")
     if settings(module) != before:
         raise Unreadable("forward changes attributes of its modules")

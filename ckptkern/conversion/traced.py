@@ -81,9 +81,7 @@ class TracedLogits:
             return self
         if name == "float" or name == "to":
             wanted = [*args, *kwargs.values()] if name == "to" else [torch.float32]
-            if len(wanted) != 1:
-                return None
-            (one,) = wanted
+            one = wanted[0] if len(wanted) == 1 else None
             there = isinstance(one, (torch.device, str)) and torch.device(one) == x.device
             if there or one == self.dtype:
                 return self

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import memory
-from ..conversion.binding import Forward
-from ..conversion.bound import ORIGINAL_CLASS, revert
+from ..conversion.binding import forward_of, revert
+from ..conversion.blocks import is_converted
 from ..conversion.check import rms
 from ..conversion.convert import convert
 from ..conversion.protection import seeded, unmoved
 from ..conversion.recorder import Loss, Step, device_of, loss_of, parts_of, step_of
-from ..conversion.report import aligned, name_of
-from ..conversion.trace import mapped
+from ..conversion.report import Row, aligned, alike
+from ..conversion.trace import Call, mapped
 from .segments import check_step, server_of
 
 TOLERANCE = 2.0  # times eager's own error
@@ -107,11 +107,10 @@ class Certificate:
         lines.append(f"dropout: {'none' if self.dropout else off}")
         order = sorted(self.gradients, key=lambda one: -one.ours / self.allowed(one.eager))
         errors = [(one.name, f"{one.eager:.1e}", f"{one.ours:.1e}", f"{one.ratio:.2f}") for one in order[:most]]
-        alike: dict[tuple[str, str], list[str]] = {}  # names that differ by a number
-        for name, by in self.replaced.items():
-            alike.setdefault((name_of([name, name]).partition(" (")[0], by), []).append(name)
+        groups = alike(Row(name, "", by) for name, by in self.replaced.items())
+        replaced = [(name, str(rows[0].replaced_by)) for name, rows in groups]
         for table in (
-            [("module", "replaced by"), *((name_of(names), by) for (_, by), names in alike.items())],
+            [("module", "replaced by"), *replaced],
             [("gradient of", "unmodified", "converted", "ratio"), *errors],
         ):
             lines += ["", *aligned(table)]
@@ -177,20 +176,20 @@ def certify(
     Raises TypeError if model is no nn.Module or there are no inputs; ValueError for a model that is compiled, sharded or
     wrapped, returns several scalars, has no gradient, is random in eval mode, or cannot be copied or run in float64.
     """
-    check_step("certify", model, example_inputs, example_kwargs)
     batch = example_inputs, example_kwargs
+    check_step("certify", model, batch)
     eager = revert(copied(model))
-    is_random = random(eager.train(), *batch)
-    if is_random and random(eager.eval(), *batch):
+    is_random = random(eager.train(), batch)
+    if is_random and random(eager.eval(), batch):
         raise ValueError(
             "certify: two calls in eval mode give two results, so there is nothing to compare: make it deterministic"
         )
     ours = copied(model)
     if not replaced_by(model):
         convert(ours, *example_inputs, **example_kwargs)
-    forwards = {name: m.forward for name, m in ours.named_modules() if isinstance(m.__dict__.get("forward"), Forward)}
+    forwards = {name: forward for name, m in ours.named_modules() if (forward := forward_of(m))}
     before = {name: dict(forward.calls) for name, forward in forwards.items()}
-    theirs, converted = (ran(one, *batch, loss, not is_random) for one in (eager, ours))
+    theirs, converted = (ran(one, batch, loss, not is_random) for one in (eager, ours))
     as_said = "fused", "checkpointed"
     unused = [name for name, one in forwards.items() if all(one.calls[how] == before[name][how] for how in as_said)]
     replaced = replaced_by(ours)
@@ -198,7 +197,7 @@ def certify(
     try:
         with torch.autocast(device_of(eager, batch).type, enabled=False), InFloat64():
             wide = mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
-            exact = ran(eager.double(), *wide, loss, not is_random)
+            exact = ran(eager.double(), wide, loss, not is_random)
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"certify: the unmodified model does not run in float64: {type(error).__name__}: {error}"
@@ -229,28 +228,27 @@ def replaced_by(model: nn.Module) -> dict[str, str]:
     """What replaces each module that convert changed, by name."""
     found = {}
     for name, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, Forward) or ORIGINAL_CLASS in module.__dict__:
-            kind = type(forward).__name__
+        if is_converted(module):
+            kind = type(forward_of(module)).__name__
             found[name] = OTHERS.get(kind) or server_of(module) or kind
     return found
 
 
-def random(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> bool:
+def random(model: nn.Module, call: Call) -> bool:
     """Do two calls differ?"""
+    args, kwargs = call
     with seeded(), unmoved(model), torch.no_grad():
         outputs = [model(*args, **kwargs) for _ in range(2)]
     tensors = [parts_of(dict(one) if hasattr(one, "keys") else one) for one in outputs]
     return not all(map(torch.equal, *tensors))
 
 
-def ran(model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None, trains: bool) -> Ran:
+def ran(model: nn.Module, call: Call, loss: Loss | None, trains: bool) -> Ran:
     """Runs one step, always from the same seed, with zeros as gradients before."""
     gradients: dict[str, Tensor] = {}
     step = step_of(
         model,
-        args,
-        kwargs,
+        call,
         loss=functools.partial(loss_of, loss=loss, summed=weighted, op="certify"),
         there=model.parameters(),
         trains=trains,

@@ -77,7 +77,7 @@ def as_result(tensor: Tensor) -> Tensor:
     result = tensor.clone()
     if result.stride() == tensor.stride() or 0 in tensor.stride():
         return result
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor)
 
 
 class Alone(nn.Module):
@@ -99,7 +99,7 @@ def watched_alone(alone: Alone, call: Call, names: Names) -> tuple[Cost, Held]:
     places of inputs and outputs. names: of the storages of the model's parameters and buffers."""
     step = Step()
     step.names |= names
-    step = step_of(alone, call, {}, [("", alone.region)], step=step)
+    step = step_of(alone, (call, {}), [("", alone.region)], step=step)
     forward = next(one for one in step.stretches if one.region is not None)
     backward = list(itertools.dropwhile(lambda one: not one.backward or one.region is None, step.stretches))
     rise = max((one.highest - backward[0].start for one in backward), default=0)
@@ -226,7 +226,7 @@ def narrower(table: Table, shown: Callable[[str], None]) -> Table:
     table's takes."""
     most = table.rise(table.uniform("full"))
     size = 1 << max(0, min(table.workspace or most, most).bit_length() - 3)
-    kinds = [Kind(kind.first, kind.call, kind.strategies) for kind in table.kinds]
+    kinds = list(map(dataclasses.replace, table.kinds))  # whose costs `fill` replaces
     smaller = dataclasses.replace(table, kinds=kinds, workspace=size, steps={}, peaks={})
     fill(smaller, shown)
     return smaller

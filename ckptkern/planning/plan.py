@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import memory
+from ..conversion.binding import revert
 from ..conversion.blocks import Cuts, by_module, recorded
-from ..conversion.bound import revert
 from ..conversion.calls import check_keywords
 from ..conversion.convert import convert
 from ..conversion.recorder import Alive, Loss, as_input
@@ -30,7 +30,7 @@ from ..storage import Store
 from .measure import measure, narrower
 from .search import Search, by_saved
 from .segments import Segment, Strategy, segments_of
-from .table import Example, Table, agreed, gathered, standing_lines
+from .table import Choice, Example, Table, agreed, gathered, standing_lines
 from .timing import RATES
 
 SMALL = (slice(2), slice(64))  # sequences and tokens that a model is converted with
@@ -62,14 +62,14 @@ class Plan:
         budget; the model is then as before."""
         budget = bytes_of("plan", "budget", budget)
         if self.search is None:
-            chosen = by_saved(self.table, budget)
+            self.chosen = by_saved(self.table, budget)
         else:
-            choices, chosen = self.search.best(budget)
+            choices, self.chosen = self.search.best(budget)
             self.table = choices.table
-            self.peak, self.predicted = self.table.measured(chosen), choices.predicted[chosen]
-        self.chosen, self.budget = list(chosen), budget
+            self.peak, self.predicted = self.table.measured(self.chosen), choices.predicted[self.chosen]
+        self.budget = budget
         self.table.workspaces.set(self.table.workspace)
-        for segment, strategy in zip(self.table.segments, self.table.strategies(chosen), strict=True):
+        for segment, strategy in zip(self.table.segments, self.table.strategies(self.chosen), strict=True):
             segment.set(strategy)
 
     @property
@@ -129,7 +129,7 @@ class Plan:
                 self.replan(error.least)
 
 
-def room(table: Table, by_peak: bool, chosen: Sequence[int]) -> int:
+def room(table: Table, by_peak: bool, chosen: Choice) -> int:
     """Returns the bytes on the device for what a plan bounds: what is free now, less, for saved bytes, the gradients that
     backward will allocate, and its transients. The least of all ranks."""
     device, model = table.example.device, table.example.model
@@ -162,13 +162,13 @@ def converted(example: Example, stays: bool = True) -> Iterator[Callable[[str], 
         raise ValueError(
             f"{op}: layers of the model are one region (convert's every), and {op} measures each: convert without every first"
         )
-    had_none, is_done = not segments_of(model), False
+    keeps = bool(segments_of(model))
     try:
         with progress(op) as shown:
             yield shown
-        is_done = True
+        keeps = keeps or stays
     finally:
-        if had_none and not (is_done and stays):
+        if not keeps:
             revert(model)
 
 
@@ -177,16 +177,16 @@ def found_segments(example: Example, include: Any = None, exclude: Any = None) -
 
     Converts with the first of the sequences and tokens, if the model takes them: what is checked does not depend on their
     number, and its time does."""
-    model, args, kwargs = example.model, example.args, example.kwargs
+    model, call = example.model, example.call
     segments, options = segments_of(model, include, exclude), {"include": include, "exclude": exclude}
     if not segments and not any(p.is_meta for p in model.parameters()):
-        small_args, small_kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), (args, kwargs))
+        args, kwargs = mapped(lambda t: as_input(t[SMALL[: t.dim()]].clone()), call)
         try:
-            convert(model, *small_args, recompute="full", **options, **small_kwargs)
-        except Exception:  # of the model's own: its inputs go together in another way
             convert(model, *args, recompute="full", **options, **kwargs)
+        except Exception:  # of the model's own: its inputs go together in another way
+            convert(model, *call[0], recompute="full", **options, **call[1])
         segments = segments_of(model)
-    record, taken = recorded(model, (args, kwargs)), {m for segment in segments for m in segment.module.modules()}
+    record, taken = recorded(model, call), {m for segment in segments for m in segment.module.modules()}
     if record is None:
         return segments
     # blocks in which there is no region: those with which a step peaks lowest
@@ -257,7 +257,7 @@ def plan(
     name, given = ("saved", saved) if budget is None else ("budget", budget)
     limit = math.inf if given is None else bytes_of("plan", name, given)
     by_peak = budget is not None
-    example = Example("plan", model, example_inputs, example_kwargs, loss)
+    example = Example("plan", model, (example_inputs, example_kwargs), loss)
     with converted(example) as shown:
         check_keywords("plan", plan, model, example_kwargs)
         if device not in (None, *RATES):
@@ -368,7 +368,7 @@ def frontier(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"frontier: {name} must be a positive int, not {value!r}")
     first = min(multiple, limit or multiple)
-    example = Example("frontier", model, *arguments_of(make_inputs(first)), loss)
+    example = Example("frontier", model, arguments_of(make_inputs(first)), loss)
     with converted(example) as shown:
         for segment in found_segments(example, include, exclude):
             segment.set(Strategy("full"))
@@ -376,7 +376,7 @@ def frontier(
         def peak_of(size: int) -> float:
             shown(f"size {size}")
             try:
-                return Example("frontier", model, *arguments_of(make_inputs(size)), loss).step().peak
+                return Example("frontier", model, arguments_of(make_inputs(size)), loss).step().peak
             except torch.OutOfMemoryError:
                 return math.inf
 
@@ -409,14 +409,10 @@ def search(
     fits, fails = first, None if limit is None else limit + multiple
     bisect = False
     while fails is None or fails - fits > max(multiple, fits // CLOSE):
-        if bisect and fails is not None:
-            guess = (fits + fails) / 2
-        else:
-            guess = crossing(tried, fits, budget)
-        highest = (
-            4 * fits if fails is None else min(4 * fits, fails - multiple)
-        )  # no step takes very much more than another
-        size = max(int(min(guess, highest)) // multiple * multiple, fits + multiple)
+        guess = (fits + fails) / 2 if bisect and fails is not None else crossing(tried, fits, budget)
+        highest = math.inf if fails is None else fails - multiple
+        # no step takes very much more than another
+        size = max(int(min(guess, 4 * fits, highest)) // multiple * multiple, fits + multiple)
         if limit is not None and size > limit:
             break
         tried[size] = peak_of(size)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import memory
-from ..conversion.bound import ORIGINAL_CLASS
+from ..conversion.binding import ORIGINAL_CLASS
 from ..conversion.recorder import Alive, Loss, Step
 from ..conversion.report import aligned, write_rows
 from ..extras import missing
@@ -113,7 +113,7 @@ def report(model: nn.Module, *example_inputs: Any, loss: Loss | None = None, **e
     scalars.
     """
     steps: dict[str, Step] = {}
-    example = Example("report", model, example_inputs, example_kwargs, loss)
+    example = Example("report", model, (example_inputs, example_kwargs), loss)
     with converted(example, stays=False) as shown:
         segments = found_segments(example)
         strategies = []  # one mode for the whole region, and a forward of PyTorch's alone: replaced by convert, or not yet

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ..errors import BudgetError
 from ..memory import format_size
-from .table import Held, Table, total
+from .table import Choice, Held, Table, saved, total
 
 TRIES = 6  # steps that are measured for a budget and a workspace, at most
 STEPS = 12  # of the bisection: a choice is found to 1/4,096 of what the regions save
@@ -30,9 +30,6 @@ CHEAPER = 0.98  # a smaller workspace is taken for a cost of so much, or less: t
 UNBOUNDED = 2**60  # bytes
 KIB = 2**10  # bytes are counted in KiB: the solver's tolerance, 1e-6, is then far below one byte
 LESS = "Take that budget, fewer tokens or samples, or stores=[ckptkern.storage.offload()]"
-
-Choice = tuple[int, ...]
-
 
 # -- a bound of saved bytes
 
@@ -47,24 +44,18 @@ class Group(NamedTuple):
     own: list[int]
 
 
-def choose(
-    costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int | None
-) -> list[int]:
+def choose(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], rest: Held, budget: int | None) -> Choice:
     """The place of each region's strategy; without a budget, of those that save least. costs[s][w], held[s][w]: of region s in
     strategy w. Raises BudgetError with the least that would do."""
     groups, fixed = grouped(costs, held, rest)
-
-    def saved(chosen: list[int]) -> int:
-        return total([rest, *(own[strategy] for own, strategy in zip(held, chosen, strict=True))])
-
     room = None if budget is None else budget - fixed
     while room is not None and (chosen := solved(groups, room)) is not None:
-        excess = saved(chosen) - budget
+        excess = saved(rest, held, chosen) - budget
         if excess <= 0:
             return chosen
         room -= excess  # the solver's integers are integers to 1e-6, which is many bytes of a large region
     chosen = solved(groups, None)
-    least = saved(chosen)
+    least = saved(rest, held, chosen)
     if budget is None or least <= budget:
         return chosen
     raise BudgetError(
@@ -74,7 +65,7 @@ def choose(
     )
 
 
-def by_saved(table: Table, budget: int | None) -> list[int]:
+def by_saved(table: Table, budget: int | None) -> Choice:
     """The cheapest choice that saves at most so many bytes; without a budget, that which saves least."""
     return choose(table.times(), [row.held for row in table.rows], table.rest, budget)
 
@@ -99,13 +90,13 @@ def grouped(costs: Sequence[Sequence[float]], held: Sequence[Sequence[Held]], re
     return list(groups.values()), rest.own + sum(fixed.values())
 
 
-def solved(groups: list[Group], room: int | None) -> list[int] | None:
+def solved(groups: list[Group], room: int | None) -> Choice | None:
     """The strategies of all regions, the cheapest that save at most `room` bytes besides what is fixed; None if there are
     none. Without a room, those that save least."""
     if room is not None and room < 0:
         return None
     if not groups:
-        return []
+        return ()
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -133,7 +124,7 @@ def solved(groups: list[Group], room: int | None) -> list[int] | None:
         # of regions that are alike, the last save most: their backward comes first and frees it before the others' recompute
         strategies = [w for w, n in zip(group.strategies, result.x[start:], strict=False) for _ in range(round(n))]
         chosen.update(zip(group.members, strategies, strict=True))
-    return [chosen[i] for i in range(len(chosen))]
+    return tuple(chosen[i] for i in range(len(chosen)))
 
 
 # -- a bound of the peak
@@ -149,17 +140,16 @@ class Choices:
         table.measured(full)
         self.add(least)
         for place in range(max((len(row.strategies) for row in table.rows), default=0)):  # the modes are the first
-            self.add([min(place, len(row.strategies) - 1) for row in table.rows])
+            self.add(tuple(min(place, len(row.strategies) - 1) for row in table.rows))
         self.add(full)
         self.add(by_saved(table, UNBOUNDED))
         self.low, self.high = table.saved(least), max(map(table.saved, self.predicted))
 
-    def add(self, chosen: list[int]) -> int:
+    def add(self, chosen: Choice) -> int:
         """Returns the predicted peak of a choice."""
-        key = tuple(chosen)
-        if key not in self.predicted:
-            self.predicted[key] = self.table.peak(key)
-        return self.predicted[key]
+        if chosen not in self.predicted:
+            self.predicted[chosen] = self.table.peak(chosen)
+        return self.predicted[chosen]
 
     def able(self) -> list[Choice]:
         """Returns those in which every region fits."""

@@ -11,10 +11,10 @@ from torch import nn
 
 from .. import nn as drop_ins
 from ..conversion import recorder
-from ..conversion.binding import Forward, Fused, General, Own, Runs
-from ..conversion.bound import ORIGINAL_CLASS, check_not_split
-from ..conversion.selection import Which, matches
-from ..conversion.sharding import check_not_fsdp1, holds_sharded, is_sharded
+from ..conversion.binding import ORIGINAL_CLASS, Forward, Fused, General, Own, Runs, check_not_split, forward_of
+from ..conversion.selection import Which, selected
+from ..conversion.sharding import holds_sharded, is_sharded
+from ..conversion.trace import Call
 from ..ops.dispatch.choices import MODES, parse_bytes
 from ..storage import Store
 
@@ -53,8 +53,7 @@ class Segment(NamedTuple):
     @property
     def forward(self) -> Forward | None:
         """What replaces its class's forward."""
-        own = self.module.__dict__.get("forward")
-        return own if isinstance(own, Forward) else None
+        return forward_of(self.module)
 
     @property
     def strategy(self) -> Strategy:
@@ -119,9 +118,9 @@ class Workspaces:
         self.size: int | None = None
         self.given: list[tuple[Any, int | str | None]] = []
         for module in model.modules():
-            forward = module.__dict__.get("forward")
+            forward = forward_of(module)
             found = [module] if isinstance(module, OURS) and hasattr(module, "workspace") else []
-            if isinstance(forward, Forward):
+            if forward is not None:
                 found += [forward, *(run for *_, run in runs_of(module))]
             self.given += [(one, one.workspace) for one in found]
 
@@ -150,33 +149,26 @@ def segments_of(
     """Returns the outermost modules that have a mode, and runs of layers, in the model's order. include, exclude: as in
     convert."""
     found: list[Segment] = []
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in seen or matches(exclude, name, module):
-            return
-        seen.add(id(module))
-        replaced_by = server_of(module)
-        if replaced_by is not None and (include is None or matches(include, name, module)):
+    inside: set[nn.Module] = set()
+    allowed = selected(model, include, exclude)
+    for name, module in model.named_modules():
+        replaced_by = server_of(module) if module in allowed and module not in inside else None
+        if replaced_by is not None:
+            inside.update(module.modules())
             parts = [(f"{name}[{start}:{stop}]", run.module) for start, stop, run in runs_of(module)]
-            found.extend(Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)])
-            return
-        for child, m in module.named_children():
-            visit(f"{name}.{child}" if name else child, m)
-
-    visit("", model)
+            found += [Segment(own, m, server_of(m) or replaced_by) for own, m in parts or [(name, module)]]
     return found
 
 
 def runs_of(module: nn.Module) -> list[tuple[int, int, Fused | General]]:
     """Returns the runs of layers of an nn.Sequential that convert replaced: (start, stop, what runs them)."""
-    forward = module.__dict__.get("forward")
+    forward = forward_of(module)
     return forward.runs if isinstance(forward, Runs) else []
 
 
 def server_of(module: nn.Module) -> str | None:
     """What replaces a module that has a mode."""
-    forward = module.__dict__.get("forward")
+    forward = forward_of(module)
     if isinstance(forward, Fused):
         return next(one.op for one in forward.segments.values() if one is not None)
     if isinstance(forward, Runs):
@@ -188,10 +180,10 @@ def server_of(module: nn.Module) -> str | None:
     return type(module).__name__ if isinstance(module, OURS) else None
 
 
-def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_step(op: str, model: nn.Module, call: Call) -> None:
     """Raises TypeError, ValueError and RuntimeError for a model of which no step can run by itself."""
-    recorder.check_step(op, model, args, kwargs)
-    if not (args or kwargs):
+    recorder.check_step(op, model, call)
+    if not any(call):
         raise TypeError(
             f"{op}: wanted the inputs of a training step after the model, to measure with, but there are none"
         )
@@ -203,7 +195,6 @@ def check_step(op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -
         raise ValueError(
             f"{op}: the model is already sharded, and a step of a part would move its state: {op} first, then shard"
         )
-    check_not_fsdp1(model)
     check_not_split(op, model)
 
 

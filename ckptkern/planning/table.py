@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from .segments import ORIGINAL, Segment, Strategy, Workspaces, check_step, in_st
 from .timing import Rates
 
 SHOWN = 8  # lines of what stands at a peak
+
+Choice = tuple[int, ...]  # the place of each region's strategy
 
 
 class Held(NamedTuple):
@@ -87,18 +90,18 @@ class Example:
     """The training step that a table is of, as it begins now: with the gradients that are there. loss: from what the model
     returns to what is differentiated. Raises TypeError, ValueError and RuntimeError, which name `op`, if it cannot run."""
 
-    def __init__(self, op: str, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss: Loss | None = None):
-        check_step(op, model, args, kwargs)
-        self.op, self.model, self.args, self.kwargs = op, model, args, kwargs
+    def __init__(self, op: str, model: nn.Module, call: Call, loss: Loss | None = None):
+        check_step(op, model, call)
+        self.op, self.model, self.call = op, model, call
         self.loss = None if loss is None else functools.partial(loss_of, loss=loss)
-        leaves = *model.parameters(), *tensors_in((args, kwargs))
+        leaves = *model.parameters(), *tensors_in(call)
         self.there = [one for one in leaves if one.is_leaf and one.grad is not None]
-        self.device = device_of(model, (args, kwargs))
+        self.device = device_of(model, call)
 
     def step(self, segments: Sequence[Segment] = (), backs: bool = True) -> Step:
         """Records it, with the model as it is. backs=False: a forward, of which nothing is left but the figures and calls."""
         regions, step = [(one.name, one.module) for one in segments], Step(backs)
-        return step_of(self.model, self.args, self.kwargs, regions, loss=self.loss, there=self.there, step=step)
+        return step_of(self.model, self.call, regions, loss=self.loss, there=self.there, step=step)
 
 
 @dataclass
@@ -115,31 +118,29 @@ class Table:
     workspace: int | None = None
     rates: Rates | None = None  # of the GPU that a model on the meta device is planned for
     group: dist.ProcessGroup | None = None
-    steps: dict[tuple[int, ...], Step] = field(default_factory=dict)
-    peaks: dict[tuple[int, ...], int] = field(default_factory=dict)
+    steps: dict[Choice, Step] = field(default_factory=dict)
+    peaks: dict[Choice, int] = field(default_factory=dict)
 
     @property
     def segments(self) -> list[Segment]:
         return [row.segment for row in self.rows]
 
-    def strategies(self, chosen: Sequence[int]) -> list[Strategy]:
+    def strategies(self, chosen: Choice) -> list[Strategy]:
         return [row.strategies[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
-    def step(self, chosen: Sequence[int]) -> Step:
+    def step(self, chosen: Choice) -> Step:
         """Records a step with the regions in these strategies and the table's workspace, which are afterwards as before. Of a
         choice that was recorded returns that."""
-        key = tuple(chosen)
-        if key not in self.steps:
-            with in_strategies(self.segments, self.strategies(key)), self.workspaces.at(self.workspace):
-                self.steps[key] = self.example.step(self.segments)
-        return self.steps[key]
+        if chosen not in self.steps:
+            with in_strategies(self.segments, self.strategies(chosen)), self.workspaces.at(self.workspace):
+                self.steps[chosen] = self.example.step(self.segments)
+        return self.steps[chosen]
 
-    def measured(self, chosen: Sequence[int]) -> int:
+    def measured(self, chosen: Choice) -> int:
         """Returns the peak of a step in these strategies, which is recorded once."""
-        key = tuple(chosen)
-        if key not in self.peaks:
-            self.peaks[key] = max(gathered(self.step(key).peak, self.group))
-        return self.peaks[key]
+        if chosen not in self.peaks:
+            self.peaks[chosen] = max(gathered(self.step(chosen).peak, self.group))
+        return self.peaks[chosen]
 
     @property
     def outside(self) -> int:
@@ -147,23 +148,23 @@ class Table:
         seen = {name for row in self.rows for held in row.held for name in held.shared}
         return self.rest.own + sum(n for name, n in self.rest.shared.items() if name not in seen)
 
-    def costs(self, chosen: Sequence[int]) -> list[Cost]:
+    def costs(self, chosen: Choice) -> list[Cost]:
         """The cost of a call of each region."""
         return [self.kinds[row.kinds[0]].costs[strategy] for row, strategy in zip(self.rows, chosen, strict=True)]
 
-    def transient(self, chosen: Sequence[int]) -> int:
+    def transient(self, chosen: Choice) -> int:
         """The most that the backward of one region rises above what is saved, besides gradients."""
         return max((cost.transient for cost in self.costs(chosen)), default=0)
 
-    def rise(self, chosen: Sequence[int]) -> int:
+    def rise(self, chosen: Choice) -> int:
         """The most that a smaller workspace could take from the peak."""
         stretches = self.step(self.uniform("full")).stretches
         outside = [one.highest - one.start for one in stretches if one.region is None]
         return max(*outside, *(max(cost.forward, cost.transient) for cost in self.costs(chosen)))
 
-    def saved(self, chosen: Sequence[int]) -> int:
+    def saved(self, chosen: Choice) -> int:
         """Bytes that the model's forward saves if the regions run in these strategies."""
-        return total([self.rest, *(row.held[strategy] for row, strategy in zip(self.rows, chosen, strict=True))])
+        return saved(self.rest, [row.held for row in self.rows], chosen)
 
     def times(self) -> list[list[float]]:
         """Seconds of each region's forwards and backwards, in each strategy; on the meta device, flops of their matmuls."""
@@ -172,11 +173,10 @@ class Table:
             for row in self.rows
         ]
 
-    def cost_of(self, chosen: Sequence[int]) -> float:
-        each = zip(self.rows, chosen, strict=True)
-        return sum(self.kinds[kind].costs[strategy].time for row, strategy in each for kind in row.kinds)
+    def cost_of(self, chosen: Choice) -> float:
+        return sum(map(operator.getitem, self.times(), chosen))
 
-    def peak(self, chosen: Sequence[int]) -> int:
+    def peak(self, chosen: Choice) -> int:
         """What the step is predicted to allocate at its peak if the regions run in these strategies: the step at "full" that
         was recorded, with what its regions save and their rises in place of what they were.
 
@@ -193,15 +193,15 @@ class Table:
             highest = max(highest, stretch.highest + now - was + rise)
         return highest
 
-    def uniform(self, mode: str) -> list[int]:
+    def uniform(self, mode: str) -> Choice:
         """Every region in one mode, or "full" where it does not have it."""
-        return [
+        return tuple(
             row.strategies.index(Strategy(mode if Strategy(mode) in row.strategies else "full")) for row in self.rows
-        ]
+        )
 
     # -- as text
 
-    def text(self, chosen: Sequence[int] | None = None) -> list[str]:
+    def text(self, chosen: Choice | None = None) -> list[str]:
         """Returns the lines of a table: each strategy of the regions, those that are alike in one. chosen: with how many of
         them run in it."""
         lines = [("region", "replaced by", "strategy", "chosen", "saved", "of eager", "time", "GFLOP", "transient")]
@@ -255,6 +255,11 @@ def joined(held: Iterable[Held]) -> Held:
 
 def total(held: Iterable[Held]) -> int:
     return joined(held).bytes
+
+
+def saved(rest: Held, held: Sequence[Sequence[Held]], chosen: Choice) -> int:
+    """Returns the bytes of a choice. held[s][w]: of region s in strategy w; rest: outside of all."""
+    return total([rest, *map(operator.getitem, held, chosen)])
 
 
 # -- several ranks

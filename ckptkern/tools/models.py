@@ -116,8 +116,9 @@ def load(target: str, again: bool = True) -> Callable[..., Any]:
     return target
 
 
-def model_and_inputs(built: Any) -> tuple[nn.Module, tuple, dict[str, Any]]:
-    """Returns (model, positional, keyword arguments) of what the function returned."""
+def model_and_inputs(target: str) -> tuple[nn.Module, tuple, dict[str, Any]]:
+    """Returns (model, positional, keyword arguments) of what the function returns."""
+    built = load(target)()
     model, inputs = built if isinstance(built, tuple) and len(built) == 2 else (built, ())
     if not isinstance(model, nn.Module):
         raise ValueError(f"FUNCTION must return a torch.nn.Module, or (model, inputs), not {type(model).__name__}")
@@ -125,7 +126,7 @@ def model_and_inputs(built: Any) -> tuple[nn.Module, tuple, dict[str, Any]]:
 
 
 def run_convert(args: argparse.Namespace) -> None:
-    model, inputs, named = model_and_inputs(load(args.target)())
+    model, inputs, named = model_and_inputs(args.target)
     options = {name: getattr(args, name) for name in ("recompute", "workspace", "include", "exclude", "otherwise")}
     conversion = convert(model, *inputs, **options, **named)
     print(conversion)
@@ -137,7 +138,7 @@ def run_report(args: argparse.Namespace) -> None:
     needed = [*(["matplotlib"] if args.figure else []), *(["scipy"] if args.budget or args.saved else [])]
     if hint := missing(*needed):
         raise ValueError(hint)
-    model, inputs, named = model_and_inputs(load(args.target)())
+    model, inputs, named = model_and_inputs(args.target)
     if not (inputs or named):
         raise ValueError("FUNCTION must return (model, inputs), to measure with")
     measured = report(model, *inputs, **named)

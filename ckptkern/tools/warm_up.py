@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..conversion.protection import no_trace
-from ..conversion.recorder import check_tensors, differentiated
+from ..conversion.quantized import setting
+from ..conversion.recorder import as_input, check_tensors, differentiated
 from ..conversion.sharding import check_not_fsdp1
 from ..conversion.trace import mapped
 from ..extras import progress
@@ -111,21 +112,8 @@ def compilations(shown: Callable[[str, int], None]) -> Iterator[WarmUp]:
 
 def as_leaf(tensor: Tensor) -> Tensor:
     """The input at its own address, on whose alignment kernels depend, but without its graph and gradient."""
-    leaf = tensor.detach().requires_grad_(tensor.requires_grad)
+    leaf = as_input(tensor)
     return leaf if tensor.is_leaf else leaf.clone()  # a module may write into what is no leaf
-
-
-@contextlib.contextmanager
-def no_main_grad(module: nn.Module) -> Iterator[None]:
-    """Megatron-LM's sums of gradients are out of the way for a while, so that backward adds nothing to them."""
-    taken = [(p, p.main_grad) for p in module.parameters() if hasattr(p, "main_grad")]
-    try:
-        for p, _ in taken:
-            del p.main_grad
-        yield
-    finally:
-        for p, main_grad in taken:
-            p.main_grad = main_grad
 
 
 def step(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -165,17 +153,15 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
     without a gradient and FullyShardedDataParallel (fully_shard works); RuntimeError in inference mode, while a CUDA graph is
     captured, or if forward itself changed a parameter in place; what the model raises.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"warm_up: model must be a torch.nn.Module, not {type(model).__name__}")
-    check_tensors("warm_up", model, example_inputs, example_kwargs)
-    if not example_inputs and not example_kwargs:
+    call = example_inputs, example_kwargs
+    check_tensors("warm_up", model, call)
+    if not any(call):
         raise ValueError("warm_up: wanted the inputs of a training step after the model, but there are none")
     check_not_fsdp1(model, "warm_up")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("warm_up: a CUDA graph is being captured; warm up before the capture")
     # DistributedDataParallel's own attributes go with its reducer, which counts the step
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-    call = example_inputs, example_kwargs
     versions = [(name, p, p._version) for name, p in model.named_parameters() if not p.is_inference()]
     started = time.perf_counter()
     try:
@@ -183,7 +169,8 @@ def warm_up(model: nn.Module, *example_inputs: Any, **example_kwargs: Any) -> Wa
             torch.inference_mode(False),
             torch.enable_grad(),
             no_trace(inner, call),
-            no_main_grad(model),
+            # Megatron-LM's sums of gradients, to which backward would add
+            setting([p for p in model.parameters() if hasattr(p, "main_grad")], "main_grad", None),
             progress("warm_up") as shown,
             compilations(shown) as found,
         ):

@@ -26,7 +26,7 @@ def memory_of(model, call):
     model.train()
     with saved_tensors(model) as saved, unmoved(model):
         model(**call)
-    return saved.bytes, step_of(model, (), call, there=list(model.parameters())).peak
+    return saved.bytes, step_of(model, ((), call), there=list(model.parameters())).peak
 
 
 def checkpointed(model, blocks):

@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 import ckptkern
 from ckptkern import ops
-from ckptkern.conversion.binding import warn_again
+from ckptkern.conversion.report import WARNED
 
 FUSED = {"fused": 2, "checkpointed": 0, "original": 0}
 
@@ -259,7 +259,7 @@ def test_a_cache_stays_empty_in_a_checkpoint_of_what_has_changed(language_model)
     conversion = ckptkern.convert(language_model, input_ids=TOKENS, exclude="*.mlp")
     for layer in language_model.layers:
         layer.self_attn.register_forward_hook(lambda module, args, y: None)
-    warn_again()
+    WARNED.clear()
     with pytest.warns(UserWarning, match="does not fill a cache"):
         assert_same(step(language_model, input_ids=TOKENS), expected)
     assert conversion.calls["original"] == 0

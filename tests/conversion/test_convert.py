@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ckptkern
-from ckptkern.conversion import binding
 from ckptkern.conversion.binding import Unread
+from ckptkern.conversion.report import WARNED
 from ckptkern.eager import ACTIVATIONS
 
 LAYER = ["transformer_layer"]
@@ -379,13 +379,15 @@ NOT_RUN = {
     "exclude": ({"exclude": "vision*"}, {"other"}),
     "include what ran": ({"include": "text*"}, set()),
     "include a part": ({"include": "vision.layers.1"}, {"vision.layers.1"}),
+    "under autocast": ({}, {"vision.layers", "other"}),
 }
 
 
 @pytest.mark.parametrize("what", NOT_RUN)
 def test_what_the_example_does_not_run_has_a_row(what):
     options, names = NOT_RUN[what]
-    conversion = ckptkern.convert(Towers(), ids(), every=2, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "under autocast"):
+        conversion = ckptkern.convert(Towers(), ids(), every=2, **options)
     rows = {row.name: row for row in conversion.left if "did not run it" in row.reason}
     assert rows.keys() == names, str(conversion)
     text = f"{'/'.join(names)}: the example's call did not run it. Give convert a call that does"
@@ -480,7 +482,7 @@ def test_a_cache_is_filled_in_evaluation_and_not_in_training(kind, replaced_by):
         layer(x, **with_tables(x), cache=cache).sum().backward()
         return len(cache.keys)
 
-    binding._warn_of_cache.cache_clear()  # which warns once
+    WARNED.clear()
     with pytest.warns(UserWarning, match="use_cache=False"):
         assert filled(Cache()) == 0
     layer.eval()

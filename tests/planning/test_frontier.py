@@ -58,7 +58,7 @@ def test_the_longest_sequence(device):
         layer.recompute = "full"
         layer.zero_grad()
     beyond = found.size + max(16, found.size // CLOSE)
-    assert step_of(model, (sequence(beyond, device, 1),), {}).peak > 2**20
+    assert step_of(model, ((sequence(beyond, device, 1),), {})).peak > 2**20
     assert f"largest size within 1 MiB: {found.size}" in str(found)
 
 

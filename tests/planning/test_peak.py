@@ -170,7 +170,7 @@ def test_attention_on_the_meta_device_has_no_scores(options):
     with torch.device("meta"):
         mask = torch.empty(1024, 1024, dtype=torch.bool)
         q, k, v = (torch.empty(1, 2, 1024, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    step = step_of(Attention(), (q, k, v, mask), {}, there=[q, k, v])
+    step = step_of(Attention(), ((q, k, v, mask), {}), there=[q, k, v])
     assert step.peak < 1024 * 1024
 
 

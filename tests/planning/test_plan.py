@@ -59,7 +59,7 @@ def test_measuring_holds_nothing():
     seen, alive = [], []
     model[0].register_forward_hook(lambda module, args, output: seen.append(StorageWeakRef(output.untyped_storage())))
     model[2].register_forward_hook(lambda module, args, output: alive.append(not seen[-1].expired()))
-    found = table.Example("plan", model, (torch.randn(4, 8, requires_grad=True),), {}).step(backs=False)
+    found = table.Example("plan", model, ((torch.randn(4, 8, requires_grad=True),), {})).step(backs=False)
     assert found.saved == 4 * 4 * 8 * 4, "the input of each linear layer and the last tanh's output"
     y = model(torch.randn(4, 8, requires_grad=True))
     assert y.requires_grad

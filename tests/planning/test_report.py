@@ -69,6 +69,15 @@ def test_statistics_of_batches_are_as_before():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+def test_gradients_that_are_accumulated_in_place():
+    """Their `main_grad` is no tensor: it stands for `.grad`."""
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    report = ckptkern.report(model, x)
+    ckptkern.accumulate_in_place(model)
+    assert ckptkern.report(model, x).totals == report.totals
+    assert all(p.main_grad == "grad" and p.grad is None for p in model.parameters())
+
+
 def test_activation_checkpoints():
     block = [nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.GELU(), nn.Conv1d(8, 4, 1)) for _ in range(2)]
     model, x = nn.Sequential(nn.Conv1d(4, 4, 1), *block), torch.randn(2, 4, 6)

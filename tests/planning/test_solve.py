@@ -95,12 +95,12 @@ def test_layers_that_are_alike_are_counted_and_not_told_apart():
 
 def test_of_layers_that_are_alike_the_last_save_most():
     held = [[Held(100), Held(10)] for _ in range(5)]
-    assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == [1, 1, 1, 0, 0]
+    assert choose([[1.0, 2.0]] * 5, held, Held(), 240) == (1, 1, 1, 0, 0)
 
 
 def test_the_solvers_tolerance_is_no_byte_too_many():
     """A bound that one byte more would meet with another choice, for sizes whose doubles are not exact in MiB."""
     big = 10**12 + 1
     held = [[Held(big), Held(3)], [Held(big // 3), Held(1)]]
-    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3 - 1) != [0, 0]
-    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3) == [0, 0]
+    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3 - 1) != (0, 0)
+    assert choose([[1.0, 2.0], [1.0, 2.0]], held, Held(), big + big // 3) == (0, 0)

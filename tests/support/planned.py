@@ -138,4 +138,4 @@ def mixtures(plan, count):
 def apply(plan, chosen):
     for row, strategy in zip(plan.table.rows, chosen, strict=True):
         row.segment.set(row.strategies[strategy])
-    return chosen
+    return tuple(chosen)
