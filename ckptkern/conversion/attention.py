@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,16 +15,12 @@ from torch import Tensor, nn
 from .computed import Computed, call
 from .core import Core, read_core
 from .reading import (
-    ADD,
-    DIVIDE,
-    MULTIPLY,
     VIEWS,
     Argument,
     Layer,
     Norm,
     Part,
     Steps,
-    Table,
     Weight,
     in_training,
     layers_as,
@@ -34,16 +30,13 @@ from .trace import Node, Unreadable
 
 # What rotary embedding is written with. Anything else, such as a clamp, may do nothing to the numbers of a check.
 ROTATING = (
-    *ADD,
-    *MULTIPLY,
-    *DIVIDE,
+    "add",
+    "mul",
+    "div",
     "sub",
-    "__sub__",
     "neg",
-    "__neg__",
     "cat",
     "stack",
-    "concat",
     "roll",
     "repeat_interleave",
     "view_as_complex",
@@ -55,17 +48,13 @@ ROTATING = (
 class Projection:
     """What lies between a core's operand and the linear layers that it comes from."""
 
-    linears: list[Node] = field(default_factory=list)
-    norms: list[Node] = field(default_factory=list)
-    outside: list[Node] = field(default_factory=list)  # arguments and other tensors that meet it: rotary tables
-    tables: list[Node] = field(default_factory=list)  # the same as they are used, views of them
+    linears: tuple[Node, ...] = ()
+    norms: tuple[Node, ...] = ()
+    outside: tuple[Node, ...] = ()  # arguments and other tensors that meet it: rotary tables
+    tables: tuple[Node, ...] = ()  # the same as they are used, views of them
     factor: float = 1.0
     is_complex: bool = False  # pairs are rotated as complex numbers
     unit: bool = False  # rows have length 1: torch's normalize
-
-    def copied(self) -> Projection:
-        lists = {name: list(value) for name, value in vars(self).items() if isinstance(value, list)}
-        return replace(self, **lists)
 
 
 def read_attention(steps: Steps, node: Node) -> Part:
@@ -77,9 +66,9 @@ def read_attention(steps: Steps, node: Node) -> Part:
         return _of_module(steps, end, resid_dropout_p)
     out = steps.linear(end, "the branch's end")
     gate, inner = None, steps.strip(out.input)
-    for one, o in inner.pairs if inner.is_function(*MULTIPLY) else ():
+    for one, o in inner.pairs if inner.is_function("mul") else ():
         one = steps.strip(one)
-        if one.is_function("sigmoid", "sigmoid_") or isinstance(steps.leaf(one), nn.Sigmoid):
+        if one.is_function("sigmoid") or isinstance(steps.leaf(one), nn.Sigmoid):
             gate, inner = steps.strip(one.inputs[0]), steps.strip(o)  # o * sigmoid(linear(x))
             break
     core, k = read_core(steps, inner), Projection()
@@ -101,15 +90,16 @@ def read_attention(steps: Steps, node: Node) -> Part:
     else:
         arguments, x, choices = _projections(steps, core, q, k, v, out, gate)
         arguments |= _norms(steps, core, q, k)
-    arguments["rotary"], rotary_choices = rotary_of(steps, q, k)
+    rotary = rotary_of(steps, q, k)
     factor = q.factor * k.factor / (core.query.shape[-1] if q.unit else 1)
     arguments |= (
         {"out_weight": out.weight, "out_bias": out.bias}
         | core.options
+        | rotary[0]
         | {"scale": core.scale * factor, "resid_dropout_p": resid_dropout_p}
     )
     arguments |= _masks(steps, core.masks, sliced="key_value" not in arguments)
-    return Part(arguments, x, choices + rotary_choices)
+    return Part(arguments, x, [*choices, rotary])
 
 
 # -- what is before it
@@ -122,34 +112,34 @@ def projection(steps: Steps, node: Node, found: Projection | None = None, apart:
     if steps.linear_of(node) is not None:
         if node not in found.linears:
             steps.layers_read += 1
-            found.linears.append(node)
+            found.linears += (node,)
         return found
     if node.kind in ("argument", "constant", "parameter"):
         if node not in found.outside:
-            found.outside.append(node)
-        found.tables.append(view)
+            found.outside += (node,)
+        found.tables += (view,)
         return found
     how = {"p": 2.0, "dim": 1, "eps": 1e-12} | node.called_with("input", "p", "dim", "eps")
     is_unit = (how["p"], how["eps"]) == (2.0, 1e-12) and how["dim"] in (-1, len(node.shape) - 1)
     if steps.norm(node) is not None:
         if node not in found.norms:
-            found.norms.append(node)
+            found.norms += (node,)
     elif node.is_function("normalize") and is_unit:
         found.unit = True
     elif not node.is_function(*ROTATING):
         raise steps.refuse("between projection and core is", node)
-    elif node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
-        found.factor *= steps.number(node)
+    elif (factor := steps.factor(node)) is not None:
+        found.factor *= factor
     found.is_complex |= node.is_function("view_as_complex")
     for one in node.inputs:
         if apart or _reads_linear(steps, one):
             found = projection(steps, one, found, apart)
             continue
         try:
-            found = projection(steps, one, found.copied(), True)
+            found = projection(steps, one, replace(found), True)
         except Unreadable:
-            found.outside.append(one)  # a table that is computed
-            found.tables.append(one)
+            found.outside += (one,)  # a table that is computed
+            found.tables += (one,)
     return found
 
 
@@ -159,9 +149,9 @@ def _reads_linear(steps: Steps, node: Node) -> bool:
 
 def _alike(a: Any, b: Any) -> bool:
     """Are these nodes of one tensor, or of the same function of such nodes?"""
-    if not (isinstance(a, Node) and isinstance(b, Node)) or a is b:
-        return a is b or (not isinstance(a, Node) and not isinstance(b, Node) and a == b)
-    ours, theirs = (one.leaves for one in (a, b))
+    if a is b or not isinstance(a, Node) or not isinstance(b, Node):
+        return a == b
+    ours, theirs = a.leaves, b.leaves
     same = a.kind == b.kind == "function" and (a.source, a.output, len(ours)) == (b.source, b.output, len(theirs))
     return same and all(map(_alike, ours, theirs))
 
@@ -227,8 +217,8 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
         # rows of length 1, times a factor for each head (Swin v2): RMS norms, whose rows have the length sqrt(D)
         if not (q.unit and k.unit) or q.norms or k.norms:
             raise Unreadable("scores are scaled by head, or q or k alone has rows of length 1")
-        (_, H, _, D), device = core.query.shape, torch.device("cpu")
-        factor = ones = call(torch.ones, D, device=device, shape=(D,))
+        _, H, _, D = core.query.shape
+        factor = ones = call(torch.ones, D, device=torch.device("cpu"), shape=(D,))
         if core.head_scale is not None:
             factor = call(Tensor.expand, call(Tensor.reshape, core.head_scale, H, 1), H, D, shape=(H, D))
         # normalize divides by 1e-12 at least, so that a row of zeros is zero
@@ -243,19 +233,18 @@ def _norms(steps: Steps, core: Core, q: Projection, k: Projection) -> dict[str, 
     if any(one.weight is None for one in found):
         raise Unreadable("norms of q and k without a weight")
     pairs = tuple(one.weight if one.bias is None else (one.weight, one.bias) for one in found)
-    arguments = {"qk_norm": pairs, "qk_norm_eps": found[0].eps}
-    return arguments if found[0].kind == "rms" else arguments | {"qk_norm_kind": found[0].kind}
+    return {"qk_norm": pairs, "qk_norm_eps": found[0].eps, "qk_norm_kind": found[0].kind}
 
 
-def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
-    """(the tables, choices)."""
+def rotary_of(steps: Steps, q: Projection, k: Projection) -> list[dict[str, Any]]:
+    """The arguments with which q and k may be rotated."""
     if len(q.outside) != len(k.outside) or not all(map(_alike, q.outside, k.outside)):
         raise Unreadable("q and k are rotated by different tensors")
     if not q.outside:
-        return None, []
+        return [{"rotary": None}]
     if len(q.outside) == 2 and all(one.kind == "function" and 1 in one.shape[1:3] for one in q.outside):
         tables = tuple(Computed(call(Tensor.squeeze, one, 1 if one.shape[1] == 1 else 2)) for one in q.outside)
-        return tables, [[{"rotary_interleaved": interleaved} for interleaved in (False, True)]]
+        return [{"rotary": tables, "rotary_interleaved": interleaved} for interleaved in (False, True)]
     kinds = [one.kind for one in q.outside]
     is_complex = q.is_complex and k.is_complex and kinds == ["argument"]
     if not is_complex and (len(kinds) != 2 or not {"argument", "parameter"}.issuperset(kinds)):
@@ -265,16 +254,15 @@ def rotary_of(steps: Steps, q: Projection, k: Projection) -> tuple[Any, list]:
         raise Unreadable("rotary tables that are not read from their first row")
     if is_complex:
         tables = tuple(Argument(q.outside[0].source, form) for form in ("real", "imag"))
-        return tables, [[{"rotary": tables, "rotary_interleaved": True}]]
+        return [{"rotary": tables, "rotary_interleaved": True}]
     forms = (("table", False), ("table", True), ("twice", False), ("each twice", True), ("sublayers", True))
-    choices = [
+    return [
         {
-            "rotary": tuple((Argument if one.kind == "argument" else Table)(one.source, form) for one in q.outside),
+            "rotary": tuple((Argument if one.kind == "argument" else Weight)(one.source, form) for one in q.outside),
             "rotary_interleaved": interleaved,
         }
         for form, interleaved in forms
     ]
-    return choices[0]["rotary"], [choices]
 
 
 def _from_first_row(view: Node) -> bool:
@@ -292,7 +280,7 @@ def _from_first_row(view: Node) -> bool:
 
 def is_causal_buffer(steps: Steps, mask: Node | None) -> bool:
     """Does the mask come from a buffer that is causal as a whole, not only in the rows of this example?"""
-    while mask is not None and mask.is_function(*VIEWS, "__eq__", "eq", "logical_not", "__invert__", "bool"):
+    while mask is not None and mask.is_function(*VIEWS, "eq", "logical_not", "invert", "bool"):
         mask = mask.inputs[0]
     if mask is None or mask.kind != "parameter" or len(mask.shape) < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
@@ -314,9 +302,9 @@ def _masks(steps: Steps, seen: list[Node], sliced: bool) -> dict[str, Any]:
         node = steps.strip(one)
         if is_causal_buffer(steps, one):
             causal = True
-        elif node.is_function(*ADD) and len(node.inputs) == 2:
+        elif node.is_function("add", of=2):
             open_ += node.inputs
-        elif node.is_function("where") and len(node.args) == 3 and len(node.inputs) == 2:
+        elif node.is_function("where", of=2) and len(node.args) == 3:
             condition, bias = node.inputs
             open_.append(bias)
             if steps.strip(condition).kind == "argument":
@@ -398,19 +386,18 @@ def _of_module(steps: Steps, node: Node, resid_dropout_p: Any) -> Part:
     return Part(arguments, call["query"])
 
 
-JOINED = ("cat", "concat", "concatenate")
 EMPTY = ("new_empty", "new_zeros", "empty", "zeros", "empty_like", "zeros_like")
 
 
 def joined_of(steps: Steps, node: Node) -> list[Node]:
     """What a tensor is joined of: of a cat, or of what was written to parts of an empty one."""
     node = steps.strip(node)
-    if node.is_function(*JOINED):
+    if node.is_function("cat"):
         return node.inputs
     before, write = node.written or (None, node)
     if before is None and not node.is_function("__setitem__"):
         return [] if node.is_function(*EMPTY) else [node]
-    if not write.is_function("copy_", "__setitem__") or len(write.inputs) != 2:
+    if not write.is_function("copy_", "__setitem__", of=2):
         raise steps.refuse("a part of k is changed by", write)
     place, value = write.inputs
     return [*joined_of(steps, place if before is None else before), value]

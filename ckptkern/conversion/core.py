@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .computed import Of, call
 from .masks import causal_attention, window_of
-from .reading import ADD, DIVIDE, MULTIPLY, PRODUCT, Steps, Weight, in_training
+from .reading import Steps, Weight, in_training
 from .trace import Node
 
 CALLS = {  # functions that are core attention, with the names of their arguments by place
@@ -47,7 +47,7 @@ def read_core(steps: Steps, node: Node) -> Core:
             options["window_size"] = window_of(call["window"])
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         return Core(query, key, value, [] if mask is None else [mask], scale, options)
-    if node.is_function(*PRODUCT):
+    if node.is_function("matmul", "bmm"):
         return _written_out(steps, node)
     raise steps.refuse("no core attention but", node)
 
@@ -69,28 +69,28 @@ def _written_out(steps: Steps, node: Node) -> Core:
         raise steps.refuse("a matmul whose left operand is no softmax but", weights)
     sinks, scores = _column(steps, steps.strip(weights.inputs[0]))
     masks, scale, head_scale, options = [], 1.0, None, {"is_causal": False}
-    while not scores.is_function(*PRODUCT, "baddbmm"):
-        if scores.is_function(*ADD) and len(scores.inputs) == 2:
+    while not scores.is_function("matmul", "bmm", "baddbmm"):
+        if scores.is_function("add", of=2):
             a, b = scores.inputs
             a, b = (a, b) if _is_of_matmul(a) else (b, a)
             scores = steps.strip(a)
             masks.append(_over_windows(b, a.shape))
-        elif scores.is_function("where") and len(scores.args) == 3 and len(scores.inputs) == 2:
+        elif scores.is_function("where", of=2) and len(scores.args) == 3:
             masks.append(scores.inputs[0])
             scores = steps.strip(scores.inputs[1])
-        elif scores.is_function("masked_fill", "masked_fill_") and len(scores.inputs) == 2:
+        elif scores.is_function("masked_fill", of=2):
             masks.append(scores.inputs[1])
             options["mask_is_exclusion"] = True
             scores = steps.strip(scores.inputs[0])
-        elif scores.is_function(*MULTIPLY, *DIVIDE) and len(scores.inputs) == 1:
-            number, scores = steps.number(scores), steps.strip(scores.inputs[0])
+        elif (number := steps.factor(scores)) is not None:
+            scores = steps.strip(scores.inputs[0])
             if "softcap" not in options and scores.is_function("tanh"):
                 options["softcap"], scores = number, steps.strip(scores.inputs[0])
             else:
                 scale *= number
         else:  # a factor [H, 1, 1] for each head
             H = scores.shape[1] if len(scores.shape) == 4 else 0
-            pairs = scores.pairs if scores.is_function(*MULTIPLY) and head_scale is None else ()
+            pairs = scores.pairs if scores.is_function("mul") and head_scale is None else ()
             pair = next((one for one in pairs if one[0].shape in ((H, 1, 1), (1, H, 1, 1))), None)
             if pair is None:
                 raise steps.refuse("scores are formed by", scores)
@@ -113,12 +113,12 @@ def _written_out(steps: Steps, node: Node) -> Core:
 
 def _column(steps: Steps, node: Node) -> tuple[Node | None, Node]:
     """(sinks, scores) of what a softmax reads: scores with a column of sinks, from which their maximum may be taken."""
-    if node.is_function("sub", "__sub__") and len(node.inputs) == 2:
+    if node.is_function("sub", of=2):
         whole, largest = (steps.strip(one) for one in node.inputs)
         largest = steps.strip(largest.inputs[0]) if largest.is_function("detach") else largest
         if largest.is_function("max", "amax") and steps.strip(largest.inputs[0]) is whole:
             node = whole
-    if not (node.is_function("cat", "concat", "concatenate") and len(node.inputs) == 2):
+    if not node.is_function("cat", of=2):
         return None, node
     scores, sinks = node.inputs
     return sinks, steps.strip(scores)
@@ -136,4 +136,4 @@ def _over_windows(mask: Node, scores: torch.Size) -> Node:
 
 def _is_of_matmul(node: Node) -> bool:
     """Is a matmul behind it, as there is behind scores and not behind masks?"""
-    return node.is_function(*PRODUCT, "baddbmm") or any(map(_is_of_matmul, node.inputs))
+    return node.is_function("matmul", "bmm", "baddbmm") or any(map(_is_of_matmul, node.inputs))

@@ -18,10 +18,6 @@ from torch import nn
 from .attention import read_attention
 from .computed import Computed
 from .reading import (
-    ADD,
-    DIVIDE,
-    MULTIPLY,
-    Layer,
     Part,
     Probability,
     Reading,
@@ -44,58 +40,47 @@ class Grammar(Steps):
 
     # -- cores
 
-    def moe(self, node: Node, dropouts: list[Probability]) -> Part:
-        """An MoE block, which is a leaf of the graph and was read by itself."""
-        block = self.blocks[node.source]
-        if isinstance(block, Unreadable):
-            raise Unreadable(f"its MoE block: {block}")
-        if len(node.inputs) != 1 or node.output:
-            raise self.refuse("an MoE block with other inputs or results than one tensor:", node)
-        self.layers_read += 1
-        given = {name: value for name, value in block.arguments.items() if name != "residual"}
-        given = prefixed(given, node.source) | {"resid_dropout_p": self.probability(dropouts)}
-        logits_of = f"{node.source}.{block.logits_of}" if block.logits_of else ""
-        return Part(given, node.inputs[0], logits_of=logits_of)
-
     def mlp(self, node: Node) -> Part:
+        """An MLP, gated or not, or an MoE block, which is a leaf of the graph and was read by itself."""
         after, hidden = [], []
-        down_node = self.strip(node, after)
-        if down_node.kind == "module" and down_node.source in self.blocks:
-            return self.moe(down_node, after)
-        down = self.linear(down_node, "the branch's end")
+        end = self.strip(node, after)
+        resid_dropout_p = self.probability(after)
+        if end.kind == "module" and (block := self.blocks.get(end.source)) is not None:
+            if isinstance(block, Unreadable):
+                raise Unreadable(f"its MoE block: {block}")
+            if len(end.inputs) != 1 or end.output:
+                raise self.refuse("an MoE block with other inputs or results than one tensor:", end)
+            self.layers_read += 1
+            given = {name: value for name, value in block.arguments.items() if name != "residual"}
+            given = prefixed(given, end.source) | {"resid_dropout_p": resid_dropout_p}
+            return Part(given, end.inputs[0], logits_of=block.logits_of and f"{end.source}.{block.logits_of}")
+        down = self.linear(end, "the branch's end")
         h = self.strip(down.input, hidden)
-        arguments = {"dropout_p": self.probability(hidden), "resid_dropout_p": self.probability(after)}
+        arguments = {"dropout_p": self.probability(hidden), "resid_dropout_p": resid_dropout_p}
         if (found := self.activation(h)) is not None:
             activation, z = found
             up = self.linear(self.strip(z), "what the activation reads")
             return Part(arguments | {"activation": activation} | layers_as(up=up, down=down), up.input)
-        if h.is_function(*MULTIPLY) and len(h.inputs) == 2:
-            return self.gated(h, arguments, down)
-        raise self.refuse("the hidden layer ends in", h)
-
-    def gated(self, product: Node, arguments: dict[str, Any], down: Layer) -> Part:
-        a, b = (self.strip(one) for one in product.inputs)
-        for gate, up in ((a, b), (b, a)):
-            found = self.activation(gate)
-            up_layer = self.linear_of(up)
-            if found is None or up_layer is None:
+        if not h.is_function("mul", of=2):
+            raise self.refuse("the hidden layer ends in", h)
+        a, b = (self.strip(one) for one in h.inputs)
+        for gate, up_node in ((a, b), (b, a)):
+            found, up = self.activation(gate), self.linear_of(up_node)
+            if found is None or up is None:
                 continue
             activation, z = found
             gate_node = self.strip(z)
             gate_layer = self.linear(gate_node, "what the activation reads")
-            arguments = arguments | {"activation": activation}
-            pairs = [(gate_layer, up_layer)]
-            if gate_node is up:  # one weight for both
-                halves = up_layer.rows(0, 2), up_layer.rows(1, 2)
-                pairs = [halves, halves[::-1]]
-            elif self.strip(gate_layer.input) is not self.strip(up_layer.input):
+            pairs = [(gate_layer, up)]
+            if gate_node is up_node:  # one weight for both, in one order or the other
+                pairs = [(up.rows(i, 2), up.rows(1 - i, 2)) for i in (0, 1)]
+            elif self.strip(gate_layer.input) is not self.strip(up.input):
                 continue
             orders = [layers_as(gate=one, up=other, down=down) for one, other in pairs]
-            return Part(arguments | orders[0], up_layer.input, [orders] if gate_node is up else [])
+            return Part(
+                arguments | {"activation": activation} | orders[0], up.input, [orders] if gate_node is up_node else []
+            )
         raise Unreadable("not a gated product: " + " * ".join(map(self.describe, (a, b))))
-
-    def attention(self, node: Node) -> Part:
-        return read_attention(self, node)
 
     # -- sublayers
 
@@ -113,15 +98,15 @@ class Grammar(Steps):
         if self.norm(node) is not None:
             around |= self.norm_arguments(node, "post_norm")
             node = node.inputs[0]
-        part = core(node)
+        part = core(self, node)
         part.arguments |= around
         return part
 
     def scale(self, node: Node) -> tuple[Any, Node] | None:
         """(layer_scale, what it scales)."""
-        if node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == len(node.numbers) == 1:
-            return self.number(node), self.strip(node.inputs[0])
-        if not node.is_function(*MULTIPLY):
+        if (factor := self.factor(node)) is not None:
+            return factor, self.strip(node.inputs[0])
+        if not node.is_function("mul"):
             weight = self.once("scale", node, find_scale)
             return None if weight is None else (weight, self.strip(node.inputs[0]))
         vectors = [one for one in node.inputs if one.kind == "parameter" and len(one.shape) == 1]
@@ -145,11 +130,11 @@ class Grammar(Steps):
         found: dict[str, Any] = {}
         if self.is_sum(node) and (pair := self.of_samples(node)) is not None:
             found["norm_shift"], node = Computed(pair[0], True), self.strip(pair[1])
-        if node.is_function(*MULTIPLY) and (pair := self.of_samples(node)) is not None:
+        if node.is_function("mul") and (pair := self.of_samples(node)) is not None:
             if self.norm(self.strip(pair[1])) is None:
                 return None
             one_more = self.strip(pair[0])
-            is_one_more = one_more.is_function(*ADD) and len(one_more.inputs) == 1 and one_more.numbers == [1]
+            is_one_more = one_more.is_function("add", of=1) and one_more.numbers == [1]
             if not is_one_more or one_more.shape.numel() != pair[0].shape.numel():
                 raise Unreadable("a norm is multiplied by something else than 1 + a scale")
             found["norm_scale"], node = Computed(one_more.inputs[0], True), self.strip(pair[1])
@@ -157,7 +142,7 @@ class Grammar(Steps):
 
     def is_sum(self, node: Node) -> bool:
         """Of two tensors, and not a linear layer with its update."""
-        return node.is_function(*ADD) and len(node.inputs) == 2 and self.linear_of(node) is None
+        return node.is_function("add", of=2) and self.linear_of(node) is None
 
     def sublayer(self, node: Node, core) -> Part:
         node, trailing = self.strip(node), None
@@ -166,8 +151,7 @@ class Grammar(Steps):
         if not self.is_sum(node):
             if trailing is not None:
                 raise Unreadable("a norm without a residual")
-            part = self.branch(node, core)
-            return self.with_norm(part, self.strip(part.input), None)
+            return self.with_norm(self.branch(node, core), None)
         reasons = []
         for residual, branch in node.pairs:
             try:
@@ -175,21 +159,20 @@ class Grammar(Steps):
             except Unreadable as reason:
                 reasons.append(str(reason))
                 continue
-            x, h = self.strip(residual), self.strip(part.input)
-            if trailing is not None and h is x:
+            x = self.strip(residual)
+            if trailing is None:
+                part = self.with_norm(part, x)
+            elif self.strip(part.input) is x:
                 part.arguments |= {"residual": True, "norm_first": False, **self.norm_arguments(trailing)}
                 part.input = x
+            if part.input is x:
                 return part
-            if trailing is None:
-                with_residual = self.with_norm(part, h, x)
-                if with_residual.input is x:
-                    return with_residual
             reasons.append("the residual is not what the branch reads")
         raise Unreadable(max(reasons, key=len))
 
-    def with_norm(self, part: Part, h: Node, x: Node | None) -> Part:
+    def with_norm(self, part: Part, x: Node | None) -> Part:
         """The part with the norm that it reads from. x: the residual, if there is one."""
-        part.arguments["residual"] = x is not None
+        h, part.arguments["residual"] = self.strip(part.input), x is not None
         if h is not x and (normed := self.normed(h)) is not None:
             part.arguments |= normed[0]
             h = self.strip(normed[1])
@@ -220,26 +203,24 @@ class Grammar(Steps):
         reasons = []
         for first, second in (branches, branches[::-1]):
             try:
-                attention, mlp = self.branch(first, self.attention), self.branch(second, self.mlp)
+                attention, mlp = self.branch(first, read_attention), self.branch(second, Grammar.mlp)
             except Unreadable as reason:
                 reasons.append(str(reason))
                 continue
-            x = arguments[0]
             for part in (attention, mlp):
-                self.with_norm(part, self.strip(part.input), None)
-                if part.input is not x:
+                if self.with_norm(part, None).input is not arguments[0]:
                     raise self.refuse("a branch of a sum reads", part.input)
                 del part.arguments["residual"]
-            return layer_of(attention, mlp, x, parallel=True)
+            return layer_of(attention, mlp, arguments[0], parallel=True)
         raise Unreadable(max(reasons, key=len))
 
     def layer(self, node: Node) -> Reading:
-        mlp = self.sublayer(node, self.mlp)
+        mlp = self.sublayer(node, Grammar.mlp)
         if mlp.input.kind == "argument":
             return mlp.reading("moe_block" if "router_weight" in mlp.arguments else "mlp_block")
-        attention, cross = self.sublayer(mlp.input, self.attention), None
+        attention, cross = self.sublayer(mlp.input, read_attention), None
         if attention.input.kind != "argument" and "key_value" in attention.arguments:
-            attention, cross = self.sublayer(attention.input, self.attention), attention
+            attention, cross = self.sublayer(attention.input, read_attention), attention
             if "router_weight" in mlp.arguments:
                 raise Unreadable("an MoE layer with cross-attention")
         if attention.input.kind != "argument":
@@ -247,7 +228,7 @@ class Grammar(Steps):
         return layer_of(attention, mlp, attention.input, cross)
 
     def attention_alone(self, node: Node) -> Reading:
-        part = self.sublayer(node, self.attention)
+        part = self.sublayer(node, read_attention)
         if part.input.kind != "argument":
             raise self.refuse("attention reads", part.input)
         return part.reading("latent_attention_block" if "kv_a_weight" in part.arguments else "attention_block")

@@ -32,7 +32,7 @@ from ..ops.moe.router import GROUP_SCORES, SCORINGS, chosen, scores_of, weights_
 from .check import in_dtype, replacing
 from .grammar import read
 from .layouts import Parts, base_of, experts_layout, parts_of
-from .reading import Argument, Choices, OfExperts, Probability, Reading, Scale, Update, Weight, prefixed
+from .reading import Argument, Choices, Probability, Reading, Scale, Update, Weight, prefixed
 from .trace import Call, Unreadable, leaves_of, mapped, plain_attributes, trace
 
 ROWS = 1024  # of random inputs, on which readings of a choice differ
@@ -68,8 +68,9 @@ def arguments_of_experts(module: nn.Module) -> dict[str, Any]:
             layer = layers.get(prefix + wrapper.parameter_name)
             if layer is None or layer in found or len(adapters) > 1:
                 raise Unreadable("several adapters of one weight of its experts, or one of their biases")
-            weights = (Weight(f"{path}lora_{one}.{adapters[0]}.weight") for one in "AB")
-            a, b = (OfExperts(one, factor, wrapper.num_experts) for one, factor in zip(weights, "ab", strict=True))
+            a, b = (
+                Weight(f"{path}lora_{one}.{adapters[0]}.weight", one.lower(), count=wrapper.num_experts) for one in "AB"
+            )
             found[layer] = Update(a, b, Scale(path.rstrip("."), adapters[0]), 0.0)
         path, wrapper = f"{path}base_layer.", wrapper.base_layer
     return {name: Weight(own) for name, own in layout.items()} | ({"lora": found} if found else {})

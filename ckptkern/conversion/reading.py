@@ -29,10 +29,19 @@ _LONGEST_ACTIVATION = 20  # functions; gelu_tanh has eight. It bounds the time t
 
 
 class Weight(NamedTuple):
-    """A parameter by its path, and what is taken of it: "" itself, "t" its transpose, "+1" one more."""
+    """A parameter or buffer by its path, in a form that arguments.in_form names, or of `count` equal parts of its rows one.
+
+    Forms "a" and "b": A or B of low-rank updates of `count` experts, as peft lays them out in one matrix: A [E r, d], or B
+    [n, r E], whose columns are in the order of ranks.
+    """
 
     path: str
     form: str = ""
+    part: int = 0
+    count: int = 1
+
+    def rows(self, part: int, count: int) -> Weight:
+        return self._replace(part=part, count=count)
 
 
 class Norm(NamedTuple):
@@ -198,7 +207,7 @@ class Steps:
         leaf = self.leaf(node)
         if type(leaf) in (nn.Dropout, Dropout):
             return Probability(node.source, "p", leaf.p)
-        if node.is_function("dropout", "dropout_"):
+        if node.is_function("dropout"):
             call = node.called_with("input", "p", "training")
             return in_training(call.get("p", 0.5) if call.get("training", True) else 0.0)
         return None
@@ -213,7 +222,7 @@ class Steps:
         """What a node shows through views, casts and, if they are collected, dropouts."""
         while True:
             # not if another tensor chooses the elements
-            if node.is_function(*VIEWS) and (len(node.inputs) == 1 or node.is_function("type_as", "expand_as", "to")):
+            if node.is_function(*VIEWS, of=1) or node.is_function("type_as", "expand_as", "to"):
                 node = node.inputs[0]
             elif dropouts is not None and (p := self.dropout(node)) is not None:
                 dropouts.append(p)
@@ -228,7 +237,7 @@ class Steps:
         """The linear layer that a node is the result of."""
         if (layer := self.linear_leaf(node)) is not None:
             return layer
-        for base, update in node.pairs if node.is_function(*ADD) else ():
+        for base, update in node.pairs if node.is_function("add") else ():
             layer = self.linear_leaf(self.strip(base))
             if layer is not None and (found := self.update(update, self.strip(layer.input))) is not None:
                 return layer._replace(update=found)
@@ -237,8 +246,8 @@ class Steps:
     def update(self, node: Node, x: Node) -> Update | None:
         """scale * b(a(dropout(x)))."""
         node, scale = self.strip(node), 1.0
-        while node.is_function(*MULTIPLY, *DIVIDE) and len(node.inputs) == 1:
-            scale, node = scale * self.number(node), self.strip(node.inputs[0])
+        while (factor := self.factor(node)) is not None:
+            scale, node = scale * factor, self.strip(node.inputs[0])
         pair = []
         for _ in "ba":
             linear = self.linear_leaf(node)
@@ -261,12 +270,14 @@ class Steps:
                     return Scale(".".join(parts[:i]), adapter)
         return scale
 
-    def number(self, node: Node) -> float:
-        """What a node's one tensor is multiplied by."""
+    def factor(self, node: Node) -> float | None:
+        """The number that a node's one tensor is multiplied by; None for other nodes."""
+        if not node.is_function("mul", "div", of=1):
+            return None
         if len(node.numbers) != 1:
             raise self.refuse("no number scales", node)
         (number,) = node.numbers
-        return 1 / number if node.is_function(*DIVIDE) else float(number)
+        return 1 / number if node.is_function("div") else float(number)
 
     def linear(self, node: Node, what: str) -> Layer:
         found = self.linear_of(node)
@@ -393,11 +404,7 @@ VIEWS = (
     "moveaxis", "narrow", "permute", "reshape", "select", "split", "squeeze", "swapaxes", "swapdims", "t", "tensor_split",
     "to", "transpose", "type", "type_as", "unbind", "unflatten", "unsafe_chunk", "unsqueeze", "view", "bfloat16",
 )  # fmt: skip
-ADD = ("add", "__add__", "__radd__", "add_", "__iadd__")
-MULTIPLY = ("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply")
-DIVIDE = ("div", "__truediv__", "div_", "true_divide")
 SCALING = "scaling"  # of peft's layers: the scales of low-rank updates, by adapter
-PRODUCT = ("matmul", "__matmul__", "bmm")
 
 
 class Argument(NamedTuple):
@@ -405,30 +412,6 @@ class Argument(NamedTuple):
 
     index: int
     form: str = ""
-
-
-class Table(NamedTuple):
-    """A buffer's first rows, as many as the input has tokens, in a form that arguments.in_form names."""
-
-    path: str
-    form: str
-
-
-class Rows(NamedTuple):
-    """One of `count` equal parts of a parameter's rows."""
-
-    weight: Weight
-    part: int
-    count: int
-
-
-class OfExperts(NamedTuple):
-    """A or B of low-rank updates of all experts, as peft lays them out in one matrix: A [E r, d], or B [n, r E], whose columns
-    are in the order of ranks; factor: "a" or "b"."""
-
-    weight: Weight
-    factor: str
-    experts: int
 
 
 class Scale(NamedTuple):
@@ -441,8 +424,8 @@ class Scale(NamedTuple):
 class Update(NamedTuple):
     """A low-rank update: the fields of ckptkern.LoRA."""
 
-    a: Weight | OfExperts
-    b: Weight | Rows | OfExperts
+    a: Weight
+    b: Weight
     scale: float | Scale
     dropout_p: Probability | float
 
@@ -450,22 +433,22 @@ class Update(NamedTuple):
         """That of one of `count` equal parts of the layer's rows."""
         if isinstance(self.dropout_p, Probability) and self.dropout_p.value:
             raise Unreadable("a low-rank update with dropout of a weight that is split")
-        return self._replace(b=Rows(self.b, part, count), dropout_p=0.0)  # the guard sees it if that changes
+        return self._replace(b=self.b.rows(part, count), dropout_p=0.0)  # the guard sees it if that changes
 
 
 class Layer(NamedTuple):
     """A linear layer where it is applied: what it reads, and its low-rank update."""
 
-    weight: Weight | Rows
-    bias: Weight | Rows | None
+    weight: Weight
+    bias: Weight | None
     out_features: int
     input: Node
     update: Update | None = None
 
     def rows(self, part: int, count: int) -> Layer:
         """One of `count` equal parts of its rows."""
-        bias, update = self.bias and Rows(self.bias, part, count), self.update and self.update.rows(part, count)
-        return Layer(Rows(self.weight, part, count), bias, self.out_features // count, self.input, update)
+        weight, bias, update = (one and one.rows(part, count) for one in (self.weight, self.bias, self.update))
+        return Layer(weight, bias, self.out_features // count, self.input, update)
 
 
 def layers_as(**layers: Layer) -> dict[str, Any]:
@@ -488,7 +471,7 @@ Choices = list[list[dict[str, Any]]]
 
 @dataclass
 class Reading:
-    """A fused op with its arguments: constants, Weight, Rows, Argument, Probability; x: the argument that is its input.
+    """A fused op with its arguments: constants, Weight, Argument, Probability; x: the argument that is its input.
 
     logits_of: the path of an MoE's router whose first result is the logits, whose hooks are given them; "" if there is none.
     result: how the output lies in what forward returns. apart: a function that forward leaves out of autocast, and the op would
@@ -534,8 +517,8 @@ def prefixed(template: Any, path: str) -> Any:
     """A template of a submodule's parameters as one of its parent's."""
     if isinstance(template, (Weight, Scale)) or (isinstance(template, Probability) and template.attribute):
         return template._replace(path=f"{path}.{template.path}" if template.path else path)
-    if isinstance(template, (Rows, OfExperts, Update)):
-        return type(template)(*(prefixed(one, path) for one in template))
+    if isinstance(template, Update):
+        return Update(*(prefixed(one, path) for one in template))
     if isinstance(template, dict):
         return {name: prefixed(value, path) for name, value in template.items()}
     return template
